@@ -21,7 +21,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tasuki.blobs.folder import FolderBlobs
-from tasuki.blobs.zip.reader import NAME_MAX_BYTES, PIECE_BYTES, NameBook
+from tasuki.blobs.zip.reader import NAME_MAX_BYTES, PIECE_BYTES, ArchiveNames
 from tasuki.blobs.zip.writer import FileUnder, ZipEntryInfo, ZipLimits, ZipMember, check_zip, extract_zip, write_zip
 from tasuki.errors import DiskFull, InvalidInput, TasukiError, TooLarge
 from tests.blobs.forged_zips import Forged, deflate, forge
@@ -553,4 +553,4 @@ def test_entry_information_is_measured_not_quoted() -> None:
 
 def test_a_name_that_begins_like_a_drive_is_called_that() -> None:
     with pytest.raises(InvalidInput, match="begins like a drive"):
-        NameBook().add("x:y", is_folder=False)
+        ArchiveNames().add("x:y", is_folder=False)

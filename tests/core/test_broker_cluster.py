@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tasuki.core.broker.cluster import POLL_INTERVAL_S, POLLED_JOBS, SPARE_LOOKERS
-from tasuki.core.broker.events import AskEnded, AskRevoked, Elected, Hinted, Met, Publish, SomeEnded, SomeRevoked, Won
+from tasuki.core.broker.events import AskEnded, AskRevoked, ClusterView, Elected, Hinted, LockWon, Publish, SomeEnded, SomeRevoked
 from tasuki.core.broker.state import READY_SUBJECTS_MAX
 from tasuki.core.cluster_messages import Hint
 from tasuki.core.job import JobSpec, State
@@ -38,7 +38,7 @@ class Pair:
         self.meet()
 
     def meet(self, detached: frozenset[str] = frozenset()) -> None:
-        both = Met((self.a.broker.info, self.b.broker.info), detached)
+        both = ClusterView((self.a.broker.info, self.b.broker.info), detached)
         self.a.apply(both)
         self.b.apply(both)
 
@@ -193,7 +193,7 @@ def test_when_its_server_is_gone_a_job_addressed_to_a_worker_goes_to_another(pai
     pair.b.worker("w2", credit=1)
     pair.meet()
     pair.a.submit(pair.a.client(), "job", subject="job.assign.x.w2")
-    pair.a.apply(Met((pair.a.broker.info,)))
+    pair.a.apply(ClusterView((pair.a.broker.info,)))
     pair.a.pass_time(1.0)
     assert [grant.job_id for grant in pair.a.grants(here)] == ["job"]
 
@@ -269,7 +269,7 @@ def test_a_job_elsewhere_is_looked_for_by_workers_of_every_kind(pair: Pair) -> N
 
 
 def test_delayed_jobs_that_became_ready_are_told_by_their_number(pair: Pair) -> None:
-    pair.a.apply(Won(1))
+    pair.a.apply(LockWon(1))
     pair.a.turns()
     pair.a.apply(Elected(1))
     client = pair.a.client()
@@ -323,7 +323,7 @@ def test_a_server_that_comes_later_is_told_with_the_next_heartbeat_once(role: st
     conn = first.client() if role == "client" else first.worker()
     second = BrokerStage(beside=first, shared=True, server_id="b")
     second.broker.addresses = ("tcp://b:7000",)
-    first.apply(Met((first.broker.info, second.broker.info)))
+    first.apply(ClusterView((first.broker.info, second.broker.info)))
     for msg_id in (41, 42):
         first.ask(conn, Heartbeat(msg_id))
     assert [answer.servers for answer in first.all(conn, HeartbeatAnswer)] == [("tcp://a:7000", "tcp://b:7000"), ()]

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tasuki.core.broker.events import JobSeen, Met, Query
+from tasuki.core.broker.events import ClusterView, JobSeen, Query
 from tasuki.core.broker.log_reads import ANSWER_WITHIN_S, READS_PER_CLIENT, READS_PER_WORKER, checked_progress, question_of
 from tasuki.core.cluster_messages import ServerInfo, WorkerInfo
 from tasuki.core.job import Progress
@@ -211,7 +211,7 @@ def test_a_client_that_left_leaves_no_question_behind(stage: LogStage, client: i
 
 def elsewhere(stage: LogStage, address: str) -> None:
     worker = WorkerInfo(worker_id="w1", incarnation="w1-1", patterns=(">",))
-    stage.apply(Met((ServerInfo(server_id="other", addresses=(address,), workers=(worker,)),)))
+    stage.apply(ClusterView((ServerInfo(server_id="other", addresses=(address,), workers=(worker,)),)))
 
 
 @pytest.mark.parametrize(

@@ -25,16 +25,16 @@ from tasuki.core.protocol import (
 from tasuki.core.reconnect import HELLO_QUICK_S, Connect
 from tasuki.core.worker.events import (
     AttemptEnded,
+    AttemptReturned,
     ChangePatterns,
     Drain,
     EndingSaved,
     Exit,
     Forget,
-    GaveBack,
+    KeepRejected,
     Restored,
     Run,
     Save,
-    SetAside,
     Started,
     Stop,
 )
@@ -376,7 +376,7 @@ def test_a_refused_ending_is_set_aside_before_it_is_forgotten(bench: Bench) -> N
     bench.hear(assign())
     bench.do(AttemptEnded("lease-a-1", Outcome(result=b"dear")))
     commands = bench.hear(JobsRecorded([], [("lease-a-1", "attempt 2 runs")]))
-    [aside] = only(commands, SetAside)
+    [aside] = only(commands, KeepRejected)
     assert (aside.ending.outcome.result, aside.reason) == (b"dear", "attempt 2 runs")
     assert commands.index(aside) < commands.index(Forget("lease-a-1", "attempt 2 runs"))
 
@@ -384,7 +384,7 @@ def test_a_refused_ending_is_set_aside_before_it_is_forgotten(bench: Bench) -> N
 def test_a_result_that_came_when_the_lease_was_lost_already_is_set_aside(bench: Bench) -> None:
     bench.hear(assign())
     bench.answer_beats(bench.after(TTL_S / 3), lost=["lease-a-1"])
-    [aside] = only(bench.do(AttemptEnded("lease-a-1", Outcome(result=b"dear"))), SetAside)
+    [aside] = only(bench.do(AttemptEnded("lease-a-1", Outcome(result=b"dear"))), KeepRejected)
     assert (aside.ending.outcome.result, aside.reason) == (b"dear", "the lease was lost")
 
 
@@ -484,7 +484,7 @@ def test_what_a_draining_worker_could_not_start_is_told_before_it_leaves(bench: 
     bench.hear(assign())
     [subscribe] = sent(bench.do(Drain()), Subscribe)
     bench.hear(Reply(subscribe.msg_id, {}))
-    commands = bench.do(GaveBack("lease-a-1"))
+    commands = bench.do(AttemptReturned("lease-a-1"))
     kinds = [type(command.message) if isinstance(command, Send) else type(command) for command in commands]
     assert kinds.index(JobsReleased) < kinds.index(Exit)
 

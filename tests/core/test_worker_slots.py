@@ -14,7 +14,7 @@ from tasuki.core.protocol import (
     JobsReleased,
     JobsStarted,
 )
-from tasuki.core.worker.events import AttemptEnded, Drain, Exit, Forget, GaveBack, Run, Started, Stop
+from tasuki.core.worker.events import AttemptEnded, AttemptReturned, Drain, Exit, Forget, Run, Started, Stop
 from tasuki.core.worker.lease_state import AHEAD_WAIT_S, SHORT_S
 from tasuki.core.worker.machine import STARTED_AFTER_S, TOGETHER_S
 from tests.core.worker_bench import TTL_S, Bench, assign, grant, only, sent
@@ -138,7 +138,7 @@ def test_a_drain_gives_back_what_waits(bench: Bench) -> None:
 def test_the_place_of_what_could_not_be_started_goes_to_the_next(bench: Bench) -> None:
     bench.hear(assign(grant("a"), grant("b")))
 
-    commands = bench.do(GaveBack("lease-a-1"))
+    commands = bench.do(AttemptReturned("lease-a-1"))
 
     assert run_of(commands) == ["b"]
     assert only(commands, Forget) == [Forget("lease-a-1")]

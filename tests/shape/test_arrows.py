@@ -162,7 +162,7 @@ def test_an_import_against_an_arrow_is_seen(path: str, text: str) -> None:
         ("coords/coordination.py", "from tasuki.core.election import Busy, Locked"),
         ("server/leading.py", "from tasuki.coords.coordination import Coordination"),
         ("agent/jobs.py", "from tasuki.worker import Worker"),
-        ("agent/upload.py", "from tasuki.blobs.zip.reader import NameBook"),
+        ("agent/upload.py", "from tasuki.blobs.zip.reader import ArchiveNames"),
         ("dispatcher/node_pool.py", "from tasuki.client.agents.node import AgentNode"),
         ("worker/run.py", "from tasuki.stores.store import Store"),
         ("django/models.py", "from tasuki.core.job import State"),

@@ -8,7 +8,7 @@ from tasuki.core.election import Election
 from tasuki.stores.memory.records import MemoryRecords
 from tasuki.stores.sql.database import load_statements
 from tasuki.testing.sim.ablations import ABLATIONS, SEEDS_MAX, UNSEEN, Ablation, AblationFinding, hunt, table
-from tasuki.testing.sim.ablations_store import Instead, Reworded
+from tasuki.testing.sim.ablations_store import ReplacedStatement, Replacement
 from tasuki.testing.sim.checker import INVARIANTS, Violation
 from tasuki.testing.sim.run import check_seed
 
@@ -85,7 +85,7 @@ def test_what_was_switched_off_is_there_again() -> None:
 
 def test_it_is_there_again_also_after_an_error() -> None:
     before = broker.LOOK_INTERVAL_S
-    seam = Instead(broker, "LOOK_INTERVAL_S", lambda interval_s: interval_s + 1.0)
+    seam = Replacement(broker, "LOOK_INTERVAL_S", lambda interval_s: interval_s + 1.0)
 
     def fail() -> None:
         assert before + 1.0 == broker.LOOK_INTERVAL_S
@@ -99,12 +99,12 @@ def test_it_is_there_again_also_after_an_error() -> None:
 
 def test_a_statement_that_reads_otherwise_is_an_error() -> None:
     with pytest.raises(LookupError, match="'finish_plain' does not say 'AND the moon is full'"):
-        Reworded("finish_plain", "AND the moon is full").open().__enter__()
+        ReplacedStatement("finish_plain", "AND the moon is full").open().__enter__()
 
 
 def test_a_function_that_is_gone_is_an_error() -> None:
     with pytest.raises(KeyError, match="no_such_thing"):
-        Instead(broker, "no_such_thing", lambda before: before).open().__enter__()
+        Replacement(broker, "no_such_thing", lambda before: before).open().__enter__()
 
 
 def test_the_table_names_what_was_found_and_what_was_not() -> None:

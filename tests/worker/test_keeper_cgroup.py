@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tasuki.worker.keeper import cgroup
-from tasuki.worker.keeper.cgroup import ControlGroup, Leaf, NoCgroup, delegated, kill_group_of, lacking
+from tasuki.worker.keeper.cgroup import ControlGroup, JobGroup, NoCgroup, delegated, kill_group_of, lacking
 from tasuki.worker.keeper.linux import LinuxSystem
 from tasuki.worker.keeper.protocol import EndReason, Limits, Spawn
 
@@ -275,7 +275,7 @@ def test_a_leaf_without_its_files_is_refused_and_not_half_limited(hierarchy: Hie
     (group.path / "cgroup.subtree_control").write_text("")  # somebody has taken the controllers back
 
     with pytest.raises(OSError, match=r"memory\.max"):
-        Leaf(group.path, 1, Limits(memory_mb=1))
+        JobGroup(group.path, 1, Limits(memory_mb=1))
 
     assert "tasuki-inc/job-1" not in hierarchy.groups()
 

@@ -26,7 +26,7 @@ from starlette.requests import ClientDisconnect
 
 from tasuki.agent.refusals import input_not_found
 from tasuki.blobs.files import disk_full_as_error
-from tasuki.blobs.zip.reader import NameBook
+from tasuki.blobs.zip.reader import ArchiveNames
 from tasuki.core.failover.agent_protocol import InputRecord, parse_args, parse_timeout
 from tasuki.core.failover.nodes import InputRef, parse_input
 from tasuki.core.ids import quoted
@@ -388,7 +388,7 @@ class _Names:
 
     def __init__(self) -> None:
         self.count = 0
-        self._book = NameBook()
+        self._book = ArchiveNames()
 
     def add(self, name: str) -> None:
         check_file_name(name)

@@ -17,7 +17,7 @@ import msgspec
 
 from tasuki.coords.coordination import BEAT_INTERVAL_S, ClusterMember, Coordination, View
 from tasuki.core import election
-from tasuki.core.broker.events import Deposed, Detach, Elected, Event, Hinted, Met, Publish, TakeoverDone, Won
+from tasuki.core.broker.events import ClusterView, Detach, Elected, Event, Hinted, LeadershipLost, LockWon, Publish, TakeoverDone
 from tasuki.core.cluster_messages import Hint, ServerInfo, decode, split
 from tasuki.core.machine import Now, Ticked
 from tasuki.errors import TasukiError
@@ -56,7 +56,7 @@ class ClusterMembership(Protocol):
         """Tell the others soon where the server can be reached."""
 
     def tick(self, now: Now) -> None: ...
-    def carry_out(self, command: TakeoverDone | Deposed | Publish) -> None: ...
+    def carry_out(self, command: TakeoverDone | LeadershipLost | Publish) -> None: ...
     async def detach(self, command: Detach) -> bool:
         """Set whether a worker is detached; return whether that was a change."""
 
@@ -76,13 +76,13 @@ class SingleServer:
     def tick(self, now: Now) -> None:
         pass
 
-    def carry_out(self, command: TakeoverDone | Deposed | Publish) -> None:
+    def carry_out(self, command: TakeoverDone | LeadershipLost | Publish) -> None:
         pass
 
     async def detach(self, command: Detach) -> bool:
         before, one = self._detached, frozenset({command.worker_id})
         self._detached = before | one if command.detached else before - one
-        self._server.tell(Met((), self._detached))
+        self._server.tell(ClusterView((), self._detached))
         return self._detached != before
 
     async def leave(self) -> None:
@@ -212,7 +212,7 @@ class Cluster:
             elif member.member_id in self._seen:
                 seen[member.member_id] = self._seen[member.member_id]
         self._seen = seen
-        self._server.tell(Met(tuple(info for _, info in seen.values()), view.detached))
+        self._server.tell(ClusterView(tuple(info for _, info in seen.values()), view.detached))
 
     async def detach(self, command: Detach) -> bool:
         """Set whether a worker is detached. This server knows at once, the others with their next heartbeat."""
@@ -234,13 +234,13 @@ class Cluster:
 
     # ------------------------------------------------------------------------------------------------ election
 
-    def carry_out(self, command: TakeoverDone | Deposed | Publish) -> None:
+    def carry_out(self, command: TakeoverDone | LeadershipLost | Publish) -> None:
         match command:
             case Publish():
                 self._wakeups.publish(split(command.hint))
             case TakeoverDone():
                 self._decide(election.TookOver(command.epoch, command.done))
-            case Deposed():
+            case LeadershipLost():
                 logger.warning("epoch %d was refused by the store: another server leads", command.epoch)
                 self._decide(election.EpochFenced(command.epoch))
 
@@ -253,7 +253,7 @@ class Cluster:
                 case election.Acquire():
                     self._tasks.spawn(self._acquire())
                 case election.TakeOver():
-                    self._server.tell(Won(command.epoch))
+                    self._server.tell(LockWon(command.epoch))
                 case election.Renew():
                     self._tasks.spawn(self._renew(command.epoch))
                 case election.Release():

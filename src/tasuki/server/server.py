@@ -32,11 +32,11 @@ from tasuki.core.broker.events import (
     BrokerConfig,
     Command,
     DeleteBlobs,
-    Deposed,
     Detach,
     DiskSpace,
     Event,
     JobSeen,
+    LeadershipLost,
     Publish,
     Query,
     ReceiveBlob,
@@ -342,7 +342,7 @@ class Server:
                     self._tasks.spawn(self._delete_blobs(command))
                 case AskEnded() | AskRevoked():
                     self._tasks.spawn(self._ask(command))
-                case TakeoverDone() | Deposed() | Publish():
+                case TakeoverDone() | LeadershipLost() | Publish():
                     self._cluster.carry_out(command)
                 case Detach():
                     self._tasks.spawn(self._detach(command))

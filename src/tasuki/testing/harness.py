@@ -19,7 +19,7 @@ from typing import Any
 
 from tasuki.core.address import Address
 from tasuki.core.broker.broker import Broker
-from tasuki.core.broker.events import DiskSpace, Met, Won
+from tasuki.core.broker.events import ClusterView, DiskSpace, LockWon
 from tasuki.core.cluster_messages import Hint
 from tasuki.core.job import LEASED, READY, Job, JobIncident, OnDisconnect, State
 from tasuki.core.machine import Closed, Now, Opened, Peer, Received, Ticked
@@ -318,14 +318,14 @@ class Harness:
         awake = [server for server in self.servers if server.awake]
         infos = tuple(server.broker.info for server in awake if server.broker is not None)
         for server in awake:
-            server.apply(Met(infos))
+            server.apply(ClusterView(infos))
         now = self.clock.lease()
         epoch, holder = self.store.epoch()
         if any(server.server_id == holder and server.leads == epoch for server in awake):
             self._leader_seen_at = now
         elif awake and now - self._leader_seen_at >= LOCK_TTL_S:
             self._leader_seen_at = now
-            self.random.choice(awake).apply(Won(epoch + 1))
+            self.random.choice(awake).apply(LockWon(epoch + 1))
 
     def committed(self, turn: Turn, answers: Answers, before: dict[str, Job | None]) -> None:
         """Check the answers of a turn that is durable now; `before` has the jobs of its reports."""

@@ -20,9 +20,9 @@ from tasuki.core.broker.events import (
     AskEnded,
     AskRevoked,
     BrokerConfig,
-    Deposed,
     Elected,
     Hinted,
+    LeadershipLost,
     Publish,
     Query,
     SomeEnded,
@@ -56,11 +56,11 @@ from tasuki.core.reconnect import Connect
 from tasuki.core.store_messages import Answers, Grant, Turn
 from tasuki.core.worker.events import (
     AttemptEnded,
+    AttemptReturned,
     Drain,
     EndingSaved,
     Exit,
     Forget,
-    GaveBack,
     Restored,
     Run,
     Save,
@@ -323,7 +323,7 @@ class WorkerNode(Node):
     def give_back(self, job_id: str) -> None:
         grant = self.grant_of(job_id)
         del self.running[grant.lease_id]
-        self.apply(GaveBack(grant.lease_id))
+        self.apply(AttemptReturned(grant.lease_id))
 
     def restore(self, disk: dict[str, Ending]) -> None:
         """Restore the endings that an earlier process of this worker saved."""
@@ -430,7 +430,7 @@ class ServerNode:
                     self._hang_up(command)
                 case Query():
                     self._answer_query(command)
-                case Publish() | TakeoverDone() | Deposed():
+                case Publish() | TakeoverDone() | LeadershipLost():
                     self._told(command)
                 case AskEnded() | AskRevoked():
                     self._ask(command)
@@ -442,14 +442,14 @@ class ServerNode:
         last_words = encode(error_message(0, error)) if error else b""
         self.world.hang_up(command.conn, last_words, error.message if error else "")
 
-    def _told(self, command: Publish | TakeoverDone | Deposed) -> None:
+    def _told(self, command: Publish | TakeoverDone | LeadershipLost) -> None:
         """Carry out a command that concerns other servers; the harness is also the election, and counts every win."""
         match command:
             case Publish():
                 self.world.hint(self, command.hint)
             case TakeoverDone():
                 self.apply(Elected(command.epoch if command.done else 0))
-            case Deposed():
+            case LeadershipLost():
                 self.apply(Elected(0))
 
     def _ask(self, command: AskEnded | AskRevoked) -> None:

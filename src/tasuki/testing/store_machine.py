@@ -87,7 +87,7 @@ claim_damages: st.SearchStrategy[dict[str, Any]] = st.sampled_from(
 )
 
 
-class Pair(msgspec.Struct, frozen=True):
+class GrantPair(msgspec.Struct, frozen=True):
     """One grant, as both stores gave it."""
 
     under_test: Grant
@@ -113,7 +113,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.under_test = self.make_store(self.clock)
         self.model = MemoryStore(self.clock)
         self.history = History(self.clock)
-        self.pairs: list[Pair] = []
+        self.pairs: list[GrantPair] = []
         self.names: dict[str, str] = {}  # lease_id of either store -> the pair's own name
         self.epoch = 0
         self.take_over(stays=False, step=1)
@@ -174,7 +174,7 @@ class StoreMachine(RuleBasedStateMachine):
         assert [(grant.job_id, grant.attempt) for grant in mine] == [(grant.job_id, grant.attempt) for grant in theirs]
         for one, other in zip(mine, theirs, strict=True):
             self.names[one.lease_id] = self.names[other.lease_id] = f"lease-{len(self.pairs)}"
-            self.pairs.append(Pair(one, other, worker_id, incarnation))
+            self.pairs.append(GrantPair(one, other, worker_id, incarnation))
             self.history.granted(one, self.job(one.job_id))
         assert self.plain(mine) == self.plain(theirs)
 
@@ -297,7 +297,9 @@ class StoreMachine(RuleBasedStateMachine):
     def show(self, verb: str, chosen: list[tuple[int, dict[str, Any]]], ttl_s: float, progress: Progress | None = None) -> None:
         self.claim(verb, [(self.pick(pick), damage) for pick, damage in chosen], ttl_s, progress)
 
-    def claim(self, verb: str, chosen: list[tuple[Pair, dict[str, Any]]], ttl_s: float, progress: Progress | None = None) -> None:
+    def claim(
+        self, verb: str, chosen: list[tuple[GrantPair, dict[str, Any]]], ttl_s: float, progress: Progress | None = None
+    ) -> None:
         shown = []
         for pair, damage in chosen:
             claims = [
@@ -325,7 +327,7 @@ class StoreMachine(RuleBasedStateMachine):
     def fail(self, chosen: list[tuple[int, Outcome, dict[str, Any]]], repeats: bool) -> None:
         self.report("fail", [(self.pick(pick), outcome, damage) for pick, outcome, damage in chosen], repeats)
 
-    def report(self, verb: str, chosen: list[tuple[Pair, Outcome, dict[str, Any]]], repeats: bool) -> None:
+    def report(self, verb: str, chosen: list[tuple[GrantPair, Outcome, dict[str, Any]]], repeats: bool) -> None:
         shown = []
         for pair, outcome, damage in chosen:
             reports = [
@@ -352,7 +354,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.lease_by_id(worker_id, "1", [job_id], 1, terms)
         self.report("finish", [(self.pairs[-1], result, {})], repeats)
 
-    def pick(self, number: int) -> Pair:
+    def pick(self, number: int) -> GrantPair:
         """Return mostly one of the latest grants, where the interesting races are; now and then an old one."""
         if number % 4:
             return self.pairs[-1 - number % min(4, len(self.pairs))]

@@ -18,7 +18,7 @@ import msgspec
 from tasuki.core.job import RESULT_INLINE_MAX_BYTES, BlobRef, JobSpec, Outcome
 from tasuki.core.protocol import Ending
 from tasuki.core.store_messages import Grant
-from tasuki.core.worker.events import AttemptEnded, Event, Forget, GaveBack, SetAside, Started
+from tasuki.core.worker.events import AttemptEnded, AttemptReturned, Event, Forget, KeepRejected, Started
 from tasuki.core.worker.machine import WorkerMachine
 from tasuki.errors import TasukiError, Unavailable
 from tasuki.event_loop import BackgroundTasks
@@ -155,7 +155,7 @@ class Attempts:
         except Unavailable as error:  # nothing was started
             logger.warning("job %s is given back: %s", attempt.spec.job_id, error.message)
             self._active.pop(attempt.lease_id, None)
-            self._tell(GaveBack(attempt.lease_id))
+            self._tell(AttemptReturned(attempt.lease_id))
             await self._runner.cleanup(attempt)
             return
         await self._end_run(active, result.outcome, result.result_file)
@@ -195,7 +195,7 @@ class Attempts:
         """Write an ending that no server has taken so far to disk, where it outlives this process."""
         self._outbox.save(self._record(ending))
 
-    def set_aside(self, command: SetAside) -> None:
+    def set_aside(self, command: KeepRejected) -> None:
         """Keep the result of an ending that a server refused for good."""
         self._outbox.set_aside(self._record(command.ending), command.reason)
 

@@ -32,7 +32,7 @@ import msgspec
 from msgspec.structs import replace
 
 from tasuki.blobs.files import disk_full_as_error
-from tasuki.blobs.zip.reader import NAME_MAX_BYTES, NAME_MAX_DEPTH, NameBook
+from tasuki.blobs.zip.reader import NAME_MAX_BYTES, NAME_MAX_DEPTH, ArchiveNames
 from tasuki.blobs.zip.writer import Pieces, ZipMember, small_zip, write_zip
 from tasuki.core.job import RESULT_INLINE_MAX_BYTES, BlobRef, Outcome, body_hash
 from tasuki.errors import InvalidInput
@@ -113,7 +113,7 @@ class OutputCollector:
         self._required = {glob: glob_pattern(glob) for glob in rules.required}
         self._unmet = dict(self._required)
         self._why_unmet: dict[str, LeftOut] = {}
-        self._names = NameBook()
+        self._names = ArchiveNames()
         self._names_bytes = self._total_bytes = 0
         self._packed_free_bytes = PACKED_FREE_BYTES - beside_bytes
         self._looks_left = LOOKED_AT_MAX
@@ -305,7 +305,7 @@ def _words(error: OSError) -> str:
     return "vanished" if isinstance(error, FileNotFoundError) else error.strerror or str(error)
 
 
-def _refused_name(names: NameBook, name: str) -> str:
+def _refused_name(names: ArchiveNames, name: str) -> str:
     try:
         names.add(name, is_folder=False)
     except InvalidInput as error:

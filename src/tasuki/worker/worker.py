@@ -355,7 +355,7 @@ class Worker:
                 self._connection.hang_up(command.error)
             case events.Save():
                 self._attempts.save(command.ending)
-            case events.SetAside():
+            case events.KeepRejected():
                 self._attempts.set_aside(command)
             case events.Exit():
                 if command.error is not None:

@@ -3,7 +3,7 @@
 Theory of operation. `zipfile` is used only to list the central directory, and of its names only the raw ones: it turns
 `../../evil` into `evil` and cuts names at NUL. `read_directory` refuses every entry that is not a plain file or folder,
 and every two entries that share bytes. `unpack_entry` then inflates an entry by itself: bytes and ratio are counted as
-they come out, and the output must be exactly what the directory says. `NameBook` accepts only names that mean the same file on
+they come out, and the output must be exactly what the directory says. `ArchiveNames` accepts only names that mean the same file on
 every system, inside the folder that they go to.
 """
 
@@ -29,9 +29,9 @@ __all__ = [
     "NAME_MAX_DEPTH",
     "PART_MAX_BYTES",
     "PIECE_BYTES",
+    "ArchiveNames",
     "ListedEntry",
     "Meter",
-    "NameBook",
     "ZipEntryInfo",
     "ZipLimits",
     "read_directory",
@@ -88,7 +88,7 @@ def _folded(path: str) -> str:
     return unicodedata.normalize("NFC", unicodedata.normalize("NFC", path).casefold())
 
 
-class NameBook:
+class ArchiveNames:
     """The names seen in one archive; `add` refuses each name that is bad by itself or clashes with an earlier one."""
 
     def __init__(self) -> None:
@@ -218,7 +218,7 @@ def read_directory(source: BinaryIO, limits: ZipLimits) -> list[ListedEntry]:
             f"the archive has {len(infos)} entries, more than max_entries = {limits.max_entries}; "
             f"the first too many is {beyond[:1024]!r}"
         )
-    names = NameBook()
+    names = ArchiveNames()
     entries = []
     for info in infos:
         _check_kind(info)

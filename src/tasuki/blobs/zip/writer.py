@@ -24,9 +24,9 @@ import msgspec
 from tasuki.blobs.files import disk_full_as_error
 from tasuki.blobs.zip.reader import (
     PIECE_BYTES,
+    ArchiveNames,
     ListedEntry,
     Meter,
-    NameBook,
     ZipEntryInfo,
     ZipLimits,
     read_directory,
@@ -121,7 +121,7 @@ def write_zip(
     if not 1980 <= modified_at[0] <= 2107:
         raise InvalidInput(f"modified_at is in the year {modified_at[0]}; ZIP knows 1980 to 2107")
     stream = _Stream(target)
-    names = NameBook()
+    names = ArchiveNames()
     archive = zipfile.ZipFile(stream, "w", zipfile.ZIP_DEFLATED)  # type: ignore[call-overload]  # typed as seekable
     try:
         with disk_full_as_error(getattr(target, "name", "the archive")):

@@ -14,6 +14,7 @@ from tasuki.core.broker.events import (
     BlobsDeleted,
     BlobsUnderWay,
     BrokerConfig,
+    ClusterView,
     Command,
     DiskSpace,
     DriverEvent,
@@ -21,12 +22,11 @@ from tasuki.core.broker.events import (
     Event,
     Hinted,
     JobSeen,
-    Met,
+    LockWon,
     SomeEnded,
     SomeRevoked,
     TurnDone,
     TurnFailed,
-    Won,
 )
 from tasuki.core.broker.state import BrokerState, ClientSession, Session, TransferSession, WorkerSession
 from tasuki.core.broker.turn_builder import TurnBuilder, TurnEffects
@@ -88,11 +88,11 @@ class Broker(BrokerState):
                 client_messages.blobs_under_way(self, event)
             case BlobsDeleted():
                 self.upkeep.blobs_deleted(event.epoch, event.places)
-            case Won():
+            case LockWon():
                 self.upkeep.claim(event.epoch)
             case Elected():
                 self.upkeep.lead(event.epoch)
-            case Met():
+            case ClusterView():
                 cluster.met(self, event)
             case Hinted():
                 return cluster.heard(self, event.hint)

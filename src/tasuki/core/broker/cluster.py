@@ -14,7 +14,7 @@ from itertools import islice
 from operator import attrgetter
 
 from tasuki.core.broker.client_messages import ask_ends
-from tasuki.core.broker.events import AskEnded, AskRevoked, Command, Met
+from tasuki.core.broker.events import AskEnded, AskRevoked, ClusterView, Command
 from tasuki.core.broker.state import BrokerState
 from tasuki.core.cluster_messages import Hint
 from tasuki.core.machine import Now, Send
@@ -29,7 +29,7 @@ SPARE_LOOKERS = 1  # workers that look for another server's job, beside one for 
 _subscription = attrgetter("worker_id", "patterns")
 
 
-def met(state: BrokerState, event: Met) -> None:
+def met(state: BrokerState, event: ClusterView) -> None:
     """Note the live servers, and the workers that get no more work."""
     cluster = state.cluster
     cluster.servers = {info.server_id: info for info in event.servers if info.server_id != state.config.server_id}

@@ -71,13 +71,13 @@ class Elected(msgspec.Struct, frozen=True):
     epoch: int
 
 
-class Won(msgspec.Struct, frozen=True):
+class LockWon(msgspec.Struct, frozen=True):
     """This server won the leader's lock; the store must register the epoch before that counts."""
 
     epoch: int
 
 
-class Met(msgspec.Struct, frozen=True):
+class ClusterView(msgspec.Struct, frozen=True):
     """The live servers, and the workers that get no more work."""
 
     servers: tuple[ServerInfo, ...]
@@ -190,7 +190,7 @@ class TakeoverDone(msgspec.Struct, frozen=True):
     done: bool
 
 
-class Deposed(msgspec.Struct, frozen=True):
+class LeadershipLost(msgspec.Struct, frozen=True):
     """The store refused a write under this epoch: another server leads."""
 
     epoch: int
@@ -232,7 +232,9 @@ class AskRevoked(msgspec.Struct, frozen=True):
     token_ids: list[str]
 
 
-DriverEvent = DiskSpace | Elected | Won | Met | Hinted | SomeEnded | SomeRevoked | BlobArrived | BlobsUnderWay | BlobsDeleted
+DriverEvent = (
+    DiskSpace | Elected | LockWon | ClusterView | Hinted | SomeEnded | SomeRevoked | BlobArrived | BlobsUnderWay | BlobsDeleted
+)
 """Events that concern neither a connection nor a turn."""
 
 Event = Opened | Received | Closed | Ticked | TurnDone | TurnFailed | JobSeen | DriverEvent
@@ -244,7 +246,7 @@ Command = (
     | BlobPiece
     | SendBlob
     | TakeoverDone
-    | Deposed
+    | LeadershipLost
     | DeleteBlobs
     | Publish
     | Detach

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import msgspec
 
 from tasuki.core.broker.client_messages import ask_ends
-from tasuki.core.broker.events import Command, DeleteBlobs, Deposed, TakeoverDone
+from tasuki.core.broker.events import Command, DeleteBlobs, LeadershipLost, TakeoverDone
 from tasuki.core.broker.state import BrokerState
 from tasuki.core.job import TERMINAL
 from tasuki.core.machine import Now
@@ -172,7 +172,7 @@ class Upkeep:
         if turn.take_over:
             return [TakeoverDone(turn.epoch, False)]
         if isinstance(error, StaleEpoch):
-            return [Deposed(turn.epoch)]
+            return [LeadershipLost(turn.epoch)]
         self._deleted[:0] = turn.forget_blobs
         self._duty_at = 0.0 if turn.reap else self._duty_at
         self._prune_at = 0.0 if turn.prune is not None else self._prune_at

@@ -58,7 +58,7 @@ class Started(msgspec.Struct, frozen=True):
     lease_id: str
 
 
-class GaveBack(msgspec.Struct, frozen=True):
+class AttemptReturned(msgspec.Struct, frozen=True):
     """The attempt could not be started here, for a reason that is not the job's: another worker may try."""
 
     lease_id: str
@@ -119,7 +119,7 @@ class Save(msgspec.Struct, frozen=True):
     ending: Ending
 
 
-class SetAside(msgspec.Struct, frozen=True):
+class KeepRejected(msgspec.Struct, frozen=True):
     """Keep the result of this ending, which was refused for good, for people to look at. Forget follows."""
 
     ending: Ending
@@ -139,5 +139,17 @@ class Exit(msgspec.Struct, frozen=True):
     error: TasukiError | None = None
 
 
-Event = Opened | Received | Closed | Ticked | Started | AttemptEnded | GaveBack | Restored | EndingSaved | Drain | ChangePatterns
-Command = Connect | Send | Hangup | Run | Stop | Tail | Save | SetAside | Forget | Exit
+Event = (
+    Opened
+    | Received
+    | Closed
+    | Ticked
+    | Started
+    | AttemptEnded
+    | AttemptReturned
+    | Restored
+    | EndingSaved
+    | Drain
+    | ChangePatterns
+)
+Command = Connect | Send | Hangup | Run | Stop | Tail | Save | KeepRejected | Forget | Exit

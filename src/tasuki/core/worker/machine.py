@@ -77,7 +77,7 @@ class WorkerMachine:
             case events.Started():
                 self._started(event, now)
                 return []
-            case events.GaveBack():
+            case events.AttemptReturned():
                 return self._gave_back(event.lease_id, now)
             case Ticked():
                 return self._ticked(now)
@@ -276,7 +276,7 @@ class WorkerMachine:
             # The store has given, or will give, this job to another worker, and counts the loss itself.
             del self.held[lease_id]
             why = "the lease was lost"
-            commands.append(events.SetAside(held.ended(outcome), why))
+            commands.append(events.KeepRejected(held.ended(outcome), why))
             return [*commands, events.Forget(lease_id, why), *self._maybe_exit()]
         if outcome.error_code == "SHUTDOWN":
             # A shutdown of the worker is no failure of the job: nothing is reported, and the lease runs out.
@@ -311,7 +311,7 @@ class WorkerMachine:
         commands += [events.Forget(lease_id) for lease_id in message.recorded if self.held.pop(lease_id, None) is not None]
         for lease_id, reason in message.fenced:
             if (held := self.held.pop(lease_id, None)) is not None:
-                commands += [events.SetAside(held.ending, reason or "fenced")] if held.ending is not None else []
+                commands += [events.KeepRejected(held.ending, reason or "fenced")] if held.ending is not None else []
                 commands.append(events.Forget(lease_id, reason or "fenced"))
         return [*commands, *self._maybe_exit()]
 

@@ -140,7 +140,7 @@ Place = tuple[int, str, str, str]
 """Priority, group, kind and subject of a queue."""
 
 
-class Shape(NamedTuple):
+class SharedValues(NamedTuple):
     """Values that many jobs have in common."""
 
     place: Place
@@ -151,12 +151,12 @@ class Shape(NamedTuple):
 @lru_cache(4096)
 def shape_of(
     subject: str, exec: str, submitter: str, priority: int, max_retries: int, max_losses: int, backoff_s: float
-) -> Shape:
+) -> SharedValues:
     group, kind = group_of(subject), str(kind_of(exec, submitter).value)
     facts = SpecFacts(
         subject, group, kind, str(priority), submitter, str(max_retries), str(max_losses), repr(backoff_s), "0" * _HASH_CHARS
     )
-    return Shape((priority, group, kind, subject), encode(facts)[: -_HASH_CHARS - len(_PLAIN_FACTS)])
+    return SharedValues((priority, group, kind, subject), encode(facts)[: -_HASH_CHARS - len(_PLAIN_FACTS)])
 
 
 _HASH_CHARS = 64

@@ -55,17 +55,17 @@ PARTS = ("blobs", "queues", "jobs", "attempts", "outsiders", "submit", "lease", 
 Literal = str | bytes | int | float | Mapping[str, "Literal"]
 
 
-class Outsiders(msgspec.Struct, frozen=True, kw_only=True):
+class ForeignJobs(msgspec.Struct, frozen=True, kw_only=True):
     """Spec and submitter of the jobs that outsiders make with SET and LPUSH; only job_id and payload differ between them."""
 
     spec: JobSpec
     submitter: str
 
 
-def outsiders_of(app: str, template: JobSpec | None = None) -> Outsiders:
+def outsiders_of(app: str, template: JobSpec | None = None) -> ForeignJobs:
     """Return the outsiders of an app: by default their jobs are as those over HTTP."""
     spec = template or template_of(app)
-    return Outsiders(spec=replace(spec, job_id="", payload=b""), submitter=f"app:{app}")
+    return ForeignJobs(spec=replace(spec, job_id="", payload=b""), submitter=f"app:{app}")
 
 
 @lru_cache
@@ -78,7 +78,7 @@ def rules_script(body: str) -> str:
     return f"{_constants()}\n{_lua('rules')}\n{body}"
 
 
-def script(app: str, outsiders: Outsiders, result_ttl_s: int) -> str:
+def script(app: str, outsiders: ForeignJobs, result_ttl_s: int) -> str:
     """Return the whole script of one app."""
     head = f"local APP, RESULT_TTL_S = {_literal(app)}, {result_ttl_s}\nlocal OWN = {_literal(_own(outsiders))}"
     parts = [f"do\n{_lua(name)}end" for name in PARTS]
@@ -142,7 +142,7 @@ end
 """
 
 
-def _own(outsiders: Outsiders) -> dict[str, Literal]:
+def _own(outsiders: ForeignJobs) -> dict[str, Literal]:
     spec = outsiders.spec
     return {
         "spec": template_value(spec, outsiders.submitter),

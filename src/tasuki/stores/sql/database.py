@@ -39,7 +39,7 @@ NOTHING_STORED = "nothing of this was stored"
 NOT_KNOWN = "whether this was stored is not known"
 
 
-class Inserted(NamedTuple):
+class InsertedRows(NamedTuple):
     """A part of a batch of new jobs: the number of its rows, and how many of them were not there before."""
 
     size: int
@@ -94,7 +94,7 @@ class SqlSession(Protocol):
         ...
 
     # -- where vendors differ as a whole --------------------------------------------------------------------------
-    def insert(self, name: str, wall: float, batch: Batch) -> Iterator[Inserted]:
+    def insert(self, name: str, wall: float, batch: Batch) -> Iterator[InsertedRows]:
         """Insert the jobs whose ids are new, in this order; part by part, the parts in the order of the batch."""
         ...
 

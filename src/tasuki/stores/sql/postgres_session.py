@@ -21,7 +21,7 @@ from psycopg import adapt, pq
 
 from tasuki.core.address import without_secrets
 from tasuki.errors import ConfigError, DiskFull, InterruptCause, TasukiError, TurnInterrupted, Unavailable
-from tasuki.stores.sql.database import WALL, Batch, Inserted, Parameters, Queues, load_statements
+from tasuki.stores.sql.database import WALL, Batch, InsertedRows, Parameters, Queues, load_statements
 
 WALK_FIRST = 256  # rows of the first step of a `find`; each further step takes four times as many
 LOOK_AGAIN_MAX = 4  # how often a claim looks further when other servers took the jobs it found; four times as far each time
@@ -231,9 +231,9 @@ class PostgresSession:
         return f"strpos({column}, :text) > 0"
 
     # -- where vendors differ as a whole --------------------------------------------------------------------------
-    def insert(self, name: str, wall: float, batch: Batch) -> Iterator[Inserted]:
+    def insert(self, name: str, wall: float, batch: Batch) -> Iterator[InsertedRows]:
         fresh = {row_id for (row_id,) in self.rows(name, (wall, *columns(batch)))}
-        yield Inserted(len(batch), len(fresh), fresh)
+        yield InsertedRows(len(batch), len(fresh), fresh)
 
     def claim(self, queues: Queues, terms: tuple[Any, ...]) -> list[Any]:
         if len(queues.members) == 1:

@@ -26,7 +26,7 @@ from tasuki.stores.sql.database import (
     WALL,
     Batch,
     InDjango,
-    Inserted,
+    InsertedRows,
     Parameters,
     Queues,
     load_statements,
@@ -148,14 +148,14 @@ class SqliteSession:
         return f"instr({column}, :text) > 0"
 
     # -- where vendors differ as a whole --------------------------------------------------------------------------
-    def insert(self, name: str, wall: float, batch: Batch) -> Iterator[Inserted]:
+    def insert(self, name: str, wall: float, batch: Batch) -> Iterator[InsertedRows]:
         statements = self.many[name]
         for start, size in pieces(len(batch)):
             cursor = self._execute(statements[size], (wall, *chain.from_iterable(batch[start : start + size])))
             created = cursor.rowcount
             newest = cursor.lastrowid or 0
             # One writer: the new rows of one statement have consecutive ids.
-            yield Inserted(size, created, range(newest - created + 1, newest + 1) if created else ())
+            yield InsertedRows(size, created, range(newest - created + 1, newest + 1) if created else ())
 
     def claim(self, queues: Queues, terms: tuple[Any, ...]) -> list[Any]:
         wall = terms[WALL]

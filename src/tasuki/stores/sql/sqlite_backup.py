@@ -43,7 +43,7 @@ class BackupFacts(msgspec.Struct, frozen=True):
     jobs: dict[str, int]
 
 
-class NewLife(msgspec.Struct, frozen=True):
+class RestoredFacts(msgspec.Struct, frozen=True):
     """Facts of a restored database before its first use."""
 
     epoch: int
@@ -132,7 +132,7 @@ def _known_migrations() -> set[str]:
     return {file.name.removesuffix(".py") for file in files("tasuki.django").joinpath("migrations").iterdir()}
 
 
-def begin_new_life(path: Path, *, now: float, present: Iterable[tuple[str, int]] | None) -> NewLife:
+def begin_new_life(path: Path, *, now: float, present: Iterable[tuple[str, int]] | None) -> RestoredFacts:
     """Bring a copy up to date and make it safe to open: epoch and attempts raised, leases ended, counters correct.
 
     `present`: the blobs whose bytes came with it; rows of others are deleted. None: the bytes are elsewhere, all rows stay.
@@ -154,7 +154,7 @@ def begin_new_life(path: Path, *, now: float, present: Iterable[tuple[str, int]]
             database.commit()
     finally:
         database.close()
-    return NewLife(epoch, given_back, canceled, unknown)
+    return RestoredFacts(epoch, given_back, canceled, unknown)
 
 
 @lru_cache

@@ -38,7 +38,7 @@ from tasuki.core.store_messages import ReportAnswer, ReportStatus
 from tasuki.core.worker.events import WorkerIdentity
 from tasuki.core.worker.lease_state import SeenLeases, Slots
 from tasuki.core.worker.machine import WorkerMachine
-from tasuki.testing.sim.ablations_store import ORDERS, STORE, Ablation, Instead
+from tasuki.testing.sim.ablations_store import ORDERS, STORE, Ablation, Replacement
 from tasuki.testing.sim.checker import Violation
 from tasuki.testing.sim.run import SeedOutcome, check_seed
 from tasuki.testing.sim.workers import SimWorker
@@ -117,45 +117,45 @@ _OF_THE_BROKER = (
         name="accepted_after_commit",
         what="a submit is acknowledged after its commit",
         invariants=("I1", "I2"),
-        patches=(Instead(client_messages, "submit", _accepted_at_once),),
+        patches=(Replacement(client_messages, "submit", _accepted_at_once),),
         options=SimOptions(latency_s=0.0005, kinds=("store_slow", "store_refused", "crash")),
     ),
     Ablation(
         name="recorded_after_commit",
         what="a worker is told that its report is recorded after the commit",
         invariants=("I14",),
-        patches=(Instead(worker_messages, "received", _recorded_at_once),),
+        patches=(Replacement(worker_messages, "received", _recorded_at_once),),
     ),
     Ablation(
         name="result_after_commit",
         what="a client is told a result after the commit of its finish",
         invariants=("I13",),
-        patches=(Instead(worker_messages, "received", _told_at_once),),
+        patches=(Replacement(worker_messages, "received", _told_at_once),),
     ),
     Ablation(
         name="fenced_is_not_told",
         what="no client is told the result of a report that was fenced",
         invariants=("I13", "I14"),
-        patches=(Instead(worker_messages, "_reported", _fenced_counts),),
+        patches=(Replacement(worker_messages, "_reported", _fenced_counts),),
     ),
     Ablation(
         name="credit_at_the_broker",
         what="credit that was reserved is not spent again",
         invariants=("credit",),
-        patches=(Instead(Account, "reserve", _spent_twice),),
+        patches=(Replacement(Account, "reserve", _spent_twice),),
     ),
     Ablation(
         name="carried_over",
         what="what workers said in a turn that failed stands in the next one",
         invariants=("I1", "liveness"),
-        patches=(Instead(TurnBuilder, "repeat", _nothing),),
+        patches=(Replacement(TurnBuilder, "repeat", _nothing),),
         options=SimOptions(kinds=("store_lost", "store_refused", "disk_full")),
     ),
     Ablation(
         name="look_again",
         what="a worker with credit looks for work now and then, whatever hint was lost",
         invariants=("I1", "liveness"),
-        patches=(Instead(broker, "LOOK_INTERVAL_S", _never),),
+        patches=(Replacement(broker, "LOOK_INTERVAL_S", _never),),
         # Few jobs: whoever ends one looks for the next, and so finds what a hint did not tell of.
         options=SimOptions(servers=3, workers=3, jobs=8, kinds=("hints_lost",), faults=24),
     ),
@@ -163,7 +163,7 @@ _OF_THE_BROKER = (
         name="poll_ends",
         what="servers ask the store now and then whether watched jobs have ended, whatever hint was lost",
         invariants=("liveness",),
-        patches=(Instead(cluster, "POLL_INTERVAL_S", _never),),
+        patches=(Replacement(cluster, "POLL_INTERVAL_S", _never),),
         options=SimOptions(servers=3, kinds=("hints_lost",), faults=24),
     ),
 )
@@ -236,47 +236,47 @@ _OF_WORKERS = (
         name="doubles_dropped",
         what="a worker runs a delivery that comes twice once",
         invariants=("I5",),
-        patches=(Instead(WorkerMachine, "_assigned", _all_are_new),),
+        patches=(Replacement(WorkerMachine, "_assigned", _all_are_new),),
         options=SimOptions(kinds=("store_lost", "reset", "late", "half_open"), faults=40),
     ),
     Ablation(
         name="credit_at_the_worker",
         what="a worker runs no more attempts at once than it has places",
         invariants=("credit",),
-        patches=(Instead(Slots, "take", _anyone),),
+        patches=(Replacement(Slots, "take", _anyone),),
     ),
     Ablation(
         name="stops_at_the_deadline",
         what="a worker that cannot renew stops its attempts at their deadline",
         invariants=("I9",),
-        patches=(Instead(WorkerMachine, "_ticked", _goes_on),),
+        patches=(Replacement(WorkerMachine, "_ticked", _goes_on),),
         options=replace(LONG, kinds=("partition", "one_way", "half_open")),
     ),
     Ablation(
         name="counts_from_before",
         what="a deadline is counted from before the heartbeat was sent",
         invariants=("I9",),
-        patches=(Instead(WorkerMachine, "_received", _from_the_answer),),
+        patches=(Replacement(WorkerMachine, "_received", _from_the_answer),),
         options=replace(LONG, kinds=("pause",), latency_s=0.1, faults=80, workers=5, servers=1),
     ),
     Ablation(
         name="keeper_at_death",
         what="the keeper ends the attempts of a worker that died",
         invariants=("I9", "I10"),
-        patches=(Instead(SimWorker, "_end", _leaves_them),),
+        patches=(Replacement(SimWorker, "_end", _leaves_them),),
     ),
     Ablation(
         name="keeper_at_the_deadline",
         what="the keeper ends the attempts of a worker that hangs at their deadline",
         invariants=("I9",),
-        patches=(Instead(SimWorker, "_watch_deadline", _nothing),),
+        patches=(Replacement(SimWorker, "_watch_deadline", _nothing),),
         options=replace(LONG, kinds=("pause",)),
     ),
     Ablation(
         name="reconnects",
         what="a worker or client that lost its server dials again",
         invariants=("I1", "liveness"),
-        patches=(Instead(Redial, "lost", _gives_up),),
+        patches=(Replacement(Redial, "lost", _gives_up),),
     ),
 )
 
@@ -312,20 +312,20 @@ _OF_CLIENTS = (
         name="same_id_again",
         what="a client that does not know what became of a submit says it again with the same id",
         invariants=("I1", "I2", "I16"),
-        patches=(Instead(ClientMachine, "_say", _another_id),),
+        patches=(Replacement(ClientMachine, "_say", _another_id),),
     ),
     Ablation(
         name="said_once",
         what="what is not the same when it is done twice is not said again",
         invariants=("I16",),
-        patches=(Instead(client_machine, "safe_to_repeat", lambda _: lambda _: True),),
+        patches=(Replacement(client_machine, "safe_to_repeat", lambda _: lambda _: True),),
         options=SimOptions(kinds=("late",), faults=40, latency_s=0.05),
     ),
     Ablation(
         name="asks_for_the_lock",
         what="a server that does not lead asks for the lock again",
         invariants=("I1", "liveness"),
-        patches=(Instead(Election, "_follow", _asks_no_more),),
+        patches=(Replacement(Election, "_follow", _asks_no_more),),
         options=SimOptions(servers=3, kinds=("coordination_lost", "coordination_cut", "pause")),
     ),
 )
@@ -352,38 +352,38 @@ UNSEEN = (
         name="redelivery",
         what="an assignment of which no sign came back is delivered again, and what a failed turn granted is read back",
         why="its lease runs out, and the job is granted again: it costs a loss, and the time that takes",
-        patches=(Instead(worker_messages, "redeliver", _nothing), Instead(worker_messages, "read_back", _nothing)),
+        patches=(Replacement(worker_messages, "redeliver", _nothing), Replacement(worker_messages, "read_back", _nothing)),
     ),
     Ablation(
         name="says_what_it_holds",
         what="a worker that was connected before is given nothing until it has said what it holds",
         why="it gives credit only behind that heartbeat, and the store takes renewals before it grants",
-        patches=(Instead(WorkerIdentity, "hello", _as_new),),
+        patches=(Replacement(WorkerIdentity, "hello", _as_new),),
     ),
     Ablation(
         name="steps_down_in_time",
         what="a leader that could not renew its lock stops by itself",
         why="the epoch fence refuses its next duty; no duty relies on there being no other leader",
-        patches=(Instead(Election, "_until", _until_fenced),),
+        patches=(Replacement(Election, "_until", _until_fenced),),
         options=SimOptions(servers=3),
     ),
     Ablation(
         name="settled_meanwhile",
         what="what a worker reported while the store was asked what it holds is not delivered again",
         why="the worker remembers its attempts, and drops the double",
-        patches=(Instead(worker_messages, "_redelivered", _told_of_all),),
+        patches=(Replacement(worker_messages, "_redelivered", _told_of_all),),
     ),
     Ablation(
         name="silent_workers",
         what="a worker that missed a heartbeat is given nothing",
         why="what it is given is lost with it, and granted again: it costs a loss",
-        patches=(Instead(worker_messages, "_is_silent", lambda _: lambda *_: False),),
+        patches=(Replacement(worker_messages, "_is_silent", lambda _: lambda *_: False),),
     ),
     Ablation(
         name="saved_endings",
         what="an ending that waits is saved, and offered after a restart",
         why="the job is run again: it costs a loss, and the work that was done",
-        patches=(Instead(WorkerMachine, "_save_what_waits", lambda _: lambda *_: []),),
+        patches=(Replacement(WorkerMachine, "_save_what_waits", lambda _: lambda *_: []),),
     ),
 )
 

@@ -32,7 +32,7 @@ class Patch(Protocol):
     def open(self) -> AbstractContextManager[None]: ...
 
 
-class Instead(msgspec.Struct, frozen=True):
+class Replacement(msgspec.Struct, frozen=True):
     """A replacement: `make` gets a function, class attribute or constant, and returns what stands in its place."""
 
     owner: Any
@@ -50,7 +50,7 @@ class Instead(msgspec.Struct, frozen=True):
             setattr(self.owner, self.name, before)
 
 
-class Reworded(msgspec.Struct, frozen=True):
+class ReplacedStatement(msgspec.Struct, frozen=True):
     """A statement of SQLite without some of its words, or with others for them."""
 
     statement: str
@@ -169,8 +169,8 @@ _OF_REPORTS = (
         what="a finish must show the current lease, its worker and its attempt",
         invariants=("I3", "I6", "I17"),
         patches=(
-            Instead(MemoryStore, "_report", _taken_for_the_holder),
-            Reworded("finish_plain", _SHOWN),
+            Replacement(MemoryStore, "_report", _taken_for_the_holder),
+            ReplacedStatement("finish_plain", _SHOWN),
         ),
         options=SimOptions(kinds=LOSSES),
         stores=BOTH,
@@ -180,9 +180,9 @@ _OF_REPORTS = (
         what="a terminal job takes no report",
         invariants=("I3", "I4", "I6", "I14"),
         patches=(
-            Instead(MemoryStore, "_report", _taken_after_the_end),
-            Reworded("finish_plain", " AND state IN ('ASSIGNED', 'RUNNING')"),
-            Reworded("leased_groups", " AND state IN ('ASSIGNED', 'RUNNING')"),
+            Replacement(MemoryStore, "_report", _taken_after_the_end),
+            ReplacedStatement("finish_plain", " AND state IN ('ASSIGNED', 'RUNNING')"),
+            ReplacedStatement("leased_groups", " AND state IN ('ASSIGNED', 'RUNNING')"),
         ),
         options=SimOptions(kinds=LOSSES),
         stores=BOTH,
@@ -192,8 +192,8 @@ _OF_REPORTS = (
         what="an exact repeat of a recorded report is answered as recorded",
         invariants=("I14",),
         patches=(
-            Instead(MemoryStore, "_repeated_or_fenced", _never_repeated),
-            Instead(report, "_is_repeat", lambda _: lambda *_: False),
+            Replacement(MemoryStore, "_repeated_or_fenced", _never_repeated),
+            Replacement(report, "_is_repeat", lambda _: lambda *_: False),
         ),
         stores=BOTH,
     ),
@@ -202,8 +202,8 @@ _OF_REPORTS = (
         what="only the owner of a lease can start, renew or release it",
         invariants=("I17", "I5"),
         patches=(
-            Instead(MemoryRecords, "_claimed", _nothing_known),
-            Instead(report, "_is_holder", lambda _: lambda *_: True),
+            Replacement(MemoryRecords, "_claimed", _nothing_known),
+            Replacement(report, "_is_holder", lambda _: lambda *_: True),
         ),
         options=SimOptions(kinds=LOSSES),
         stores=BOTH,
@@ -213,8 +213,8 @@ _OF_REPORTS = (
         what="an attempt that was given back unstarted is no loss",
         invariants=("I11",),
         patches=(
-            Instead(MemoryStore, "_release", _costs_a_loss),
-            Reworded("release", "ready = 1,", "ready = 1, losses = losses + 1,"),
+            Replacement(MemoryStore, "_release", _costs_a_loss),
+            ReplacedStatement("release", "ready = 1,", "ready = 1, losses = losses + 1,"),
         ),
         stores=BOTH,
     ),
@@ -283,13 +283,13 @@ class _Fast:
         return float(self._clock.lease() + EARLY_S)
 
 
-def _with_more(budget: str) -> tuple[Instead, ...]:
+def _with_more(budget: str) -> tuple[Replacement, ...]:
     name = "after_failure" if budget == "max_retries" else "after_loss"
 
     def make(judge: Method) -> Method:
         return lambda *given, **named: judge(*given, **{**named, budget: named[budget] + MORE})
 
-    return tuple(Instead(module, name, make) for module in (memory, report))
+    return tuple(Replacement(module, name, make) for module in (memory, report))
 
 
 _OF_GRANTS = (
@@ -298,8 +298,8 @@ _OF_GRANTS = (
         what="each grant counts the attempt up by one",
         invariants=("I5",),
         patches=(
-            Instead(MemoryStore, "_grant", _same_attempt),
-            Reworded("grant", "attempt = attempt + 1", "attempt = max(attempt, 1)"),
+            Replacement(MemoryStore, "_grant", _same_attempt),
+            ReplacedStatement("grant", "attempt = attempt + 1", "attempt = max(attempt, 1)"),
         ),
         stores=BOTH,
     ),
@@ -308,8 +308,8 @@ _OF_GRANTS = (
         what="a leased job is not granted",
         invariants=("I5",),
         patches=(
-            Instead(MemoryStore, "_lease_next", _also_what_is_leased),
-            Reworded("grant", "ready = 0, "),
+            Replacement(MemoryStore, "_lease_next", _also_what_is_leased),
+            ReplacedStatement("grant", "ready = 0, "),
         ),
         stores=BOTH,
     ),
@@ -317,7 +317,7 @@ _OF_GRANTS = (
         name="held_of_this_life",
         what="what a worker's earlier process was given is not delivered to the next one",
         invariants=("I5", "I9", "I17"),
-        patches=(Instead(MemoryStore, "held", _of_any_process),),
+        patches=(Replacement(MemoryStore, "held", _of_any_process),),
         options=SimOptions(kinds=("crash", "store_lost"), faults=40),
     ),
     Ablation(
@@ -325,8 +325,8 @@ _OF_GRANTS = (
         what="a job with a later not_before is not ready when it is submitted",
         invariants=("I12",),
         patches=(
-            Instead(MemoryRecords, "_is_later", lambda _: lambda *_: False),
-            Instead(submit, "ready_value", lambda _: lambda *_: 1),
+            Replacement(MemoryRecords, "_is_later", lambda _: lambda *_: False),
+            Replacement(submit, "ready_value", lambda _: lambda *_: 1),
         ),
         stores=BOTH,
     ),
@@ -335,8 +335,8 @@ _OF_GRANTS = (
         what="a delayed job is made ready when its time has come, not before",
         invariants=("I12",),
         patches=(
-            Instead(MemoryStore, "promote", ahead),
-            Reworded("delayed_due", "not_before <= ?1", f"not_before <= ?1 + {EARLY_S}"),
+            Replacement(MemoryStore, "promote", ahead),
+            ReplacedStatement("delayed_due", "not_before <= ?1", f"not_before <= ?1 + {EARLY_S}"),
         ),
         stores=BOTH,
     ),
@@ -345,10 +345,10 @@ _OF_GRANTS = (
         what="a job is not granted after its not_after",
         invariants=("I12",),
         patches=(
-            Instead(MemoryStore, "_is_late", lambda _: lambda *_: False),
-            Reworded("oldest_of_queue", "not_after >= ?6", f"not_after >= ?6 - {EARLY_S}"),
-            Reworded("oldest_of_queues", "not_after >= ?5", f"not_after >= ?5 - {EARLY_S}"),
-            Reworded("grant", "not_after >= ?8", f"not_after >= ?8 - {EARLY_S}"),
+            Replacement(MemoryStore, "_is_late", lambda _: lambda *_: False),
+            ReplacedStatement("oldest_of_queue", "not_after >= ?6", f"not_after >= ?6 - {EARLY_S}"),
+            ReplacedStatement("oldest_of_queues", "not_after >= ?5", f"not_after >= ?5 - {EARLY_S}"),
+            ReplacedStatement("grant", "not_after >= ?8", f"not_after >= ?8 - {EARLY_S}"),
         ),
         # While nobody leads, nobody skips what is late.
         options=SimOptions(servers=3, lock_ttl_s=5.0, kinds=("coordination_cut", "coordination_lost", "pause"), faults=30),
@@ -462,8 +462,10 @@ _OF_CLIENTS = (
         what="an id that is stored is not stored again",
         invariants=("I2",),
         patches=(
-            Instead(MemoryStore, "_submit", _created_again),
-            Reworded("submit_full", _KNOWN, "ON CONFLICT (idempotency_key) DO UPDATE SET created_at = excluded.created_at"),
+            Replacement(MemoryStore, "_submit", _created_again),
+            ReplacedStatement(
+                "submit_full", _KNOWN, "ON CONFLICT (idempotency_key) DO UPDATE SET created_at = excluded.created_at"
+            ),
         ),
         stores=BOTH,
     ),
@@ -472,8 +474,8 @@ _OF_CLIENTS = (
         what="the same id with another body is refused",
         invariants=("I2",),
         patches=(
-            Instead(MemoryStore, "_submit", _any_body),
-            Instead(submit, "_answer_known", _any_body_in_sql),
+            Replacement(MemoryStore, "_submit", _any_body),
+            Replacement(submit, "_answer_known", _any_body_in_sql),
         ),
         stores=BOTH,
     ),
@@ -482,8 +484,8 @@ _OF_CLIENTS = (
         what="a cancel leaves a terminal job as it is",
         invariants=("I4", "I14"),
         patches=(
-            Instead(MemoryStore, "_cancel", _ends_what_is_over),
-            Instead(submit, "_cancel", _ends_what_is_over_in_sql),
+            Replacement(MemoryStore, "_cancel", _ends_what_is_over),
+            Replacement(submit, "_cancel", _ends_what_is_over_in_sql),
         ),
         stores=BOTH,
     ),
@@ -492,7 +494,9 @@ _OF_CLIENTS = (
         what="a job whose cancel was asked for is not tried again",
         invariants=("I14",),
         patches=tuple(
-            Instead(module, name, _forgets_the_cancel) for module in (memory, report) for name in ("after_failure", "after_loss")
+            Replacement(module, name, _forgets_the_cancel)
+            for module in (memory, report)
+            for name in ("after_failure", "after_loss")
         ),
         stores=BOTH,
     ),
@@ -500,15 +504,15 @@ _OF_CLIENTS = (
         name="requeue_after_the_end",
         what="only a terminal job is set going again",
         invariants=("I4",),
-        patches=(Instead(MemoryStore, "_requeue_one", _any_state),),
+        patches=(Replacement(MemoryStore, "_requeue_one", _any_state),),
     ),
     Ablation(
         name="budgets_reset",
         what="a job that is set going again has both budgets whole",
         invariants=("I4", "I11"),
         patches=(
-            Instead(MemoryStore, "_requeue", _spent),
-            Reworded("requeue", "failures = 0, losses = 0, "),
+            Replacement(MemoryStore, "_requeue", _spent),
+            ReplacedStatement("requeue", "failures = 0, losses = 0, "),
         ),
         stores=BOTH,
     ),
@@ -543,8 +547,8 @@ _OF_THE_LEADER = (
         what="a duty is written only under the latest epoch",
         invariants=("I8",),
         patches=(
-            Instead(MemoryRecords, "_check_epoch", lambda _: lambda *_: None),
-            Instead(Transaction, "check_epoch", lambda _: lambda *_: None),
+            Replacement(MemoryRecords, "_check_epoch", lambda _: lambda *_: None),
+            Replacement(Transaction, "check_epoch", lambda _: lambda *_: None),
         ),
         options=SimOptions(servers=3, lock_ttl_s=2.0, kinds=RIVALS),
         stores=BOTH,
@@ -554,8 +558,8 @@ _OF_THE_LEADER = (
         what="an epoch is registered only if it is higher than the last",
         invariants=("I7",),
         patches=(
-            Instead(MemoryStore, "take_over", _any_epoch),
-            Reworded("take_over", " WHERE epoch < excluded.epoch"),
+            Replacement(MemoryStore, "take_over", _any_epoch),
+            ReplacedStatement("take_over", " WHERE epoch < excluded.epoch"),
         ),
         options=SimOptions(servers=3, lock_ttl_s=2.0, kinds=("store_slow", "store_cut", "coordination_cut"), faults=30),
         stores=BOTH,
@@ -565,8 +569,8 @@ _OF_THE_LEADER = (
         what="a new leader takes every live lease for renewed, once",
         invariants=("lease",),
         patches=(
-            Instead(MemoryStore, "take_over", _renews_nothing),
-            Reworded("renew_all", "WHERE lease_expires_at IS NOT NULL", "WHERE 0"),
+            Replacement(MemoryStore, "take_over", _renews_nothing),
+            ReplacedStatement("renew_all", "WHERE lease_expires_at IS NOT NULL", "WHERE 0"),
         ),
         options=SimOptions(lease_ttl_s=2.0, kinds=("crash", "power", "store_cut", "partition")),
         stores=BOTH,
@@ -576,8 +580,8 @@ _OF_THE_LEADER = (
         what="a lease is ended by the leader only when it is over",
         invariants=("lease",),
         patches=(
-            Instead(MemoryStore, "reap", ahead),
-            Reworded("leases_over", "lease_expires_at <= ?1", f"lease_expires_at <= ?1 + {EARLY_S}"),
+            Replacement(MemoryStore, "reap", ahead),
+            ReplacedStatement("leases_over", "lease_expires_at <= ?1", f"lease_expires_at <= ?1 + {EARLY_S}"),
         ),
         stores=BOTH,
     ),
@@ -586,10 +590,10 @@ _OF_THE_LEADER = (
         what="a lease with on_disconnect=keep lasts longer by its grace",
         invariants=("lease",),
         patches=(
-            Instead(MemoryJob, "over_at", lambda _: property(lambda record: record.job.lease.expires_at)),
-            Instead(lease, "lease_over_at", lambda _: lambda clock, to: clock.lease() + to.ttl_s + LEASE_MARGIN_S),
-            Reworded("renew", " + CASE on_disconnect WHEN 'keep' THEN reconnect_grace_s ELSE 0 END"),
-            Reworded("renew_all", " + CASE on_disconnect WHEN 'keep' THEN reconnect_grace_s ELSE 0 END"),
+            Replacement(MemoryJob, "over_at", lambda _: property(lambda record: record.job.lease.expires_at)),
+            Replacement(lease, "lease_over_at", lambda _: lambda clock, to: clock.lease() + to.ttl_s + LEASE_MARGIN_S),
+            ReplacedStatement("renew", " + CASE on_disconnect WHEN 'keep' THEN reconnect_grace_s ELSE 0 END"),
+            ReplacedStatement("renew_all", " + CASE on_disconnect WHEN 'keep' THEN reconnect_grace_s ELSE 0 END"),
         ),
         options=SimOptions(kinds=LOSSES),
         stores=BOTH,

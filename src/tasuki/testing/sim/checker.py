@@ -27,7 +27,6 @@ from tasuki.testing.sim import history
 from tasuki.testing.sim.checker_store import (
     INVARIANTS,
     STORE,
-    Broken,
     Findings,
     Handler,
     JobFacts,
@@ -547,7 +546,7 @@ class Checker:
     """All judges on one history.
 
     `whole`: the observer sees everything, as a simulator does; the same as a first line that is `WatchingEvent` of all kinds.
-    `raises`: the first violation is raised as `Broken` instead of only being kept.
+    `raises`: the first violation is raised as `ViolationFound` instead of only being kept.
     """
 
     def __init__(self, *, whole: bool = False, raises: bool = False, events_per_s_max: float = EVENTS_PER_S_MAX) -> None:

@@ -51,7 +51,7 @@ class Violation(msgspec.Struct, frozen=True):
         return f"{self.invariant}: {self.message} (line {self.line}, at {self.at:g})"
 
 
-class Broken(AssertionError):
+class ViolationFound(AssertionError):
     """Raised for the first violation, where that was asked for."""
 
     def __init__(self, violation: Violation) -> None:
@@ -186,7 +186,7 @@ class Findings:
         violation = Violation(invariant, message, self.at, self.line)
         self.violations.append(violation)
         if self.raises:
-            raise Broken(violation)
+            raise ViolationFound(violation)
 
     def job(self, job_id: str) -> JobFacts:
         facts = self.jobs.get(job_id)

@@ -17,7 +17,7 @@ import msgspec
 from tasuki.testing.sim.history import DriftedEvent, FaultEvent
 from tasuki.testing.sim.network import SimulatedLink
 from tasuki.testing.sim.servers import COORDINATION, STORE
-from tasuki.testing.sim.system import Cast, System, cast_of
+from tasuki.testing.sim.system import ProcessNames, System, cast_of
 from tasuki.testing.sim.world import SimOptions, Streams
 
 
@@ -40,12 +40,12 @@ class PlannedFault(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 class FaultKind(NamedTuple):
     """A kind of fault. `begin` returns whether there was anything to hit; `end` undoes what lasts."""
 
-    hits: Callable[[Cast], tuple[str, ...]]
+    hits: Callable[[ProcessNames], tuple[str, ...]]
     begin: Callable[[System, PlannedFault], bool]
     end: Callable[[System, PlannedFault], None] | None = None
     lasts_s: tuple[float, float] = (0.0, 0.0)
     amount: tuple[float, float] = (0.0, 0.0)
-    between: Callable[[Cast], tuple[str, ...]] | None = None
+    between: Callable[[ProcessNames], tuple[str, ...]] | None = None
     """Candidates for the other one; one fault in three hits everybody."""
     several: bool = False
     """Possible only where several servers work on one store."""
@@ -317,31 +317,31 @@ def _coordination_cut_over(system: System, fault: PlannedFault) -> None:
 # ---------------------------------------------------------------------------------------------------- the table
 
 
-def _servers(cast: Cast) -> tuple[str, ...]:
+def _servers(cast: ProcessNames) -> tuple[str, ...]:
     return cast.servers
 
 
-def _workers(cast: Cast) -> tuple[str, ...]:
+def _workers(cast: ProcessNames) -> tuple[str, ...]:
     return cast.workers
 
 
-def _peers(cast: Cast) -> tuple[str, ...]:
+def _peers(cast: ProcessNames) -> tuple[str, ...]:
     return cast.peers
 
 
-def _processes(cast: Cast) -> tuple[str, ...]:
+def _processes(cast: ProcessNames) -> tuple[str, ...]:
     return cast.servers * 2 + cast.workers * 2 + cast.clients
 
 
-def _clocks(cast: Cast) -> tuple[str, ...]:
+def _clocks(cast: ProcessNames) -> tuple[str, ...]:
     return (*cast.servers, *cast.workers, STORE, STORE)
 
 
-def _store(cast: Cast) -> tuple[str, ...]:
+def _store(cast: ProcessNames) -> tuple[str, ...]:
     return (STORE,)
 
 
-def _coordination(cast: Cast) -> tuple[str, ...]:
+def _coordination(cast: ProcessNames) -> tuple[str, ...]:
     return (COORDINATION,)
 
 
@@ -388,7 +388,7 @@ def draw_faults(streams: Streams, options: SimOptions) -> list[PlannedFault]:
     return [_one(chance, cast, number, at, chance.choice(kinds)) for number, at in enumerate(moments)] if kinds else []
 
 
-def _one(chance: random.Random, cast: Cast, number: int, at: float, name: str) -> PlannedFault:
+def _one(chance: random.Random, cast: ProcessNames, number: int, at: float, name: str) -> PlannedFault:
     kind = KINDS[name]
     target, other = chance.choice(kind.hits(cast)), ""
     for_s, amount = chance.uniform(*kind.lasts_s), chance.uniform(*kind.amount)

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 import msgspec
 
 from tasuki.testing.sim import clients, faults
-from tasuki.testing.sim.checker import Broken, Checker, Violation
+from tasuki.testing.sim.checker import Checker, Violation, ViolationFound
 from tasuki.testing.sim.history import AnyLine, EndedEvent, HealedEvent, WatchingEvent
 from tasuki.testing.sim.servers import MakeStore
 from tasuki.testing.sim.system import System
@@ -108,7 +108,7 @@ def run_plan(
     trace: Trace | None = None,
     make_store: MakeStore | None = None,
 ) -> SeedOutcome:
-    """Run a plan. A `Broken` that `observe` raises ends it; anything else that goes wrong is raised here."""
+    """Run a plan. A `ViolationFound` that `observe` raises ends it; anything else that goes wrong is raised here."""
     outcome = SeedOutcome(seed=seed, options=options)
 
     def heard(line: AnyLine) -> None:
@@ -125,7 +125,7 @@ def run_plan(
             _run(system, chaos, plan, outcome)
     except HotLoop as error:
         outcome.problem = str(error)
-    except Broken as error:
+    except ViolationFound as error:
         outcome.violations = [error.violation]
     finally:
         _note(system, chaos, outcome)
@@ -206,6 +206,6 @@ def check_plan(
     if outcome.good:
         try:
             checker.end()
-        except Broken as error:
+        except ViolationFound as error:
             outcome.violations = [error.violation]
     return outcome

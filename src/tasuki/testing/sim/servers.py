@@ -24,11 +24,12 @@ from tasuki.core.address import Address
 from tasuki.core.broker.events import (
     AskEnded,
     AskRevoked,
-    Deposed,
+    ClusterView,
     DiskSpace,
     Elected,
     Hinted,
-    Met,
+    LeadershipLost,
+    LockWon,
     Publish,
     Query,
     SomeEnded,
@@ -36,7 +37,6 @@ from tasuki.core.broker.events import (
     TakeoverDone,
     TurnDone,
     TurnFailed,
-    Won,
 )
 from tasuki.core.cluster_messages import ServerInfo, decode, everything, split
 from tasuki.core.machine import Hangup, Ticked
@@ -86,7 +86,7 @@ class Task(msgspec.Struct, eq=False):
     """Answers of a committed turn that its server does not know yet."""
 
 
-class Troubles:
+class StoreFaults:
     """Faults of the store at the moment. Each is 0 when there is none."""
 
     def __init__(self) -> None:
@@ -107,7 +107,7 @@ class StoreNode:
         self.world = world
         self.network = network
         self.clock = HostClock(world, 1_000.0)
-        self.troubles = Troubles()
+        self.troubles = StoreFaults()
         self._chance = world.streams.store
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self.store = make_store(self.clock, world.streams.leases.randbytes) if make_store is not None else self._opened()
@@ -382,16 +382,16 @@ class SimulatedCluster:
             elif member.member_id in self._seen:
                 seen[member.member_id] = self._seen[member.member_id]
         self._seen = seen
-        self.server.tell(Met(tuple(info for _, info in seen.values()), view.detached))
+        self.server.tell(ClusterView(tuple(info for _, info in seen.values()), view.detached))
 
     # -- who leads ------------------------------------------------------------------------------------------------
-    def told(self, command: Publish | TakeoverDone | Deposed) -> None:
+    def told(self, command: Publish | TakeoverDone | LeadershipLost) -> None:
         match command:
             case Publish():
                 self.node.publish(self.server, split(command.hint))
             case TakeoverDone():
                 self._decide(election.TookOver(command.epoch, command.done))
-            case Deposed():
+            case LeadershipLost():
                 self._decide(election.EpochFenced(command.epoch))
 
     def _decide(self, event: election.Event) -> None:
@@ -401,7 +401,7 @@ class SimulatedCluster:
                 case election.Acquire():
                     self._find_floor(server.now().monotonic)
                 case election.TakeOver():
-                    server.tell(Won(command.epoch))
+                    server.tell(LockWon(command.epoch))
                 case election.Renew():
                     self._renew(command.epoch, server.now().monotonic)
                 case election.Release():
@@ -590,7 +590,7 @@ class SimServer(SimProcess, ServerNode):
         last_words = error_message(0, error) if error is not None else None
         self.network.hang_up(command.conn, last_words, error.message if error is not None else "closed")
 
-    def _told(self, command: Publish | TakeoverDone | Deposed) -> None:
+    def _told(self, command: Publish | TakeoverDone | LeadershipLost) -> None:
         if self.cluster is not None:
             self.cluster.told(command)
 

@@ -21,7 +21,7 @@ OFFSET_MAX_S = 10_000.0  # of a host's monotonic clock: its time since boot
 WALL_OFFSET_MAX_S = 2.0
 
 
-class Cast(NamedTuple):
+class ProcessNames(NamedTuple):
     """The names of all processes that faults can hit."""
 
     servers: tuple[str, ...]
@@ -37,9 +37,9 @@ class Cast(NamedTuple):
         return self.servers + self.workers + self.clients
 
 
-def cast_of(options: SimOptions) -> Cast:
+def cast_of(options: SimOptions) -> ProcessNames:
     counts = (("server", options.servers), ("worker", options.workers), ("client", options.clients))
-    return Cast(*(tuple(f"{role}-{number}" for number in range(1, (count or 0) + 1)) for role, count in counts))
+    return ProcessNames(*(tuple(f"{role}-{number}" for number in range(1, (count or 0) + 1)) for role, count in counts))
 
 
 class System:

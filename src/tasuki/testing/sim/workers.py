@@ -16,7 +16,7 @@ from tasuki.core.machine import Now, Peer, Received, Ticked
 from tasuki.core.protocol import AssignJobs, Ending, HeartbeatAnswer, JobsRecorded
 from tasuki.core.reconnect import Connect
 from tasuki.core.store_messages import Grant
-from tasuki.core.worker.events import AttemptEnded, Drain, Event, GaveBack, Restored, Started, Stop, WorkerIdentity
+from tasuki.core.worker.events import AttemptEnded, AttemptReturned, Drain, Event, Restored, Started, Stop, WorkerIdentity
 from tasuki.core.worker.machine import WorkerMachine
 from tasuki.testing.harness_nodes import WorkerNode
 from tasuki.testing.sim.history import BeganEvent, BusyEvent, GoneEvent, SettledEvent
@@ -245,7 +245,7 @@ class SimWorker(SimProcess, WorkerNode):
         if not attempt.gone and not attempt.stopping:
             attempt.gone = True
             self.attempts.pop(attempt.grant.lease_id, None)
-            self.hear(GaveBack(attempt.grant.lease_id))
+            self.hear(AttemptReturned(attempt.grant.lease_id))
 
     def _start_attempt(self, attempt: SimulatedAttempt) -> None:
         if attempt.stopping:

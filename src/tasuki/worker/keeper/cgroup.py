@@ -80,9 +80,9 @@ class ControlGroup:
                 write_file(self.path / "worker/cgroup.procs", str(pid))
             self._moved = family
 
-    def leaf(self, number: int, limits: Limits) -> Leaf:
+    def leaf(self, number: int, limits: Limits) -> JobGroup:
         """Make a leaf with these limits, or raise OSError."""
-        return Leaf(self.path, number, limits)
+        return JobGroup(self.path, number, limits)
 
     def close(self) -> None:
         """Move the processes back and remove the group. No process of a job may be alive."""
@@ -97,7 +97,7 @@ class ControlGroup:
         remove(self.path)
 
 
-class Leaf:
+class JobGroup:
     """The cgroup of one job."""
 
     def __init__(self, group: Path, number: int, limits: Limits) -> None:
@@ -123,7 +123,7 @@ class Leaf:
         if self._processes is not None:
             write_file(self.path / "pids.max", str(self._processes + more))
 
-    def __enter__(self) -> Leaf:
+    def __enter__(self) -> JobGroup:
         """Move the keeper in: a process that it starts now is in here from its first instruction."""
         self._allow_processes(1)  # the keeper itself counts while it is here
         write_file(self.path / "cgroup.procs", "0")

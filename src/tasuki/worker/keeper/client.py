@@ -260,11 +260,11 @@ def _why_not(report: protocol.NotSpawned) -> Exception:
 
 def _log_prepared(report: protocol.Prepared) -> None:
     match report.warmth:
-        case protocol.Warmth.WARM:
+        case protocol.PythonStart.WARM:
             logger.info("exec %r: its interpreter is warm (imported in %s)", report.name, report.detail)
-        case protocol.Warmth.COLD:
+        case protocol.PythonStart.COLD:
             logger.warning("exec %r: each job starts an interpreter of its own (%s)", report.name, report.detail)
-        case protocol.Warmth.FAILED:
+        case protocol.PythonStart.FAILED:
             logger.error("exec %r: its jobs are refused, the import failed: %s", report.name, report.detail)
 
 

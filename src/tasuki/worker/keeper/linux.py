@@ -34,7 +34,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from tasuki.worker.keeper.cgroup import ControlGroup, Leaf, NoCgroup, counter, kill_group_of
+from tasuki.worker.keeper.cgroup import ControlGroup, JobGroup, NoCgroup, counter, kill_group_of
 from tasuki.worker.keeper.plain import Begun, ExitedProcess, PlainSystem, Usage
 from tasuki.worker.keeper.preforked import WarmInterpreters, check_texts, start_process
 from tasuki.worker.keeper.protocol import EndReason, Prepare, Prepared, Ready, Spawn
@@ -90,7 +90,7 @@ class LinuxSystem(PlainSystem):
         self._locks = resource.getrlimit(RLIMIT_LOCKS)
         self._tag = tag_of(incarnation) if self._locks[1] == resource.RLIM_INFINITY else 0
         self._orders: dict[int, Spawn] = {}
-        self._leaves: dict[int, Leaf] = {}
+        self._leaves: dict[int, JobGroup] = {}
         self._owners: dict[int, int | None] = {}
         """stray → number. A child that was not waited for keeps its pid, so this cannot go stale."""
         self._warm = WarmInterpreters(self._start_interpreter)
@@ -139,7 +139,7 @@ class LinuxSystem(PlainSystem):
         with contextlib.suppress(OSError):  # it has ended already
             write_file(f"/proc/{pid}/oom_score_adj", self._oom_score)
 
-    def _leaf_for(self, order: Spawn) -> Leaf | None:
+    def _leaf_for(self, order: Spawn) -> JobGroup | None:
         if self._group is None or not self._group.has_limits or not order.limits.watched:
             return None
         try:

@@ -24,9 +24,9 @@ from tasuki.worker.keeper.protocol import (
     Limits,
     Prepare,
     Prepared,
+    PythonStart,
     Ready,
     Spawn,
-    Warmth,
 )
 
 MB = 1024 * 1024
@@ -79,7 +79,7 @@ class PlainSystem:
 
     def prepare(self, order: Prepare) -> None:
         """Start the warm interpreter of an exec. There are none here: its jobs start as programs."""
-        self._prepared.append(Prepared(order.name, Warmth.COLD, self._why))
+        self._prepared.append(Prepared(order.name, PythonStart.COLD, self._why))
 
     def prepared(self) -> list[Prepared]:
         """Return the results of starting interpreters since the last call."""

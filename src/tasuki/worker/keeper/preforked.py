@@ -31,7 +31,7 @@ from pathlib import Path
 
 from tasuki.worker import preforked
 from tasuki.worker.keeper.plain import IGNORED_BY_PYTHON, Begun, files_of, rlimits_of
-from tasuki.worker.keeper.protocol import PROGRESS_DESCRIPTOR, READ_BYTES, Prepare, Prepared, Spawn, Warmth
+from tasuki.worker.keeper.protocol import PROGRESS_DESCRIPTOR, READ_BYTES, Prepare, Prepared, PythonStart, Spawn
 from tasuki.worker.linux_calls import living, signal_checked
 from tasuki.worker.preforked import SERVE
 
@@ -148,7 +148,7 @@ class WarmInterpreters:
         interpreter.enter(InterpreterState.FAILED)
         self.begun += (Begun(number, None, message=why) for number in interpreter.waiting)
         interpreter.waiting.clear()
-        self.reports.append(Prepared(interpreter.order.name, Warmth.FAILED, why))
+        self.reports.append(Prepared(interpreter.order.name, PythonStart.FAILED, why))
 
     def _drop(self, interpreter: _Interpreter, why: str = "") -> None:
         """End the current process, and give back the requests that it has not answered."""
@@ -237,7 +237,7 @@ class WarmInterpreters:
                 case ["ready", float(took_s)]:
                     interpreter.enter(InterpreterState.READY)
                     interpreter.ready_at = interpreter.since
-                    self.reports.append(Prepared(interpreter.order.name, Warmth.WARM, f"{took_s:.2f} s"))
+                    self.reports.append(Prepared(interpreter.order.name, PythonStart.WARM, f"{took_s:.2f} s"))
                     self._send(interpreter)
                 case ["failed", str(why)]:
                     self._fail(interpreter, why)

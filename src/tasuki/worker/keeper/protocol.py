@@ -152,7 +152,7 @@ class TreeEnded(msgspec.Struct, frozen=True, tag="ended", array_like=True):
     at: float = 0.0
 
 
-class Warmth(enum.StrEnum):
+class PythonStart(enum.StrEnum):
     """The way in which jobs of an exec of kind python start."""
 
     WARM = "warm"
@@ -164,7 +164,7 @@ class Prepared(msgspec.Struct, frozen=True, tag="prepared", array_like=True):
     """The result of starting a warm interpreter."""
 
     name: str
-    warmth: Warmth
+    warmth: PythonStart
     detail: str
     """Duration of the import; or the reason why it failed, or is cold."""
 
