@@ -6,10 +6,10 @@ import itertools
 
 import pytest
 
-from tasuki.core.fairness import FairTurns
 from tasuki.core.job import JobSpec, Outcome, State, body_hash
 from tasuki.core.store_messages import Filter, Grant, LeaseRequest, Report, Submission
 from tasuki.errors import InvalidInput, StaleEpoch
+from tasuki.stores.common import FairTurns
 from tasuki.stores.memory import records
 from tasuki.stores.memory.store import MemoryStore
 from tasuki.testing.clocks import FakeClock

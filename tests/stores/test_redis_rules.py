@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tasuki.core.fairness import FairTurns
 from tasuki.core.job import JobSpec, Outcome, State
 from tasuki.core.lifecycle import TRANSITIONS, Event, after_failure, after_loss, is_late, skip_outcome, sources
 from tasuki.core.subject import matches
+from tasuki.stores.common import FairTurns
 from tasuki.stores.redis.scripts import outsiders_of, rules_script, script
 from tests.support.redis_service import RedisService
 

@@ -9,6 +9,6 @@ number or I/O. Every part may import `core`; `core` imports `tasuki.errors` and 
     broker/, worker/, client_machine         the machines of server, worker and client
     failover/                                one job over several node agents
     election, cluster_messages               the leader's election; messages between servers that share a store
-    explain, fairness, reconnect, backoff    reasons for a job's state; order of groups; when and where to connect again
-    report_limits, address, ranges, apps     limits of reports; addresses; HTTP ranges; jobs of apps
+    explain, reconnect, backoff              reasons for a job's state; when and where to connect again
+    address, ranges, apps                    addresses; HTTP ranges; jobs of apps
 """

@@ -30,6 +30,7 @@ from tasuki.core.job import TERMINAL, Job, Outcome, State, body_hash, check_spec
 from tasuki.core.machine import Send
 from tasuki.core.protocol import (
     BATCH_MAX,
+    NUMBER_MAX,
     Acceptance,
     Accepted,
     BlobGet,
@@ -45,7 +46,6 @@ from tasuki.core.protocol import (
     Request,
     SubmitJobs,
 )
-from tasuki.core.report_limits import NUMBER_MAX
 from tasuki.core.store_messages import (
     BlobClaim,
     BlobPlace,

@@ -19,8 +19,16 @@ from tasuki.core.broker.events import Command, JobSeen, LogQuestion
 from tasuki.core.broker.state import BrokerState, ClientSession, PendingLogRead, WorkerSession
 from tasuki.core.job import LEASED, PROGRESS_TEXT_MAX_CHARS, TERMINAL, Job, Progress
 from tasuki.core.machine import Now, Send
-from tasuki.core.protocol import LOG_PIECE_MAX_BYTES, LOG_WAIT_MAX_S, PROGRESS_MAX, LogPiece, ReadLog, Reply, error_message
-from tasuki.core.report_limits import NUMBER_MAX
+from tasuki.core.protocol import (
+    LOG_PIECE_MAX_BYTES,
+    LOG_WAIT_MAX_S,
+    NUMBER_MAX,
+    PROGRESS_MAX,
+    LogPiece,
+    ReadLog,
+    Reply,
+    error_message,
+)
 from tasuki.core.store_messages import Takes
 from tasuki.errors import InvalidInput, NotFound, Overloaded
 

@@ -41,8 +41,10 @@ from tasuki.core.protocol import (
     Request,
     Subscribe,
     batches,
+    check_attempts,
+    not_uploaded,
+    storable,
 )
-from tasuki.core.report_limits import check_attempts, not_uploaded, storable
 from tasuki.core.store_messages import (
     Answers,
     Grant,

@@ -14,8 +14,7 @@ from starlette.responses import Response
 from tasuki.core.access import ENROL_TOKEN_S, token_sha256
 from tasuki.core.apps import WORDS, outcome_of, payload_of
 from tasuki.core.job import LEASED, Job, JobSpec, Outcome, State
-from tasuki.core.protocol import Claim
-from tasuki.core.report_limits import check_outcome
+from tasuki.core.protocol import Claim, check_outcome
 from tasuki.core.store_messages import Grant, LeaseStatus
 from tasuki.doors.http.context import RequestContext, iso
 from tasuki.doors.http.exchange import BATCH_MAX, Error, JobId, disconnected, error_of, status_of, wait_of

@@ -16,7 +16,6 @@ import msgspec
 from msgspec.structs import replace
 
 from tasuki.core import subject as subjects
-from tasuki.core.fairness import FairTurns
 from tasuki.core.job import LEASED, Job, JobIncident, Lease, OnDisconnect, Outcome, Progress, State, differing_fields
 from tasuki.core.lifecycle import (
     LEASE_MARGIN_S,
@@ -50,7 +49,7 @@ from tasuki.core.store_messages import (
     Submitted,
 )
 from tasuki.errors import Conflict
-from tasuki.stores.common import INCIDENT_OF, check_on_failed, fenced_reason, matches, requeue_reason, storable
+from tasuki.stores.common import INCIDENT_OF, FairTurns, check_on_failed, fenced_reason, matches, requeue_reason, storable
 from tasuki.stores.memory.records import Entry, MemoryJob, MemoryRecords, ReportDigest
 from tasuki.stores.store import Clock, Feature
 

@@ -27,13 +27,12 @@ import redis
 from msgspec.structs import replace
 
 from tasuki.core.apps import WORDS, template_of
-from tasuki.core.fairness import REMEMBERED_GROUPS_MAX
 from tasuki.core.job import LEASED, PRIORITY_MAX, READY, TERMINAL, JobSpec, State
 from tasuki.core.lifecycle import LEASE_MARGIN_S, RESUMED, RETRY_DELAY_MAX_S, TAKEOVER_TIE_S, TRANSITIONS
 from tasuki.core.store_messages import COUNTED, kind_of
 from tasuki.core.subject import group_of
 from tasuki.errors import InterruptCause, StaleEpoch, TasukiError, TurnInterrupted, Unavailable
-from tasuki.stores.common import GENERATIONS_BEGIN_AT
+from tasuki.stores.common import GENERATIONS_BEGIN_AT, REMEMBERED_GROUPS_MAX
 from tasuki.stores.redis.codec import RARE, Argument, JobRecord, Reply, SpecFacts, template_value
 from tasuki.stores.redis.connection import translate
 from tasuki.stores.redis.verbs import ScriptCall

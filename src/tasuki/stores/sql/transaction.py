@@ -14,11 +14,10 @@ from collections.abc import Callable, Iterable
 from types import TracebackType
 from typing import Any, TypeVar
 
-from tasuki.core.fairness import FairTurns
 from tasuki.core.job import Outcome, State
 from tasuki.core.store_messages import COUNTED
 from tasuki.errors import TasukiError, Unavailable
-from tasuki.stores.common import stale_epoch, storable
+from tasuki.stores.common import FairTurns, stale_epoch, storable
 from tasuki.stores.sql.database import LEADER_SCOPE, NOT_KNOWN, NOTHING_STORED, Database, SqlSession
 from tasuki.stores.sql.rows import JobRow, outcome_values, replaced_report_of
 from tasuki.stores.store import Clock

@@ -63,7 +63,7 @@ from tasuki.testing.sim.history import (
     WatchingEvent,
 )
 
-__all__ = ["INVARIANTS", "Broken", "Checker", "Violation"]
+__all__ = ["INVARIANTS", "Checker", "Violation"]
 
 # ---------------------------------------------------------------------------------------------------- clients
 

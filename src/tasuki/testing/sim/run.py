@@ -17,7 +17,8 @@ from contextlib import contextmanager
 import msgspec
 
 from tasuki.testing.sim import clients, faults
-from tasuki.testing.sim.checker import Checker, Violation, ViolationFound
+from tasuki.testing.sim.checker import Checker, Violation
+from tasuki.testing.sim.checker_store import ViolationFound
 from tasuki.testing.sim.history import AnyLine, EndedEvent, HealedEvent, WatchingEvent
 from tasuki.testing.sim.servers import MakeStore
 from tasuki.testing.sim.system import System

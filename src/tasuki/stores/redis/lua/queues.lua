@@ -151,7 +151,7 @@ function queues.top_priority()
   return false
 end
 
--- The rules of core.subject and core.fairness, on the store's own queues and its own memory of which groups were served.
+-- The rules of core.subject and stores.common, on the store's own queues and its own memory of which groups were served.
 
 local tokens = {} -- subject or pattern -> its tokens
 

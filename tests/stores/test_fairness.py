@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tasuki.core import fairness
-from tasuki.core.fairness import FairTurns
+from tasuki.stores import common
+from tasuki.stores.common import FairTurns
 
 
 class Waiting:
@@ -95,7 +95,7 @@ def test_a_group_that_has_no_more_is_not_asked_again() -> None:
 
 
 def test_the_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fairness, "REMEMBERED_GROUPS_MAX", 2)
+    monkeypatch.setattr(common, "REMEMBERED_GROUPS_MAX", 2)
     turns, waiting = FairTurns(), Waiting(a=1, b=1, c=1)
     for group in "abc":
         turns.fill([group], 1, waiting.take)
