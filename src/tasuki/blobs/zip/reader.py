@@ -3,8 +3,8 @@
 Theory of operation. `zipfile` is used only to list the central directory, and of its names only the raw ones: it turns
 `../../evil` into `evil` and cuts names at NUL. `read_directory` refuses every entry that is not a plain file or folder,
 and every two entries that share bytes. `unpack_entry` then inflates an entry by itself: bytes and ratio are counted as
-they come out, and the output must be exactly what the directory says. `ArchiveNames` accepts only names that mean the same file on
-every system, inside the folder that they go to.
+they come out, and the output must be exactly what the directory says. `ArchiveNames` accepts only names that mean the same file
+on every system, inside the folder that they go to.
 """
 
 from __future__ import annotations
