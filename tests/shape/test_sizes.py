@@ -14,7 +14,6 @@ LONG_FILES: dict[str, str] = {
     "agent/jobs.py": "one job of an agent from its upload to its result: slots, repeats, stops",
     "core/failover/plan.py": "one machine",
     "core/store_messages.py": "requests, answers and the table of verbs, which must agree",
-    "net/http/client_link.py": "one link with its long polls",
     "server/transfers.py": "uploads and downloads of blobs, which share their limits",
     "testing/harness.py": "one world for all tests of machines",
     "testing/harness_nodes.py": "the peers of that world",

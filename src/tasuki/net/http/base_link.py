@@ -5,15 +5,16 @@ from __future__ import annotations
 import asyncio
 import ssl
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import httpx
 
 from tasuki.core.address import Address
 from tasuki.core.machine import Peer
-from tasuki.core.protocol import FRAME_MAX_BYTES, FRAMES_TYPE, Message
+from tasuki.core.protocol import FRAME_MAX_BYTES, FRAMES_MAX, FRAMES_TYPE, Message
 from tasuki.errors import InvalidInput, NotTasuki, ResponseLost, TasukiError, UnknownFrame
 from tasuki.event_loop import BackgroundTasks
 from tasuki.net.http.blobs import HttpBlobs
@@ -24,12 +25,24 @@ from tasuki.wire.messages import decode
 REQUEST_MAX_BYTES = 1024 * 1024  # of several frames together: the usual limit of proxies
 TOKEN_MAX_CHARS = 512
 
+T = TypeVar("T")
+
 
 def check_token(token: str) -> str:
     """Return the token, or raise InvalidInput if a header cannot carry it."""
     if len(token) > TOKEN_MAX_CHARS or not token.isascii() or not token.isprintable():
         raise InvalidInput("the token cannot be sent: it is longer than a token, or has characters that no token has")
     return token
+
+
+def next_bundle(queue: deque[T], max_bytes: int, size_of: Callable[[T], int]) -> list[T]:
+    """Take as many frames from the queue as one request may carry: at least one."""
+    bundle = [queue.popleft()]
+    size_bytes = size_of(bundle[0])
+    while queue and len(bundle) < FRAMES_MAX and size_bytes + size_of(queue[0]) <= max_bytes:
+        bundle.append(queue.popleft())
+        size_bytes += size_of(bundle[-1])
+    return bundle
 
 
 class FrameStream(NamedTuple):

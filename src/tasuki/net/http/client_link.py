@@ -54,7 +54,7 @@ from tasuki.errors import (
     Unauthorized,
     Unavailable,
 )
-from tasuki.net.http.base_link import BaseHttpLink, check_token, post
+from tasuki.net.http.base_link import BaseHttpLink, check_token, next_bundle, post
 from tasuki.net.http.transport import ANSWER_S
 from tasuki.wire.messages import encode
 
@@ -384,15 +384,7 @@ class HttpClientLink(BaseHttpLink):
         self._flushing = False
         while self._queue and self._quick < REQUESTS_AT_ONCE and not self._closed:
             self._quick += 1
-            self._tasks.spawn(self._next(self._next_bundle()))
-
-    def _next_bundle(self) -> list[_QueuedFrame]:
-        bundle = [self._queue.popleft()]
-        size = len(bundle[0].frame)
-        while self._queue and len(bundle) < FRAMES_MAX and size + len(self._queue[0].frame) <= self._request_max_bytes:
-            bundle.append(self._queue.popleft())
-            size += len(bundle[-1].frame)
-        return bundle
+            self._tasks.spawn(self._next(next_bundle(self._queue, self._request_max_bytes, lambda queued: len(queued.frame))))
 
     async def _next(self, bundle: list[_QueuedFrame]) -> None:
         try:

@@ -27,7 +27,6 @@ from tasuki.core.backoff import Backoff
 from tasuki.core.job import BlobRef
 from tasuki.core.protocol import (
     FRAME_MAX_BYTES,
-    FRAMES_MAX,
     SESSION_HEADER,
     WORKER_PATH,
     ErrorMessage,
@@ -48,7 +47,7 @@ from tasuki.errors import (
     Unauthorized,
     Unavailable,
 )
-from tasuki.net.http.base_link import REQUEST_MAX_BYTES, BaseHttpLink, check_token, post
+from tasuki.net.http.base_link import REQUEST_MAX_BYTES, BaseHttpLink, check_token, next_bundle, post
 from tasuki.net.http.blobs import HttpBlobs
 from tasuki.net.http.transport import ANSWER_S, HttpTransport
 from tasuki.net.streams import FileSource
@@ -131,7 +130,7 @@ class HttpWorkerLink(BaseHttpLink):
 
     async def _send_some(self, queue: deque[bytes]) -> None:
         """Send as many frames as one request takes; first, unchanged, those of a request that was not answered."""
-        bundle = self._under_way = self._under_way or self._bundle_of(queue)
+        bundle = self._under_way = self._under_way or next_bundle(queue, self._request_max_bytes, len)
         try:
             await self._send_repeatedly(bundle)
         except InvalidInput:  # nothing was accepted: too large for a proxy, or for the time that a body may take
@@ -140,14 +139,6 @@ class HttpWorkerLink(BaseHttpLink):
             self._request_max_bytes = sum(map(len, bundle)) // 2
             queue.extendleft(reversed(bundle))
         self._under_way = []
-
-    def _bundle_of(self, queue: deque[bytes]) -> list[bytes]:
-        bundle = [queue.popleft()]
-        size = len(bundle[0])
-        while queue and len(bundle) < FRAMES_MAX and size + len(queue[0]) <= self._request_max_bytes:
-            bundle.append(queue.popleft())
-            size += len(bundle[-1])
-        return bundle
 
     async def _send_repeatedly(self, bundle: list[bytes]) -> None:
         """Send a request, unchanged and under the same number, until it is answered."""
