@@ -10,7 +10,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from tasuki.testing.sim.checker import INVARIANTS, Broken, Checker
+from tasuki.testing.sim.checker import INVARIANTS, Checker
+from tasuki.testing.sim.checker_store import ViolationFound
 from tasuki.testing.sim.history import (
     AnsweredEvent,
     AnyLine,
@@ -213,7 +214,7 @@ def test_the_first_violation_is_raised_where_that_is_asked_for() -> None:
     checker = Checker(raises=True)
     checker.observe(told(submitted())[0])
 
-    with pytest.raises(Broken, match="I2: j was created a second time"):
+    with pytest.raises(ViolationFound, match="I2: j was created a second time"):
         checker.observe(submitted())
 
 
