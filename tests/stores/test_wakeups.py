@@ -168,6 +168,7 @@ def test_what_was_published_during_an_outage_is_told_as_everything(
     own_carrier: Carrier, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "tasuki.wakeups")
+    listens_once_more = isinstance(own_carrier, PostgresCarrier)  # a Redis that starts may hang up once more
 
     async def scenario() -> None:
         async with server(own_carrier, "a") as (sender, _), server(own_carrier, "b") as (_, b):
@@ -175,7 +176,7 @@ def test_what_was_published_during_an_outage_is_told_as_everything(
             for number in range(2 * QUEUE_MAX):
                 sender.publish(split(hint("a", f"job-{number}")))
             await asyncio.to_thread(own_carrier.service.start)
-            await b.hears(lambda heard: heard.count(LISTENING) >= 2)
+            await b.hears(lambda heard: heard.count(LISTENING) == 2 or (heard.count(LISTENING) > 2 and not listens_once_more))
 
             # The sender may have come back before the listener did, which then was told to look at everything anyway.
             sender.publish(split(hint("a", "job-after")))
@@ -184,7 +185,7 @@ def test_what_was_published_during_an_outage_is_told_as_everything(
 
     asyncio.run(scenario())
     messages = [record.getMessage() for record in caplog.records if record.name == "tasuki.wakeups"]
-    if isinstance(own_carrier, PostgresCarrier):  # a Redis that starts may hang up once more
+    if listens_once_more:
         assert sum("lost for now" in message for message in messages) == 2, messages
     assert not any(PASSWORD in message for message in messages)
 
