@@ -1,8 +1,7 @@
 """The client library: one asynchronous implementation and a thin blocking one, with failover between servers.
 
-    aio        AsyncClient: submits jobs, asks about them, moves files
-    handles    a job as its submitter holds it
-    sync       Client: the blocking form, in a thread of its own
+    aio        AsyncClient and AsyncJobHandle: submits jobs, asks about them, moves files
+    sync       Client and JobHandle: the blocking form, in a thread of its own
     logs       reads the output of a command while it runs and after its end
     embedded   starts a server for a data folder that has none
     agents/    AgentsClient: runs commands at node agents, without a server
@@ -12,8 +11,7 @@ handles. May import `tasuki.wire`, `tasuki.net`, `tasuki.blobs`, `tasuki.stores`
 import (`core`, `errors`, `config`). Importing it never imports Django.
 """
 
-from tasuki.client.aio import AsyncClient
-from tasuki.client.handles import AsyncJobHandle, JobHandle
-from tasuki.client.sync import Client
+from tasuki.client.aio import AsyncClient, AsyncJobHandle
+from tasuki.client.sync import Client, JobHandle
 
 __all__ = ["AsyncClient", "AsyncJobHandle", "Client", "JobHandle"]

@@ -17,7 +17,6 @@ from types import TracebackType
 from typing import Any, Self
 
 from tasuki.client.embedded import ensure_server
-from tasuki.client.handles import AsyncJobHandle
 from tasuki.client.logs import LogFollower
 from tasuki.clocks import now
 from tasuki.config import DataFolder, data_folder, default_url, find_token, parse_url
@@ -36,7 +35,7 @@ from tasuki.core.client_machine import (
     Welcomed,
 )
 from tasuki.core.ids import IdMaker
-from tasuki.core.job import BODY_INLINE_MAX_BYTES, BlobRef, InputFile, JobSpec
+from tasuki.core.job import BODY_INLINE_MAX_BYTES, BlobRef, InputFile, JobSpec, State
 from tasuki.core.machine import Closed, Hangup, Opened, Received, Send, Ticked
 from tasuki.core.protocol import (
     BATCH_BYTES,
@@ -52,7 +51,16 @@ from tasuki.core.protocol import (
     batches,
 )
 from tasuki.core.reconnect import Connect, believed
-from tasuki.errors import ConfigError, InvalidInput, TasukiError, TooLarge, Unavailable, from_wire
+from tasuki.errors import (
+    ConfigError,
+    DeadlineExceeded,
+    InvalidInput,
+    JobFailed,
+    TasukiError,
+    TooLarge,
+    Unavailable,
+    from_wire,
+)
 from tasuki.event_loop import BackgroundTasks
 from tasuki.net import ServerConnection, client_tls
 from tasuki.version import __version__
@@ -61,6 +69,59 @@ from tasuki.wire.messages import encode
 
 TICK_S = 0.05
 SUBMITS_AT_ONCE = 32  # frames of up to 1 MiB on their way; all at once, a link would be cut for holding too much
+
+
+class AsyncJobHandle:
+    """Awaitable result of one job. The future is made only when somebody waits."""
+
+    __slots__ = ("_client", "_error", "_result", "_waiter", "existed", "holders", "job_id")
+
+    def __init__(self, job_id: str, client: AsyncClient) -> None:
+        self.job_id = job_id
+        self.existed = False
+        """The server knew this job before."""
+        self.holders = 1
+        """Number of submits of this id that share the handle; a refused one must not end the wait of the others."""
+        self._client = client
+        self._result: JobResult | None = None
+        self._error: TasukiError | None = None
+        self._waiter: asyncio.Future[None] | None = None
+
+    @property
+    def done(self) -> bool:
+        return self._result is not None or self._error is not None
+
+    def settle(self, result: JobResult | None, error: TasukiError | None = None) -> None:
+        """Set the end of the job. Called by the client."""
+        self._result, self._error = result, error
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def outcome(self, timeout: float | None = None) -> JobResult:
+        """Wait for the end of the job, in any state; DeadlineExceeded after `timeout` seconds."""
+        if not self.done:
+            if self._waiter is None or self._waiter.done():
+                self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                async with asyncio.timeout(timeout):
+                    await asyncio.shield(self._waiter)
+            except TimeoutError:
+                raise DeadlineExceeded(
+                    f"job {self.job_id!r} has not ended within {timeout:g} s; it goes on: ask again with the same id"
+                ) from None
+        if self._error is not None:
+            raise self._error
+        assert self._result is not None
+        return self._result
+
+    async def result(self, timeout: float | None = None) -> bytes:
+        """Return the result's bytes (of a command: a ZIP); JobFailed if the job ended in another state than SUCCEEDED."""
+        ended = await self.outcome(timeout)
+        if ended.state is not State.SUCCEEDED:
+            outcome = ended.outcome
+            reason = outcome.message or outcome.error_code or "no reason was given"
+            raise JobFailed(f"job {self.job_id!r} is {ended.state} after attempt {ended.attempt}: {reason}", outcome=ended)
+        return await self._client.result_bytes(ended)
 
 
 class AsyncClient:
@@ -309,9 +370,7 @@ class AsyncClient:
     def _ask_submit(self, specs: list[JobSpec], watch: bool, on_failed: str) -> asyncio.Future[Any]:
         job_ids = tuple(spec.job_id for spec in specs) if watch else ()
         try:
-            if (
-                len(specs) == 1 and _large_bytes(specs[0]) > BATCH_BYTES
-            ):  # a frame's limit: the server could only close the connection
+            if len(specs) == 1 and _large_bytes(specs[0]) > BATCH_BYTES:  # the server could only close the connection
                 raise TooLarge(
                     f"job {specs[0].job_id!r} has more than {BATCH_BYTES} bytes of payload, arguments and inline files; "
                     "give large things as files, which are uploaded as blobs"
@@ -331,7 +390,7 @@ class AsyncClient:
                 error = from_wire(item.code, item.message, item.details)
                 first = first or error
                 if not self._let_go(handle):
-                    handle = handles[start + item.index] = AsyncJobHandle(handle.job_id, self.result_bytes)
+                    handle = handles[start + item.index] = AsyncJobHandle(handle.job_id, self)
                 handle.settle(None, error)
             else:
                 handle.existed = True
@@ -339,10 +398,10 @@ class AsyncClient:
 
     def _handle(self, job_id: str, watch: bool) -> AsyncJobHandle:
         if not watch:
-            return AsyncJobHandle(job_id, self.result_bytes)
+            return AsyncJobHandle(job_id, self)
         handle = self._handles.get(job_id)
         if handle is None:
-            handle = self._handles[job_id] = AsyncJobHandle(job_id, self.result_bytes)
+            handle = self._handles[job_id] = AsyncJobHandle(job_id, self)
         else:
             handle.holders += 1
         return handle

@@ -19,7 +19,6 @@ from typing import Any, BinaryIO, Protocol, cast
 import msgspec
 
 from tasuki.blobs.zip.reader import Meter, ZipLimits, read_directory, unpack_entry
-from tasuki.client.handles import AsyncJobHandle
 from tasuki.core.backoff import Backoff
 from tasuki.core.job import BlobRef, Outcome, State
 from tasuki.core.protocol import LOG_PIECE_MAX_BYTES, LOG_WAIT_MAX_S, JobResult, Welcome
@@ -37,6 +36,12 @@ STREAMS = ("stdout", "stderr")
 Ending = asyncio.Future[JobResult]
 
 
+class WatchedJob(Protocol):
+    """The part of AsyncJobHandle that a follower uses."""
+
+    async def outcome(self) -> JobResult: ...
+
+
 class LogClient(Protocol):
     """The part of AsyncClient that a follower uses."""
 
@@ -49,7 +54,7 @@ class LogClient(Protocol):
     async def request(self, verb: str, **params: Any) -> Any: ...
     async def status(self, job_id: str, *, result: bool = False) -> dict[str, Any]: ...
     async def save_result(self, ended: JobResult, path: str | os.PathLike[str]) -> int: ...
-    def job(self, job_id: str) -> AsyncJobHandle: ...
+    def job(self, job_id: str) -> WatchedJob: ...
     def beside(self, url: str, connect_timeout_s: float) -> LogClient | None: ...
 
 

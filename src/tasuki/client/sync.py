@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncGenerator, Coroutine, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Sequence
 from concurrent import futures
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-from tasuki.client.aio import AsyncClient
-from tasuki.client.handles import AsyncJobHandle, JobHandle
+from tasuki.client.aio import AsyncClient, AsyncJobHandle
 from tasuki.core.job import JobSpec
+from tasuki.core.protocol import JobResult
 from tasuki.errors import Unavailable
 
 T = TypeVar("T")
@@ -101,6 +101,40 @@ class LoopThread:
 
 async def _closed(pieces: AsyncGenerator[bytes, None]) -> None:
     await pieces.aclose()
+
+
+class JobHandle:
+    """One job; `result()` blocks until the job has ended."""
+
+    __slots__ = ("_handle", "_wait")
+
+    def __init__(self, handle: AsyncJobHandle, wait: Callable[[Coroutine[Any, Any, Any]], Any]) -> None:
+        """`wait` runs a coroutine in the client's thread and returns its result."""
+        self._handle = handle
+        self._wait = wait
+
+    @property
+    def job_id(self) -> str:
+        return self._handle.job_id
+
+    @property
+    def existed(self) -> bool:
+        """The server knew this job before."""
+        return self._handle.existed
+
+    @property
+    def done(self) -> bool:
+        return self._handle.done
+
+    def outcome(self, timeout: float | None = None) -> JobResult:
+        """Wait for the end of the job, in any state."""
+        ended: JobResult = self._wait(self._handle.outcome(timeout))
+        return ended
+
+    def result(self, timeout: float | None = None) -> bytes:
+        """Return the result's bytes; JobFailed if the job did not succeed, DeadlineExceeded if it takes longer."""
+        data: bytes = self._wait(self._handle.result(timeout))
+        return data
 
 
 class Client:
