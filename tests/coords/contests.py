@@ -5,7 +5,8 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from tasuki.coords.coordination import Busy, Coordination, Locked
+from tasuki.coords.coordination import Coordination
+from tasuki.core.election import Busy, Locked
 from tests.support.waiting import until
 
 TTL_S = 10.0

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from tasuki.blobs.folder import FolderBlobs
-from tasuki.coords.coordination import ClusterMember, Coordination, Locked, MemoryCoordination
+from tasuki.coords.coordination import ClusterMember, Coordination, MemoryCoordination
 from tasuki.core.cluster_messages import ServerInfo, everything
+from tasuki.core.election import Locked
 from tasuki.core.job import JobSpec
 from tasuki.core.protocol import AssignJobs, GiveCredit, Reply, Request, SubmitJobs
 from tasuki.errors import Unavailable

@@ -16,7 +16,7 @@ from tasuki.core.cluster_messages import PIECE_MAX_BYTES, Hint, decode, everythi
 from tasuki.errors import ConfigError
 from tasuki.stores.redis.connection import RedisWakeups
 from tasuki.stores.sql.postgres import PostgresWakeups
-from tasuki.stores.wakeups import BATCH_MAX, QUEUE_MAX, NoWakeups, Wakeups
+from tasuki.stores.wakeups import BATCH_MAX, QUEUE_MAX, Wakeups
 from tests.stores.hearing import LISTENING, RUNNERS, TIMEOUT_S, Ear, hint, listening
 from tests.support.postgres_service import PASSWORD, PostgresService
 from tests.support.redis_service import RedisService
@@ -268,17 +268,6 @@ def test_an_address_that_is_not_understood_is_refused_without_its_password(make:
     assert secret not in str(raised.value)
     assert raised.value.__suppress_context__
     assert "%2F" in str(raised.value) or "postgresql://" in str(raised.value)
-
-
-def test_where_there_is_one_server_nothing_is_heard() -> None:
-    async def scenario() -> None:
-        wakeups, ear = NoWakeups(), Ear()
-        await wakeups.start(ear)
-        wakeups.publish(split(hint("a", "job-1")))
-        await wakeups.close()
-        assert ear.heard == []
-
-    asyncio.run(scenario())
 
 
 # -- Redis alone ------------------------------------------------------------------------------------------------------

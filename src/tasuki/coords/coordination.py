@@ -21,22 +21,6 @@ import msgspec
 from tasuki.core.election import LOCK_TTL_MAX_S, Busy, Locked
 from tasuki.errors import InvalidInput
 
-__all__ = [
-    "BEAT_INTERVAL_S",
-    "FORGET_AFTER_S",
-    "FORGET_BATCH",
-    "LOCK_TTL_MAX_S",
-    "MEMBER_TIMEOUT_S",
-    "Busy",
-    "ClusterMember",
-    "Coordination",
-    "LiveMember",
-    "Locked",
-    "MemoryCoordination",
-    "View",
-    "check_ttl",
-]
-
 BEAT_INTERVAL_S = 1.0
 MEMBER_TIMEOUT_S = 5.0  # five beats: a member survives one lost connection and one slow statement
 FORGET_AFTER_S = 3600.0  # how long the row of a dead member is kept
@@ -59,7 +43,7 @@ class ClusterMember(msgspec.Struct, frozen=True, kw_only=True):
     """Facts for the other members."""
 
 
-class LiveMember(msgspec.Struct, frozen=True, kw_only=True):
+class LiveMember(msgspec.Struct, frozen=True):
     """A member whose last beat was less than MEMBER_TIMEOUT_S ago."""
 
     member_id: str
@@ -109,10 +93,15 @@ class Coordination(Protocol):
 
         An expired lock is not renewed, even if nobody took it: its holder has stepped down.
         """
-        ...
+        check_ttl(ttl_s)
+        return self._set_expiry(scope, holder, epoch, ttl_s)
 
     def release(self, scope: str, holder: str, epoch: int) -> bool:
         """Give the lock back early; the epoch stays used. False, and no change, if the holder does not hold it any more."""
+        return self._set_expiry(scope, holder, epoch, 0.0)
+
+    def _set_expiry(self, scope: str, holder: str, epoch: int, ttl_s: float) -> bool:
+        """Let a lock that is held end ttl_s from now; False, and no change, if the holder does not hold it any more."""
         ...
 
     # -- workers that get no more work ----------------------------------------------------------------------------
@@ -144,7 +133,7 @@ class _Lock(msgspec.Struct, frozen=True):
     expires_at: float
 
 
-class MemoryCoordination:
+class MemoryCoordination(Coordination):
     """Coordination in memory: the reference, for tests and simulations. `clock()` is its clock, in seconds.
 
     Several simulated processes share one object.
@@ -163,14 +152,9 @@ class MemoryCoordination:
             now = self._clock()
             self._members[me.member_id] = (now, self._with_stored_info(me))
             self._forget(now)
-            return View(
-                tuple(
-                    _seen_by(member, seen)
-                    for _, (beat_at, member) in sorted(self._members.items())
-                    if abs(now - beat_at) < MEMBER_TIMEOUT_S
-                ),
-                frozenset(self._detached),
-            )
+            rows = sorted(self._members.items())
+            live = (_seen_by(member, seen) for _, (beat_at, member) in rows if abs(now - beat_at) < MEMBER_TIMEOUT_S)
+            return View(tuple(live), frozenset(self._detached))
 
     def _with_stored_info(self, me: ClusterMember) -> ClusterMember:
         _, before = self._members.get(me.member_id, (0.0, me))
@@ -199,22 +183,14 @@ class MemoryCoordination:
             self._locks[scope] = _Lock(epoch, holder, now + ttl_s)
             return Locked(epoch)
 
-    def renew(self, scope: str, holder: str, epoch: int, ttl_s: float) -> bool:
-        check_ttl(ttl_s)
+    def _set_expiry(self, scope: str, holder: str, epoch: int, ttl_s: float) -> bool:
         with self._mutex:
-            return self._set_expiry(scope, holder, epoch, lambda now: now + ttl_s)
-
-    def release(self, scope: str, holder: str, epoch: int) -> bool:
-        with self._mutex:
-            return self._set_expiry(scope, holder, epoch, lambda now: now)
-
-    def _set_expiry(self, scope: str, holder: str, epoch: int, expiry: Callable[[float], float]) -> bool:
-        now = self._clock()
-        lock = self._locks.get(scope)
-        if lock is None or (lock.holder, lock.epoch) != (holder, epoch) or not _is_held(lock, now):
-            return False
-        self._locks[scope] = _Lock(epoch, holder, expiry(now))
-        return True
+            now = self._clock()
+            lock = self._locks.get(scope)
+            if lock is None or (lock.holder, lock.epoch) != (holder, epoch) or not _is_held(lock, now):
+                return False
+            self._locks[scope] = _Lock(epoch, holder, now + ttl_s)
+            return True
 
     def set_detached(self, worker_id: str, detached: bool, *, actor: str, reason: str = "") -> bool:
         with self._mutex:
@@ -235,14 +211,8 @@ class MemoryCoordination:
 
 
 def _seen_by(member: ClusterMember, seen: Mapping[str, int]) -> LiveMember:
-    return LiveMember(
-        member_id=member.member_id,
-        kind=member.kind,
-        incarnation=member.incarnation,
-        schema_version=member.schema_version,
-        version=member.version,
-        info=None if seen.get(member.member_id) == member.version else member.info,
-    )
+    is_known = seen.get(member.member_id) == member.version
+    return LiveMember(**{**msgspec.structs.asdict(member), "info": None if is_known else member.info})
 
 
 def _is_held(lock: _Lock, now: float) -> bool:

@@ -19,15 +19,14 @@ import msgspec
 from tasuki.coords.coordination import (
     FORGET_AFTER_S,
     FORGET_BATCH,
-    LOCK_TTL_MAX_S,
     MEMBER_TIMEOUT_S,
-    Busy,
     ClusterMember,
+    Coordination,
     LiveMember,
-    Locked,
     View,
     check_ttl,
 )
+from tasuki.core.election import LOCK_TTL_MAX_S, Busy, Locked
 from tasuki.errors import ConfigError, TasukiError, Unavailable
 
 if TYPE_CHECKING:
@@ -38,7 +37,7 @@ TIMEOUT_SHARE = 0.4  # of the lock's ttl, for one answer: a call that hangs is o
 _REFUSED = ("NOPERM", "no permissions", "can't access", "can't run this command", "NOAUTH", "WRONGPASS")
 
 
-class RedisCoordination:
+class RedisCoordination(Coordination):
     """Coordination in Redis. `client` is closed with this object; `where` names the server without secrets.
 
     `app` is the prefix of the keys: servers with the same prefix belong together.
@@ -68,12 +67,8 @@ class RedisCoordination:
         won, *answer = self._run("acquire", scope, holder, ttl_s, floor, LOCK_TTL_MAX_S)
         return Locked(int(answer[0])) if won else Busy(answer[0].decode(), float(answer[1]))
 
-    def renew(self, scope: str, holder: str, epoch: int, ttl_s: float) -> bool:
-        check_ttl(ttl_s)
+    def _set_expiry(self, scope: str, holder: str, epoch: int, ttl_s: float) -> bool:
         return bool(self._run("set_expiry", scope, holder, epoch, ttl_s, LOCK_TTL_MAX_S))
-
-    def release(self, scope: str, holder: str, epoch: int) -> bool:
-        return bool(self._run("set_expiry", scope, holder, epoch, 0.0, LOCK_TTL_MAX_S))
 
     # -- workers that get no more work ----------------------------------------------------------------------------
     def set_detached(self, worker_id: str, detached: bool, *, actor: str, reason: str = "") -> bool:
@@ -131,14 +126,7 @@ def _script(name: str, app: str) -> str:
 
 def _live(row: list[Any]) -> LiveMember:
     member_id, kind, incarnation, schema_version, version, info = row
-    return LiveMember(
-        member_id=member_id.decode(),
-        kind=kind.decode(),
-        incarnation=incarnation.decode(),
-        schema_version=int(schema_version),
-        version=int(version),
-        info=info,
-    )
+    return LiveMember(member_id.decode(), kind.decode(), incarnation.decode(), int(schema_version), int(version), info)
 
 
 def _names(rows: list[bytes]) -> frozenset[str]:

@@ -16,17 +16,15 @@ from typing import TYPE_CHECKING, Any
 from tasuki.coords.coordination import (
     FORGET_AFTER_S,
     FORGET_BATCH,
-    LOCK_TTL_MAX_S,
     MEMBER_TIMEOUT_S,
-    Busy,
     ClusterMember,
+    Coordination,
     LiveMember,
-    Locked,
     View,
     check_ttl,
 )
 from tasuki.core.address import with_deadlines, without_secrets
-from tasuki.core.election import LOCK_TTL_S
+from tasuki.core.election import LOCK_TTL_MAX_S, LOCK_TTL_S, Busy, Locked
 from tasuki.errors import ConfigError, TasukiError, Unavailable
 
 if TYPE_CHECKING:
@@ -41,7 +39,7 @@ _SESSION = b"""SELECT set_config('statement_timeout', %(ms)s, false), set_config
 set_config('idle_in_transaction_session_timeout', %(ms)s, false)"""
 
 
-class SqlCoordination:
+class SqlCoordination(Coordination):
     """Coordination in PostgreSQL. `url` is an address of libpq (`postgresql://…`); `ttl_s` is that of the locks to be taken."""
 
     def __init__(self, url: str, *, ttl_s: float = LOCK_TTL_S) -> None:
@@ -58,7 +56,7 @@ class SqlCoordination:
             self._change("beat_anew", {**mine, "kind": me.kind, "schema_version": me.schema_version, "info": me.info})
         self._change("forget", {"forget_after_s": FORGET_AFTER_S, "limit": FORGET_BATCH})
         known = {"seen_ids": list(seen), "seen_versions": list(seen.values()), "timeout_s": MEMBER_TIMEOUT_S}
-        return View(tuple(_live(row) for row in self._rows("live", known)), self.detached())
+        return View(tuple(LiveMember(*row) for row in self._rows("live", known)), self.detached())
 
     def leave(self, member_id: str, incarnation: str) -> None:
         self._change("leave", {"member_id": member_id, "incarnation": incarnation})
@@ -72,13 +70,6 @@ class SqlCoordination:
         # A second statement: the lock may have been given back meanwhile, and then there is no holder.
         found = self._rows("holder", {"scope": scope})
         return Busy(found[0][0], max(0.0, found[0][1])) if found else Busy("", 0.0)
-
-    def renew(self, scope: str, holder: str, epoch: int, ttl_s: float) -> bool:
-        check_ttl(ttl_s)
-        return self._set_expiry(scope, holder, epoch, ttl_s)
-
-    def release(self, scope: str, holder: str, epoch: int) -> bool:
-        return self._set_expiry(scope, holder, epoch, 0.0)
 
     def _set_expiry(self, scope: str, holder: str, epoch: int, ttl_s: float) -> bool:
         lock = {"scope": scope, "holder": holder, "epoch": epoch, "ttl_s": ttl_s, "lock_max_s": LOCK_TTL_MAX_S}
@@ -165,15 +156,3 @@ def _parameters(url: str, timeout_s: float) -> dict[str, Any]:
     except psycopg.ProgrammingError:
         # libpq's own text quotes the address, password included.
         raise ConfigError("the address of the database is not understood; use postgresql://user@host:5432/database") from None
-
-
-def _live(row: tuple[Any, ...]) -> LiveMember:
-    member_id, kind, incarnation, schema_version, version, info = row
-    return LiveMember(
-        member_id=member_id,
-        kind=kind,
-        incarnation=incarnation,
-        schema_version=schema_version,
-        version=version,
-        info=None if info is None else bytes(info),
-    )

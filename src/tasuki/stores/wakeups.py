@@ -1,4 +1,4 @@
-"""Hints between servers that share a store: the contract, the carrier for a store with one user, and the one that reconnects.
+"""Hints between servers that share a store: the contract, and the carrier that reconnects.
 
 A carrier promises little, because a hint is never the only way to learn something (`cluster_messages.py`): a published hint
 reaches the other servers soon, or not at all. `publish` neither blocks nor raises nor grows without bound, and a server that may
@@ -53,19 +53,6 @@ class Wakeups(Protocol):
     async def close(self) -> None:
         """Stop. Pieces that were not sent yet are lost."""
         ...
-
-
-class NoWakeups:
-    """The carrier of a store with one user: there is no other server to tell."""
-
-    async def start(self, on_hint: Callable[[bytes], None]) -> None:
-        pass
-
-    def publish(self, pieces: Sequence[bytes]) -> None:
-        pass
-
-    async def close(self) -> None:
-        pass
 
 
 class ReconnectingWakeups(ABC, Generic[Connection]):

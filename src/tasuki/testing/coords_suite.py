@@ -23,14 +23,12 @@ import pytest
 from tasuki.coords.coordination import (
     FORGET_AFTER_S,
     FORGET_BATCH,
-    LOCK_TTL_MAX_S,
     MEMBER_TIMEOUT_S,
-    Busy,
     ClusterMember,
     Coordination,
     LiveMember,
-    Locked,
 )
+from tasuki.core.election import LOCK_TTL_MAX_S, Busy, Locked
 from tasuki.errors import InvalidInput
 
 TTL_S = 10.0
