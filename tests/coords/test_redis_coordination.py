@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from tasuki.coords.coordination import FORGET_AFTER_S, FORGET_BATCH, ClusterMember
-from tasuki.core.election import LOCK_TTL_MAX_S, Locked
 from tasuki.coords.redis import RedisCoordination
+from tasuki.core.election import LOCK_TTL_MAX_S, Locked
 from tasuki.errors import ConfigError, Unavailable
 from tasuki.stores.redis.connection import connect, name_of
 from tests.coords.contests import (

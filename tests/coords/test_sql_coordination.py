@@ -10,8 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from tasuki.coords.coordination import FORGET_AFTER_S, FORGET_BATCH, ClusterMember
-from tasuki.core.election import LOCK_TTL_MAX_S, Locked
 from tasuki.coords.sql import SqlCoordination
+from tasuki.core.election import LOCK_TTL_MAX_S, Locked
 from tasuki.errors import ConfigError, TasukiError, Unavailable
 from tests.coords.contests import (
     SERVERS,
