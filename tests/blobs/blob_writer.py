@@ -8,15 +8,53 @@ Prints `committed <sha256> <peak memory in KiB>`, or `<error code> <files in tmp
 from __future__ import annotations
 
 import argparse
+import enum
 import os
 import resource
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from tasuki.blobs.blob import CHUNK_BYTES
-from tasuki.blobs.folder import FolderBlobs, Step
+from tasuki.blobs.files import PartFile
+from tasuki.blobs.folder import FolderBlobs
+from tasuki.core.job import BlobRef
 from tasuki.errors import TasukiError
+
+
+class Step(enum.StrEnum):
+    """Moments of a write between which a crash must be harmless."""
+
+    CREATED = "created"
+    WRITTEN = "written"
+    SYNCED = "synced"
+    RENAMED = "renamed"
+    DURABLE = "durable"
+
+
+class SteppedBlobs(FolderBlobs):
+    """A folder of blobs that calls `on_step` at each step of a write."""
+
+    def __init__(self, root: Path, *, on_step: Callable[[Step], None], **options: Any) -> None:
+        self._on_step = on_step
+        super().__init__(root, **options)
+
+    def _create_temporary(self) -> PartFile:
+        part = super()._create_temporary()
+        self._on_step(Step.CREATED)
+        return part
+
+    def publish(self, part: PartFile, ref: BlobRef, generation: int) -> None:
+        self._on_step(Step.WRITTEN)
+        super().publish(part, ref, generation)
+        self._on_step(Step.DURABLE)
+
+    def _rename(self, temporary: Path, final: Path) -> None:
+        self._on_step(Step.SYNCED)
+        super()._rename(temporary, final)
+        self._on_step(Step.RENAMED)
 
 
 def peak_kib() -> int:
@@ -49,7 +87,7 @@ def main() -> None:
 
     if arguments.file_limit is not None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (arguments.file_limit, arguments.file_limit))
-    blobs = FolderBlobs(arguments.root, max_blob_bytes=2**30, floor_free_bytes=0, floor_free_inodes=0, on_step=on_step)
+    blobs = SteppedBlobs(arguments.root, max_blob_bytes=2**30, floor_free_bytes=0, floor_free_inodes=0, on_step=on_step)
     try:
         sha256 = write_and_read(blobs, arguments.size_bytes)
     except TasukiError as error:

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -21,8 +22,9 @@ import pytest
 import tasuki.blobs
 from tasuki.blobs import folder
 from tasuki.blobs.blob import CHUNK_BYTES
-from tasuki.blobs.folder import FREE_CHECK_BYTES, TEMPORARY_GRACE_S, FolderBlobs, Step
+from tasuki.blobs.folder import FREE_CHECK_BYTES, TEMPORARY_GRACE_S, FolderBlobs
 from tasuki.errors import Corrupt, DiskFull, NotFound
+from tests.blobs.blob_writer import Step, SteppedBlobs
 
 WRITER = Path(__file__).with_name("blob_writer.py")
 MIB = 1024 * 1024
@@ -30,6 +32,10 @@ MIB = 1024 * 1024
 
 def open_blobs(root: Path, **changes: Any) -> FolderBlobs:
     return FolderBlobs(root, **{"max_blob_bytes": 2**30, "floor_free_bytes": 0, **changes})
+
+
+def open_stepped(root: Path, on_step: Callable[[Step], None]) -> FolderBlobs:
+    return SteppedBlobs(root, on_step=on_step, max_blob_bytes=2**30, floor_free_bytes=0)
 
 
 def path_of(root: Path, sha256: str) -> Path:
@@ -216,7 +222,7 @@ def test_file_and_folders_are_synced_in_the_order_that_makes_the_rename_safe(
         happened.append("fsync " + str(path).split("-")[0])
         real_fsync(descriptor)
 
-    blobs = open_blobs(tmp_path, on_step=happened.append)
+    blobs = open_stepped(tmp_path, happened.append)
     monkeypatch.setattr(os, "fsync", fsync)
     ref = blobs.put_bytes(b"data")
     prefix = ref.sha256[:2]
@@ -257,7 +263,7 @@ def test_no_space_at_any_step_is_disk_full_and_leaves_no_temporary_file(tmp_path
         if at is step:
             raise OSError(number, os.strerror(number))
 
-    blobs = open_blobs(tmp_path, on_step=full)
+    blobs = open_stepped(tmp_path, full)
     with pytest.raises(DiskFull) as caught:
         blobs.put_bytes(b"data")
     assert str(tmp_path) in str(caught.value)
@@ -270,7 +276,7 @@ def test_other_errors_of_the_disk_are_not_called_full(tmp_path: Path) -> None:
         if at is Step.SYNCED:
             raise OSError(errno.EIO, "input/output error")
 
-    blobs = open_blobs(tmp_path, on_step=broken)
+    blobs = open_stepped(tmp_path, broken)
     with pytest.raises(OSError, match="input/output"):
         blobs.put_bytes(b"data")
     assert temporary_names(tmp_path) == []

@@ -14,10 +14,10 @@ import httpx
 import pytest
 from botocore.exceptions import ClientError
 
-from tasuki.blobs.blob import BlobRef
 from tasuki.blobs.s3 import presign as presign_module
 from tasuki.blobs.s3.presign import LINK_S, PresignedUrl, S3Presign, UploadPlan
 from tasuki.blobs.s3.store import PROBE, S3Blobs
+from tasuki.core.job import BlobRef
 from tasuki.errors import Corrupt, TooLarge, Unavailable
 from tests.support.s3_service import BUCKET, S3Service
 

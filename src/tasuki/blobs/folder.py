@@ -15,7 +15,6 @@ it had written. The next writer reads and hashes what is there, unless this proc
 from __future__ import annotations
 
 import contextlib
-import enum
 import hashlib
 import os
 import stat
@@ -27,21 +26,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from tasuki.blobs.blob import (
-    RESUMED_MIN_BYTES,
-    BlobRef,
-    BlobStore,
-    BlobWriter,
-    StreamCheck,
-    VerifyingReader,
-    check_sha256,
-    is_sha256,
-    name_of,
-)
+from tasuki.blobs.blob import RESUMED_MIN_BYTES, BlobReader, BlobStore, BlobWriter, StreamCheck, is_sha256, name_of
 from tasuki.blobs.files import PartFile, check_free, disk_full_as_error, sync_folder
-from tasuki.errors import Corrupt, DiskFull, InvalidInput, NotFound
-
-__all__ = ["FLOOR_FREE_INODES", "FREE_CHECK_BYTES", "PARTIAL_GRACE_S", "TEMPORARY_GRACE_S", "FolderBlobs", "Step"]
+from tasuki.core.job import BlobRef
+from tasuki.errors import Corrupt, DiskFull, NotFound
 
 TEMPORARY_GRACE_S = 3600.0  # since the last write; a live upload writes far more often, so only crashes are swept
 PARTIAL_GRACE_S = 24 * 3600.0  # since the last write
@@ -49,20 +37,6 @@ PARTIAL_PREFIX = "part-"
 SUSPENDED_MAX = 256  # hashes of suspended uploads that this process remembers; one takes a few hundred bytes
 FLOOR_FREE_INODES = 1024
 FREE_CHECK_BYTES = 16 * 1024 * 1024  # how much an unannounced writer may add before free space is looked at again
-
-
-class Step(enum.StrEnum):
-    """Moments of a write between which a crash must be harmless; tests stop the process at each."""
-
-    CREATED = "created"
-    WRITTEN = "written"
-    SYNCED = "synced"
-    RENAMED = "renamed"
-    DURABLE = "durable"
-
-
-def _no_step(step: Step) -> None:
-    """Do nothing: the `on_step` of every store outside tests."""
 
 
 class FolderBlobs(BlobStore):
@@ -77,15 +51,14 @@ class FolderBlobs(BlobStore):
         max_blob_bytes: int,
         floor_free_bytes: int,
         floor_free_inodes: int = FLOOR_FREE_INODES,
-        on_step: Callable[[Step], None] = _no_step,
     ) -> None:
         self.root = root
+        self.where = repr(str(root))
         self.max_blob_bytes = max_blob_bytes
         self.floor_free_bytes = floor_free_bytes
         self.floor_free_inodes = floor_free_inodes
         self._temporary = root / "tmp"
         self._suspended = _SuspendedUploads(self._temporary)
-        self._on_step = on_step
         self._lock = threading.Lock()  # for the two sets; never held over I/O
         self._durable_prefixes: set[str] = set()
         self._doubtful: set[Path] = set()
@@ -123,31 +96,18 @@ class FolderBlobs(BlobStore):
                 raise
             self.check_space(size_bytes)
 
-    def open(self, blob: BlobRef | str, offset: int = 0, generation: int = 0) -> FolderReader:
-        sha256 = check_sha256(blob.sha256 if isinstance(blob, BlobRef) else blob)
+    def _open(self, sha256: str, offset: int, generation: int) -> FolderReader:
         try:
             descriptor = os.open(self._path(sha256, generation), os.O_RDONLY | os.O_CLOEXEC)
         except FileNotFoundError:
             raise self._not_found(sha256, generation) from None
-        try:
-            size_bytes = os.fstat(descriptor).st_size
-            if isinstance(blob, BlobRef) and blob.size_bytes != size_bytes:
-                raise Corrupt(f"blob {sha256} has {size_bytes} bytes in {str(self.root)!r}, its reference says {blob.size_bytes}")
-            if not 0 <= offset <= size_bytes:
-                raise InvalidInput(f"offset {offset} is outside of blob {sha256}, which has {size_bytes} bytes")
-            return FolderReader(descriptor, sha256, size_bytes, offset, repr(str(self.root)))
-        except BaseException:
-            os.close(descriptor)
-            raise
+        return FolderReader(descriptor, sha256, os.fstat(descriptor).st_size, offset, self.where)
 
     def size(self, sha256: str, generation: int = 0) -> int:
         try:
             return self._path(sha256, generation).stat().st_size
         except FileNotFoundError:
             raise self._not_found(sha256, generation) from None
-
-    def has(self, sha256: str, generation: int = 0) -> bool:
-        return self._path(sha256, generation).is_file()
 
     def delete(self, sha256: str, generation: int = 0) -> bool:
         # No fsync: a deleted blob that is back after a power cut costs space and harms nobody.
@@ -180,8 +140,7 @@ class FolderBlobs(BlobStore):
         check_free(self.root, size_bytes, self.floor_free_bytes, self.floor_free_inodes)
 
     def local_path(self, sha256: str, generation: int = 0) -> Path | None:
-        if not self.has(sha256, generation):
-            raise self._not_found(sha256, generation)
+        self.size(sha256, generation)
         return self._path(sha256, generation)
 
     def check(self) -> None:
@@ -194,13 +153,11 @@ class FolderBlobs(BlobStore):
         """Make a new file (mode 0600) in the same file system as the blobs, so that a rename publishes it."""
         with disk_full_as_error(self._temporary):
             descriptor, name = tempfile.mkstemp(prefix="blob-", dir=self._temporary)
-        self._on_step(Step.CREATED)
         return PartFile(Path(name), descriptor)
 
     def publish(self, part: PartFile, ref: BlobRef, generation: int) -> None:
         """Make the verified temporary file the blob `ref`, durably; an equal blob that is there already stays."""
         final = self._path(ref.sha256, generation)
-        self._on_step(Step.WRITTEN)
         with self._lock:
             doubtful = final in self._doubtful
         with disk_full_as_error(final):
@@ -209,15 +166,12 @@ class FolderBlobs(BlobStore):
                 part.path.unlink(missing_ok=True)
             else:
                 part.sync()
-                self._on_step(Step.SYNCED)
                 self._rename(part.path, final)
-                self._on_step(Step.RENAMED)
             # Also for a blob that was there: its writer may be between its rename and its fsync.
             self._make_name_durable(final)
         if doubtful:
             with self._lock:
                 self._doubtful.discard(final)
-        self._on_step(Step.DURABLE)
 
     def _is_there(self, final: Path, ref: BlobRef) -> bool:
         """Return whether an earlier blob can be relied on; one of another size is torn, and is replaced by the new one.
@@ -276,9 +230,6 @@ class FolderBlobs(BlobStore):
 
     def _path(self, sha256: str, generation: int) -> Path:
         return self.root / sha256[:2] / name_of(sha256, generation)[2:]
-
-    def _not_found(self, sha256: str, generation: int) -> NotFound:
-        return NotFound(f"no blob {name_of(sha256, generation)} in {str(self.root)!r}")
 
 
 class _Suspended(NamedTuple):
@@ -356,39 +307,24 @@ class FolderWriter(BlobWriter):
         part: PartFile,
         suspended: _SuspendedUploads | None = None,
     ) -> None:
+        super().__init__(check)
         self._store = store
-        self._check = check
         self._generation = generation
         self._next_check_bytes = check.size_bytes + FREE_CHECK_BYTES
         self._part = part
         self._suspended = suspended
-        self._is_open = True
 
-    @property
-    def size_bytes(self) -> int:
-        return self._check.size_bytes
+    def _add(self, piece: memoryview) -> None:
+        size_bytes = self._check.size_bytes + piece.nbytes
+        if size_bytes >= self._next_check_bytes:
+            self._store.check_space(piece.nbytes)
+            self._next_check_bytes = size_bytes + FREE_CHECK_BYTES
+        with disk_full_as_error(self._part.path):
+            self._part.write(piece)
 
-    def write(self, chunk: bytes | bytearray | memoryview) -> int:
-        self._check_open()
-        view = memoryview(chunk).cast("B")
-        try:
-            self._check_growth(view.nbytes)
-            with disk_full_as_error(self._part.path):
-                self._part.write(view)
-            self._check.add(view)
-        except BaseException:
-            self.abort()
-            raise
-        return view.nbytes
-
-    def commit(self) -> BlobRef:
-        self._check_open()
-        try:
-            ref = self._check.verify()
-            self._store.publish(self._part, ref, self._generation)
-        finally:
-            self.abort()  # frees the descriptor; the temporary name is gone already unless something was raised
-        return ref
+    def _publish(self, ref: BlobRef) -> None:
+        self._store.publish(self._part, ref, self._generation)
+        self._part.close()
 
     def abort(self) -> None:
         self._is_open = False
@@ -401,19 +337,8 @@ class FolderWriter(BlobWriter):
             self._is_open = False
             self._suspended.suspend(self._part, self._check)
 
-    def _check_open(self) -> None:
-        if not self._is_open:
-            raise ValueError("this blob writer was committed or aborted; begin a new one")
 
-    def _check_growth(self, more_bytes: int) -> None:
-        self._check.check_growth(more_bytes)
-        size_bytes = self._check.size_bytes + more_bytes
-        if size_bytes >= self._next_check_bytes:
-            self._store.check_space(more_bytes)
-            self._next_check_bytes = size_bytes + FREE_CHECK_BYTES
-
-
-class FolderReader(VerifyingReader):
+class FolderReader(BlobReader):
     """A `BlobReader` from an open file; it owns the descriptor."""
 
     def __init__(self, descriptor: int, sha256: str, size_bytes: int, offset: int, where: str) -> None:
@@ -424,7 +349,7 @@ class FolderReader(VerifyingReader):
     def _read(self, position: int, wanted_bytes: int) -> bytes:
         chunk = os.pread(self._descriptor, wanted_bytes, position)
         if not chunk:
-            raise Corrupt(f"blob {self._sha256} ends at byte {position} of {self._size_bytes}")
+            raise Corrupt(f"blob {self._sha256} ends at byte {position} of {self.size_bytes}")
         return chunk
 
     def close(self) -> None:

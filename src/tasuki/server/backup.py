@@ -16,10 +16,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from tasuki.blobs.blob import CHUNK_BYTES, BlobRef
+from tasuki.blobs.blob import CHUNK_BYTES
 from tasuki.blobs.files import disk_full_as_error, durable_rename
 from tasuki.blobs.folder import FolderBlobs
 from tasuki.config import DataFolder
+from tasuki.core.job import BlobRef
 from tasuki.core.store_messages import BlobPlace
 from tasuki.errors import Corrupt, InvalidInput, NotFound
 from tasuki.server.archive import DATABASE_NAME, ArchiveWriter, Manifest, blob_name

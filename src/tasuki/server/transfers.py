@@ -25,10 +25,10 @@ from typing import Any, Protocol, TypeVar
 
 from msgspec.structs import replace
 
-from tasuki.blobs.blob import RESUMED_MIN_BYTES, BlobReader, BlobRef, BlobStore, BlobWriter, check_sha256
+from tasuki.blobs.blob import RESUMED_MIN_BYTES, BlobReader, BlobStore, BlobWriter, check_sha256
 from tasuki.blobs.s3.presign import PresignedUrl, S3Presign, UploadPlan
 from tasuki.core.broker.events import SendBlob
-from tasuki.core.job import Job
+from tasuki.core.job import BlobRef, Job
 from tasuki.core.protocol import BlobPut, Chunk, Message, Reply, error_message
 from tasuki.core.store_messages import BlobPlace
 from tasuki.errors import Corrupt, InvalidInput, NotFound, Overloaded, ProtocolError, TasukiError, Unavailable, UploadCutOff

@@ -21,7 +21,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from tasuki.blobs.blob import CHUNK_BYTES, RESUMED_MIN_BYTES, BlobRef, BlobStore
+from tasuki.blobs.blob import CHUNK_BYTES, RESUMED_MIN_BYTES, BlobStore
+from tasuki.core.job import BlobRef
 from tasuki.errors import Corrupt, InvalidInput, NotFound, TooLarge
 
 __all__ = ["MAX_BLOB_BYTES", "BlobSuite", "Damage"]

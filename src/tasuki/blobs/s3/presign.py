@@ -16,18 +16,16 @@ unfinished uploads contain their owner. Abandoned uploads go with the blob's row
 
 from __future__ import annotations
 
-import base64
 import secrets
+from contextlib import suppress
 from typing import Any
 
 import msgspec
 
 from tasuki.blobs.blob import check_sha256
-from tasuki.blobs.s3.requests import S3Requests, parse_s3_url
+from tasuki.blobs.s3.requests import S3Requests, parse_s3_url, s3_digest
 from tasuki.blobs.s3.store import BESIDE, CHECK_RETRY_S, PART_BYTES, PROBE, S3Reader
 from tasuki.errors import Corrupt, InvalidInput, NotFound, TooLarge, Unavailable
-
-__all__ = ["LINK_S", "WHOLE_MAX_BYTES", "PresignedUrl", "S3Presign", "UploadPlan"]
 
 LINK_S = 900.0
 WHOLE_LINK_S = 240.0  # a PUT to a blob's place: shorter than the shortest grace of unused blobs, so that none comes after its row
@@ -78,7 +76,7 @@ class S3Presign:
     def check(self) -> None:
         """Find out whether the bucket refuses bytes of another sha256 than the one that came with them."""
         key = self._address.prefix + PROBE
-        refused = self._requests.refuses("put_object", CHECK_RETRY_S, Key=key, Body=b"1", ChecksumSHA256=_digest("0" * 64))
+        refused = self._requests.refuses("put_object", CHECK_RETRY_S, Key=key, Body=b"1", ChecksumSHA256=s3_digest("0" * 64))
         self._whole_max_bytes = WHOLE_MAX_BYTES if refused else 0
         if not refused:
             self._requests.send("delete_object", Key=key)
@@ -113,7 +111,8 @@ class S3Presign:
         if upload is None:
             if self._staged(beside) is not None:  # completed, and not taken: a server was killed in between
                 return UploadPlan((), 0)
-            upload = self._begin(beside)
+            key = beside + secrets.token_hex(8)
+            upload = _MultipartUpload(key, self._requests.send("create_multipart_upload", Key=key)["UploadId"])
         parts = self._parts(upload)
         missing = [number for number in _numbers(size_bytes) if not _is_there(parts.get(number), number, size_bytes)]
         links = tuple(self._part_link(upload, number, size_bytes) for number in missing[:LINKS_AT_ONCE])
@@ -148,7 +147,7 @@ class S3Presign:
         return True
 
     def _whole_link(self, sha256: str, size_bytes: int, generation: int) -> PresignedUrl:
-        digest, link_s = _digest(sha256), min(WHOLE_LINK_S, self._link_s)
+        digest, link_s = s3_digest(sha256), min(WHOLE_LINK_S, self._link_s)
         url = self._signer.presigned(
             "put_object", link_s, Key=self._address.key(sha256, generation), ChecksumSHA256=digest, ContentLength=size_bytes
         )
@@ -168,10 +167,6 @@ class S3Presign:
         if not owner.isalnum():
             raise InvalidInput("the owner of an upload is named by letters and digits")
         return f"{self._address.key(sha256, generation)}{BESIDE}{owner}."
-
-    def _begin(self, beside: str) -> _MultipartUpload:
-        key = beside + secrets.token_hex(8)
-        return _MultipartUpload(key, self._requests.send("create_multipart_upload", Key=key)["UploadId"])
 
     def _find(self, beside: str) -> _MultipartUpload | None:
         """Return the unfinished upload to use: the same one for all calls at the same time."""
@@ -211,26 +206,20 @@ class S3Presign:
         if any(not _is_there(parts.get(number), number, size_bytes) for number in wanted):
             raise Unavailable(f"parts of blob {sha256} are missing; send them first")
         together = [{"PartNumber": number, "ETag": parts[number]["ETag"]} for number in wanted]
-        try:
-            self._requests.send(
-                "complete_multipart_upload", Key=upload.key, UploadId=upload.upload_id, MultipartUpload={"Parts": together}
-            )
-        except NotFound:
-            pass  # an earlier try completed it, or another server: the object is found by its key
+        with suppress(NotFound):  # an earlier try completed it, or another server: the object is found by its key
+            self._requests.complete_upload(upload.key, upload.upload_id, together)
         return upload.key
 
     def _verify(self, staged: str, sha256: str, size_bytes: int) -> None:
-        reader = S3Reader(self._requests, staged, sha256, 0)
-        try:
-            if reader.size_bytes != size_bytes:
-                raise Corrupt(f"a blob announced with {size_bytes} bytes has {reader.size_bytes}")
-            for _ in reader:
-                pass  # the reader compares the hash before it yields the last chunk
-        except Corrupt as error:
-            self._requests.send("delete_object", Key=staged)
-            raise Corrupt(f"what was sent is not blob {sha256}: {error.message}") from error
-        finally:
-            reader.close()
+        with S3Reader(self._requests, staged, sha256, 0) as reader:
+            try:
+                if reader.size_bytes != size_bytes:
+                    raise Corrupt(f"a blob announced with {size_bytes} bytes has {reader.size_bytes}")
+                for _ in reader:
+                    pass  # the reader compares the hash before it yields the last chunk
+            except Corrupt as error:
+                self._requests.send("delete_object", Key=staged)
+                raise Corrupt(f"what was sent is not blob {sha256}: {error.message}") from error
 
     def _copy(self, staged: str, key: str, size_bytes: int) -> None:
         source = {"Bucket": self._address.bucket, "Key": staged}
@@ -245,12 +234,7 @@ class S3Presign:
                 "upload_part_copy", Key=key, UploadId=upload_id, PartNumber=number, CopySource=source, CopySourceRange=span
             )
             parts.append({"PartNumber": number, "ETag": answer["CopyPartResult"]["ETag"]})
-        self._requests.send("complete_multipart_upload", Key=key, UploadId=upload_id, MultipartUpload={"Parts": parts})
-
-
-def _digest(sha256: str) -> str:
-    """Return the checksum as S3 writes it."""
-    return base64.b64encode(bytes.fromhex(sha256)).decode()
+        self._requests.complete_upload(key, upload_id, parts)
 
 
 def _numbers(size_bytes: int) -> range:

@@ -7,6 +7,7 @@ Credentials come from the usual AWS environment and files, and are never part of
 
 from __future__ import annotations
 
+import base64
 import functools
 import logging
 import random
@@ -19,8 +20,6 @@ from urllib.parse import parse_qsl, urlsplit
 from tasuki.blobs.blob import name_of
 from tasuki.core.backoff import Backoff
 from tasuki.errors import ConfigError, DiskFull, NotFound, TasukiError, Unavailable
-
-__all__ = ["CONNECTIONS", "RETRY_S", "S3Address", "S3Requests", "parse_s3_url"]
 
 logger = logging.getLogger("tasuki.blobs")
 
@@ -106,6 +105,11 @@ def parse_s3_url(url: str) -> S3Address:
     return S3Address(parts.netloc, f"{prefix}/" if prefix else "", endpoint, options.get("region"))
 
 
+def s3_digest(sha256: str) -> str:
+    """Return a sha256 as S3 writes it."""
+    return base64.b64encode(bytes.fromhex(sha256)).decode()
+
+
 @functools.cache
 def _model_loader() -> Any:
     """Return the loader of boto3's service models, which takes a quarter of a second: one for all clients of a process."""
@@ -164,6 +168,9 @@ class S3Requests:
         """Send a request once, for use inside `with_retries`, which handles boto3's errors."""
         answer: dict[str, Any] = getattr(self._client, operation)(Bucket=self.address.bucket, **arguments)
         return answer
+
+    def complete_upload(self, key: str, upload_id: str | None, parts: list[dict[str, Any]]) -> None:
+        self.send("complete_multipart_upload", Key=key, UploadId=upload_id, MultipartUpload={"Parts": parts})
 
     def cut_short(self, found_bytes: int, wanted_bytes: int) -> Exception:
         """Return the error to raise inside `with_retries` when an answer ended too early."""

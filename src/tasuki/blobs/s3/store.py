@@ -24,22 +24,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tasuki.blobs.blob import (
-    RESUMED_MIN_BYTES,
-    BlobRef,
-    BlobStore,
-    BlobWriter,
-    StreamCheck,
-    VerifyingReader,
-    check_sha256,
-    is_sha256,
-    name_of,
-)
-from tasuki.blobs.s3.requests import RETRY_S, S3Requests, parse_s3_url
+from tasuki.blobs.blob import RESUMED_MIN_BYTES, BlobReader, BlobStore, BlobWriter, StreamCheck, is_sha256
+from tasuki.blobs.s3.requests import RETRY_S, S3Requests, parse_s3_url, s3_digest
+from tasuki.core.job import BlobRef
 from tasuki.core.ranges import range_headers
 from tasuki.errors import Corrupt, InvalidInput, NotFound, TasukiError, Unavailable
-
-__all__ = ["PART_BYTES", "S3Blobs", "S3Reader", "S3Writer"]
 
 PART_BYTES = 8 * 1024 * 1024  # S3 accepts at most 10,000 parts, which are 80 GB
 CHECK_RETRY_S = 20.0  # how long the start of a server waits for a bucket that does not answer
@@ -64,55 +53,32 @@ class S3Writer(BlobWriter):
         key_of: Callable[[str], str],
         on_suspend: Callable[[S3Writer], None] | None = None,
     ) -> None:
+        super().__init__(check)
         self._requests = requests
-        self._check = check
         self._key_of = key_of
         self._on_suspend = on_suspend
         self._buffer = bytearray()
         self._upload_id: str | None = None
         self._parts: list[dict[str, Any]] = []
-        self._is_open = True
-
-    @property
-    def size_bytes(self) -> int:
-        return self._check.size_bytes
 
     @property
     def announced_bytes(self) -> int | None:
         return self._check.announced_bytes
 
-    def write(self, chunk: bytes | bytearray | memoryview) -> int:
-        self._check_open()
-        view = memoryview(chunk).cast("B")
-        try:
-            self._check.check_growth(view.nbytes)
-            self._check.add(view)
-            taken = 0
-            while taken < view.nbytes:
-                if len(self._buffer) == PART_BYTES:  # only now is it sure that more follows
-                    self._send_part()
-                piece = view[taken : taken + PART_BYTES - len(self._buffer)]
-                self._buffer += piece
-                taken += piece.nbytes
-        except BaseException:
-            self.abort()
-            raise
-        return view.nbytes
-
-    def commit(self) -> BlobRef:
-        self._check_open()
-        try:
-            ref = self._check.verify()
-            if self._upload_id is None:
-                self._put(ref)
-            else:
+    def _add(self, piece: memoryview) -> None:
+        while piece:
+            if len(self._buffer) == PART_BYTES:  # only now is it sure that more follows
                 self._send_part()
-                self._complete(ref)
-        except BaseException:
-            self.abort()
-            raise
-        self._is_open = False
-        return ref
+            room_bytes = PART_BYTES - len(self._buffer)
+            self._buffer += piece[:room_bytes]
+            piece = piece[room_bytes:]
+
+    def _publish(self, ref: BlobRef) -> None:
+        if self._upload_id is None:
+            self._put(ref)
+        else:
+            self._send_part()
+            self._complete(ref)
 
     def abort(self) -> None:
         if not self._is_open:
@@ -133,10 +99,6 @@ class S3Writer(BlobWriter):
             self._is_open = False
             self._on_suspend(successor)
 
-    def _check_open(self) -> None:
-        if not self._is_open:
-            raise ValueError("this blob writer was committed or aborted; begin a new one")
-
     @property
     def _key(self) -> str:
         """Key of a multipart upload, which is named from the start."""
@@ -145,10 +107,9 @@ class S3Writer(BlobWriter):
         return self._key_of(self._check.sha256)
 
     def _put(self, ref: BlobRef) -> None:
-        digest = base64.b64encode(bytes.fromhex(ref.sha256)).decode()
         body = bytes(self._buffer)
         self._buffer.clear()
-        self._requests.send("put_object", Key=self._key_of(ref.sha256), Body=body, ChecksumSHA256=digest)
+        self._requests.send("put_object", Key=self._key_of(ref.sha256), Body=body, ChecksumSHA256=s3_digest(ref.sha256))
 
     def _send_part(self) -> None:
         if self._upload_id is None:
@@ -158,26 +119,20 @@ class S3Writer(BlobWriter):
         self._buffer.clear()
         # The server refuses a damaged part. All servers know MD5; the sha256 of the whole is checked here.
         digest = base64.b64encode(hashlib.md5(body, usedforsecurity=False).digest()).decode()
-        arguments: dict[str, Any] = {
-            "Key": self._key,
-            "UploadId": self._upload_id,
-            "PartNumber": number,
-            "Body": body,
-            "ContentMD5": digest,
-        }
         try:
-            answer = self._requests.send("upload_part", **arguments)
+            answer = self._requests.send(
+                "upload_part", Key=self._key, UploadId=self._upload_id, PartNumber=number, Body=body, ContentMD5=digest
+            )
         except NotFound as error:
             raise self._lost() from error
         self._parts.append({"PartNumber": number, "ETag": answer["ETag"]})
 
     def _complete(self, ref: BlobRef) -> None:
         key = self._key
-        arguments: dict[str, Any] = {"Key": key, "UploadId": self._upload_id, "MultipartUpload": {"Parts": self._parts}}
         try:
             # NotFound: the answer to an earlier try was lost and the upload is complete, or it is gone. The size tells.
             with contextlib.suppress(NotFound):
-                self._requests.send("complete_multipart_upload", **arguments)
+                self._requests.complete_upload(key, self._upload_id, self._parts)
             found_bytes = self._requests.send("head_object", Key=key)["ContentLength"]
         except NotFound as error:
             raise self._lost() from error
@@ -191,29 +146,21 @@ class S3Writer(BlobWriter):
         return Unavailable(f"{self._requests.address} dropped the unfinished upload of {self._key!r}; send the blob again")
 
 
-class S3Reader(VerifyingReader):
+class S3Reader(BlobReader):
     """A `BlobReader` over GET requests: a connection that breaks is made anew where it broke."""
 
     def __init__(self, requests: S3Requests, key: str, sha256: str, offset: int) -> None:
         super().__init__(sha256, 0, offset, str(requests.address))
         self._requests = requests
         self._key = key
-        self._body: Any = None
-        self._open()
+        answer = requests.send("head_object" if offset > 0 else "get_object", Key=key)
+        self.size_bytes = int(answer["ContentLength"])
+        self._body: Any = answer.get("Body")
 
     def close(self) -> None:
         body, self._body = self._body, None
         if body is not None:
             body.close()
-
-    def _open(self) -> None:
-        """Send the first request, whose answer tells the size."""
-        if self._offset > 0:
-            self._size_bytes = int(self._requests.send("head_object", Key=self._key)["ContentLength"])
-            return
-        answer = self._requests.send("get_object", Key=self._key)
-        self._body = answer["Body"]
-        self._size_bytes = int(answer["ContentLength"])
 
     def _read(self, position: int, wanted_bytes: int) -> bytes:
         """Return exactly so many bytes."""
@@ -231,24 +178,16 @@ class S3Reader(VerifyingReader):
             answer = self._requests.once("get_object", Key=self._key, **range_headers(position))
             self._body = answer["Body"]
             size_bytes = position + int(answer["ContentLength"])
-            if size_bytes != self._size_bytes:
-                raise Corrupt(f"blob {self._sha256} had {self._size_bytes} bytes in {self._requests.address}, now {size_bytes}")
+            if size_bytes != self.size_bytes:
+                raise Corrupt(f"blob {self._sha256} had {self.size_bytes} bytes in {self._requests.address}, now {size_bytes}")
         try:
             piece: bytes = self._body.read(wanted_bytes)
             if not piece:
-                raise self._requests.cut_short(position, self._size_bytes)
+                raise self._requests.cut_short(position, self.size_bytes)
         except BaseException:
             self.close()
             raise
         return piece
-
-
-class _UploadKey(NamedTuple):
-    """Key of a suspended upload."""
-
-    resume_key: str
-    sha256: str
-    generation: int
 
 
 class _Listed(NamedTuple):
@@ -259,10 +198,6 @@ class _Listed(NamedTuple):
     changed_at: float
     size_bytes: int
 
-    @property
-    def is_mark(self) -> bool:
-        return self.key.endswith(USED)
-
 
 class S3Blobs(BlobStore):
     """A `BlobStore` in the bucket of an `s3://bucket/prefix?endpoint=…&region=…` url. Opening it sends nothing; see `check`."""
@@ -271,11 +206,12 @@ class S3Blobs(BlobStore):
 
     def __init__(self, url: str, *, max_blob_bytes: int, retry_s: float = RETRY_S) -> None:
         self.address = parse_s3_url(url)
+        self.where = str(self.address)
         self.max_blob_bytes = max_blob_bytes
         self._requests = S3Requests(self.address, retry_s=retry_s)
         self._lock = threading.Lock()  # for the table; never held over a request
-        self._suspended: OrderedDict[_UploadKey, tuple[float, S3Writer]] = OrderedDict()
-        """Writers with the time of their suspension, the oldest first."""
+        self._suspended: OrderedDict[tuple[str, str, int], tuple[float, S3Writer]] = OrderedDict()
+        """By (resume_key, sha256, generation): the time of the suspension, and the writer; the oldest first."""
 
     def begin(
         self, sha256: str | None = None, size_bytes: int | None = None, generation: int = 0, resume_key: str = ""
@@ -283,7 +219,7 @@ class S3Blobs(BlobStore):
         check = StreamCheck(sha256, size_bytes, self.max_blob_bytes)
         on_suspend = None
         if resume_key and sha256 is not None and (size_bytes or 0) >= RESUMED_MIN_BYTES:
-            key = _UploadKey(resume_key, sha256, generation)
+            key = (resume_key, sha256, generation)
             with self._lock:
                 _, writer = self._suspended.pop(key, (0.0, None))
             if writer is not None:
@@ -293,7 +229,7 @@ class S3Blobs(BlobStore):
             on_suspend = partial(self._suspend, key)
         return S3Writer(self._requests, check, lambda found: self._key(found, generation), on_suspend)
 
-    def _suspend(self, key: _UploadKey, writer: S3Writer) -> None:
+    def _suspend(self, key: tuple[str, str, int], writer: S3Writer) -> None:
         with self._lock:
             _, other = self._suspended.pop(key, (0.0, None))
             self._suspended[key] = (time.monotonic(), writer)
@@ -309,34 +245,17 @@ class S3Blobs(BlobStore):
         for writer in dropped:
             writer.abort()
 
-    def open(self, blob: BlobRef | str, offset: int = 0, generation: int = 0) -> S3Reader:
-        sha256 = check_sha256(blob.sha256 if isinstance(blob, BlobRef) else blob)
-        if offset < 0:
-            raise InvalidInput(f"offset {offset} is outside of blob {sha256}")
+    def _open(self, sha256: str, offset: int, generation: int) -> S3Reader:
         try:
-            reader = S3Reader(self._requests, self._key(sha256, generation), sha256, offset)
+            return S3Reader(self._requests, self._key(sha256, generation), sha256, offset)
         except NotFound as error:
             raise self._not_found(sha256, generation) from error
-        if isinstance(blob, BlobRef) and blob.size_bytes != reader.size_bytes:
-            reader.close()
-            raise Corrupt(f"blob {sha256} has {reader.size_bytes} bytes in {self.address}, its reference says {blob.size_bytes}")
-        if offset > reader.size_bytes:
-            reader.close()
-            raise InvalidInput(f"offset {offset} is outside of blob {sha256}, which has {reader.size_bytes} bytes")
-        return reader
 
     def size(self, sha256: str, generation: int = 0) -> int:
         try:
             return int(self._requests.send("head_object", Key=self._key(sha256, generation))["ContentLength"])
         except NotFound as error:
             raise self._not_found(sha256, generation) from error
-
-    def has(self, sha256: str, generation: int = 0) -> bool:
-        try:
-            self.size(sha256, generation)
-        except NotFound:
-            return False
-        return True
 
     def delete(self, sha256: str, generation: int = 0) -> bool:
         key = self._key(sha256, generation)
@@ -352,10 +271,8 @@ class S3Blobs(BlobStore):
         return was_there
 
     def _abort(self, key: str, upload_id: str) -> None:
-        try:
+        with contextlib.suppress(NotFound):  # its writer has just ended it
             self._requests.send("abort_multipart_upload", Key=key, UploadId=upload_id)
-        except NotFound:
-            return  # its writer has just ended it
 
     def touch(self, sha256: str) -> None:
         self._requests.send("put_object", retry_s=0.0, Key=self._key(sha256, 0) + USED, Body=b"")
@@ -367,7 +284,7 @@ class S3Blobs(BlobStore):
                 continue
             for one in found:
                 self._requests.send("delete_object", Key=one.key)
-                if not one.is_mark:
+                if not one.key.endswith(USED):
                     yield BlobRef(sha256, one.size_bytes)
         for upload in self._requests.send("list_multipart_uploads", Prefix=self.address.prefix).get("Uploads", ()):
             if upload["Initiated"].timestamp() < since and is_sha256(upload["Key"].rpartition("/")[2]):
@@ -410,16 +327,11 @@ class S3Blobs(BlobStore):
         self._requests.send("put_object", retry_s=CHECK_RETRY_S, Key=key, Body=b"")
         self._requests.send("delete_object", retry_s=CHECK_RETRY_S, Key=key)
         self._requests.send("list_multipart_uploads", retry_s=CHECK_RETRY_S, Prefix=key, MaxUploads=1)
-        try:
+        with contextlib.suppress(NotFound):  # as expected, unless another server checks at this moment
             self._requests.send("head_object", retry_s=CHECK_RETRY_S, Key=key)
-        except NotFound:
-            return  # as expected, unless another server checks at this moment
 
     def close(self) -> None:
         self._requests.close()
 
     def _key(self, sha256: str, generation: int) -> str:
         return self.address.key(sha256, generation)
-
-    def _not_found(self, sha256: str, generation: int) -> NotFound:
-        return NotFound(f"no blob {name_of(sha256, generation)} in {self.address}")

@@ -24,8 +24,12 @@ from tasuki.wire.messages import decode
 
 REQUEST_MAX_BYTES = 1024 * 1024  # of several frames together: the usual limit of proxies
 TOKEN_MAX_CHARS = 512
+POLL_WAIT_S = 25.0  # below the idle timeouts of proxies
+POLL_WAIT_MIN_S = 5.0
 
 T = TypeVar("T")
+OnMessage = Callable[[Any, Message], None]
+OnClosed = Callable[[Any, str], None]
 
 
 def check_token(token: str) -> str:
@@ -33,6 +37,11 @@ def check_token(token: str) -> str:
     if len(token) > TOKEN_MAX_CHARS or not token.isascii() or not token.isprintable():
         raise InvalidInput("the token cannot be sent: it is longer than a token, or has characters that no token has")
     return token
+
+
+def shorter_wait_s(wait_s: float, lasted_s: float) -> float:
+    """Return the wait of the next poll after one that was cut off: a proxy has a shorter timeout."""
+    return max(POLL_WAIT_MIN_S, min(wait_s, lasted_s * 0.7))
 
 
 def next_bundle(queue: deque[T], max_bytes: int, size_of: Callable[[T], int]) -> list[T]:
@@ -94,13 +103,7 @@ class BaseHttpLink(ABC):
     """A `Link` to one address, until it stops answering. `on_message` gets every message, `on_closed` the end, once."""
 
     def __init__(
-        self,
-        address: Address,
-        on_message: Callable[[Any, Message], None],
-        on_closed: Callable[[Any, str], None],
-        *,
-        tls: ssl.SSLContext | None,
-        timeout_s: float,
+        self, address: Address, on_message: OnMessage, on_closed: OnClosed, tls: ssl.SSLContext | None, timeout_s: float
     ) -> None:
         self.codec: str | None = None
         self.tag: Any = None
@@ -108,14 +111,11 @@ class BaseHttpLink(ABC):
         self._address = address
         self._on_message, self._on_closed = on_message, on_closed
         self._transport = HttpTransport(address, tls, timeout_s)
-        self.blobs = self._make_blobs(self._transport)
+        self.blobs = HttpBlobs(self._transport)
         self._loop = asyncio.get_running_loop()
         self._request_max_bytes = REQUEST_MAX_BYTES
         self._closed = False
         self._tasks = BackgroundTasks(self._ended)
-
-    def _make_blobs(self, transport: HttpTransport) -> HttpBlobs:
-        return HttpBlobs(transport)
 
     def send(self, message: Message) -> None:
         """Send a message at the end of this turn of the loop."""
@@ -126,8 +126,7 @@ class BaseHttpLink(ABC):
             self.say(message)
 
     @abstractmethod
-    def say(self, message: Message) -> None:
-        """Send a message, or raise InvalidInput if it does not fit a frame; then nothing was sent."""
+    def say(self, message: Message) -> None: ...
 
     @property
     def closed(self) -> bool:
@@ -150,7 +149,6 @@ class BaseHttpLink(ABC):
         """Drop everything that waits to be sent."""
 
     async def wait_closed(self) -> None:
-        """Wait after `close` or `abort` until all resources are freed."""
         await self._tasks.wait()
         await self._transport.close()
 

@@ -15,9 +15,9 @@ import hashlib
 import logging
 import ssl
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callable, Mapping
 from contextlib import aclosing, asynccontextmanager, suppress
-from typing import TypeVar
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 import httpx
@@ -26,7 +26,7 @@ import msgspec
 from tasuki.core.job import BlobRef
 from tasuki.core.protocol import BLOBS_PATH
 from tasuki.core.ranges import content_range, range_headers
-from tasuki.errors import Conflict, Corrupt, ResponseLost, TasukiError, TooLarge, Unavailable
+from tasuki.errors import Conflict, Corrupt, ResponseLost, TasukiError, TooLarge, Unauthorized, Unavailable
 from tasuki.net.http.transport import HttpTransport, read_body
 from tasuki.net.streams import FileSource
 
@@ -41,6 +41,7 @@ PIECE_FIRST_BYTES = 8 * 1024 * 1024
 PIECE_MAX_BYTES = 128 * 1024 * 1024  # the most that is lost with a request that a proxy buffers whole
 PIECE_MIN_BYTES = 1024 * 1024  # the usual limit of proxies
 ANSWER_MAX_BYTES = 1024 * 1024
+JSON = {"Content-Type": "application/json"}
 
 T = TypeVar("T")
 
@@ -157,17 +158,26 @@ class PresignedBlobs:
         sent_bytes: int,
         progress: Callable[[int], None] | None,
     ) -> None:
-        async def send(url: _PresignedUrl) -> None:
-            nonlocal sent_bytes
-            await self._send(bucket, url, source)
-            sent_bytes += url.size_bytes
-            if progress is not None:
-                progress(sent_bytes)
+        waiting = deque(urls)
 
+        async def send_next() -> None:
+            nonlocal sent_bytes
+            while waiting:
+                url = waiting.popleft()
+                await self._send(bucket, url, source)
+                sent_bytes += url.size_bytes
+                if progress is not None:
+                    progress(sent_bytes)
+
+        tasks = [asyncio.ensure_future(send_next()) for _ in range(min(PARTS_AT_ONCE, len(urls)))]
         try:
-            await _all(send, urls)
+            await asyncio.gather(*tasks)  # the first error ends it
         except _BucketFailed as failed:
             raise self._error_after(failed) from failed
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _send(self, bucket: httpx.AsyncClient, url: _PresignedUrl, source: FileSource) -> None:
         # The bucket refuses a damaged part. All buckets know MD5; the server compares the sha256 of the whole later.
@@ -183,10 +193,9 @@ class PresignedBlobs:
     async def _ask(self, path: str, body: Mapping[str, str | int], kind: type[T]) -> T:
         """Ask the server. An error that it refuses with comes again when the blob goes through the server."""
         content = msgspec.json.encode(body)
-        headers = {"Content-Type": "application/json"}
         try:
             async with self._transport.exchange(
-                "POST", f"{BLOBS_PATH}/{path}", params=self._params(), headers=headers, content=content
+                "POST", f"{BLOBS_PATH}/{path}", params=self._params(), headers=JSON, content=content
             ) as response:
                 return msgspec.json.decode(await read_body(response, ANSWER_MAX_BYTES), type=kind)
         except (Unavailable, Corrupt):
@@ -251,23 +260,6 @@ async def _md5(source: FileSource, url: _PresignedUrl) -> str:
     return base64.b64encode(digest.digest()).decode()
 
 
-async def _all(send: Callable[[_PresignedUrl], Awaitable[None]], urls: list[_PresignedUrl]) -> None:
-    """Send all parts, some at once; the first error ends it."""
-    waiting = deque(urls)
-
-    async def send_next() -> None:
-        while waiting:
-            await send(waiting.popleft())
-
-    tasks = [asyncio.ensure_future(send_next()) for _ in range(min(PARTS_AT_ONCE, len(urls)))]
-    try:
-        await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-
 def _trusting(tls: ssl.SSLContext | None) -> ssl.SSLContext:
     """Return a context with the system's CAs and the one that was given: the bucket may be known to either."""
     context = ssl.create_default_context()
@@ -291,6 +283,8 @@ class HttpBlobs:
         self._piece_max_bytes = PIECE_MAX_BYTES
         self.params: dict[str, str] = {}
         """Query parameters of every request: the id of a worker."""
+        self.retries_unauthorized = False
+        """True for a worker, whose token may be rotated during a transfer: a refused token is tried again, the link decides."""
         self._bucket = PresignedBlobs(transport, lambda: self.params)
 
     async def put(self, source: FileSource, ref: BlobRef, progress: Callable[[int], None] | None) -> None:
@@ -344,19 +338,30 @@ class HttpBlobs:
         progress: Callable[[int], None] | None,
     ) -> None:
         headers = {**headers, "Content-Type": "application/octet-stream", "Content-Length": str(stop - start)}
-        content = _read(source, start, stop, progress)
-        async with self._transport.exchange("PUT", _path(ref), params=self.params, headers=headers, content=content):
+        async with self._exchange("PUT", ref, headers=headers, content=_read(source, start, stop, progress)):
             pass  # the status is the whole answer
 
     async def _offer(self, ref: BlobRef) -> _Had:
         body = msgspec.json.encode({"size_bytes": ref.size_bytes})
-        headers = {"Content-Type": "application/json"}
-        async with self._transport.exchange("POST", _path(ref), params=self.params, content=body, headers=headers) as response:
+        async with self._exchange("POST", ref, content=body, headers=JSON) as response:
             answer = await read_body(response, ANSWER_MAX_BYTES)
         try:
             return msgspec.json.decode(answer, type=_Had)
         except msgspec.DecodeError as error:
             raise ResponseLost(f"the answer to the offer of a blob cannot be read: {error}") from None
+
+    @asynccontextmanager
+    async def _exchange(
+        self, method: str, ref: BlobRef, params: Mapping[str, str] | None = None, **options: Any
+    ) -> AsyncIterator[httpx.Response]:
+        params = {**(params or {}), **self.params}
+        try:
+            async with self._transport.exchange(method, f"{BLOBS_PATH}/{ref.sha256}", params=params, **options) as response:
+                yield response
+        except Unauthorized as error:
+            if not self.retries_unauthorized:
+                raise
+            raise ResponseLost(error.message) from error
 
     async def pieces(self, ref: BlobRef, job_id: str, offset: int) -> AsyncGenerator[bytes, None]:
         """Yield the bytes from an offset on; Corrupt if there are too many."""
@@ -369,9 +374,7 @@ class HttpBlobs:
                         offset += len(piece)
                         yield piece
                 return
-        async with self._transport.exchange(
-            "GET", _path(ref), params={"job_id": job_id, **self.params}, headers=range_headers(offset)
-        ) as response:
+        async with self._exchange("GET", ref, {"job_id": job_id}, headers=range_headers(offset)) as response:
             skip = offset if response.status_code == 200 else 0  # a proxy without ranges: everything comes again
             left = ref.size_bytes - offset
             async for piece in response.aiter_bytes():
@@ -384,10 +387,6 @@ class HttpBlobs:
                     yield fresh
             if left:
                 raise ResponseLost(f"a blob ended {left} bytes before its end")
-
-
-def _path(ref: BlobRef) -> str:
-    return f"{BLOBS_PATH}/{ref.sha256}"
 
 
 async def _read(source: FileSource, start: int, stop: int, progress: Callable[[int], None] | None) -> AsyncGenerator[bytes, None]:

@@ -18,7 +18,7 @@ import ssl
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple
 
 from msgspec.structs import replace
 
@@ -54,13 +54,21 @@ from tasuki.errors import (
     Unauthorized,
     Unavailable,
 )
-from tasuki.net.http.base_link import BaseHttpLink, check_token, next_bundle, post
+from tasuki.net.http.base_link import (
+    POLL_WAIT_MIN_S,
+    POLL_WAIT_S,
+    BaseHttpLink,
+    OnClosed,
+    OnMessage,
+    check_token,
+    next_bundle,
+    post,
+    shorter_wait_s,
+)
 from tasuki.net.http.transport import ANSWER_S
 from tasuki.wire.messages import encode
 
 FIRST_MSG_ID = 1 << 41  # above the counters of machines and of blob transfers
-POLL_WAIT_S = 25.0  # below the idle timeouts of proxies
-POLL_WAIT_MIN_S = 5.0
 POLL_SLACK_S = 15.0  # how much longer an answer may take before the server counts as gone
 POLLS_MAX = 4
 WINDOW_MAX = 8 * BATCH_MAX  # jobs of one poll
@@ -74,12 +82,8 @@ WAITS_AT_ONCE = 32
 WAITING_VERBS = frozenset({"logs"})  # whose answers may take long
 
 
-class PostFrames(Protocol):
-    """Sends frames, and yields the messages of the answer as they come."""
-
-    def __call__(
-        self, frames: Sequence[bytes], params: Mapping[str, str], answer_s: float
-    ) -> AbstractAsyncContextManager[AsyncIterator[Message]]: ...
+# Send frames with query parameters, and yield the messages of the answer as they come, within so many seconds.
+PostFrames = Callable[[Sequence[bytes], Mapping[str, str], float], AbstractAsyncContextManager[AsyncIterator[Message]]]
 
 
 class _Group(NamedTuple):
@@ -128,14 +132,17 @@ class ResultPolls:
 
     def add(self, job_ids: Iterable[str]) -> None:
         """Watch jobs that were accepted."""
-        fresh = [job_id for job_id in job_ids if job_id not in self._known]
-        if fresh:
-            self._known.update(fresh)
+        if fresh := self._added(job_ids):
             self._waiting.update(dict.fromkeys(fresh))
             self._soon(GATHER_S)
 
+    def _added(self, job_ids: Iterable[str]) -> list[str]:
+        """Return the jobs that were not watched before."""
+        fresh = [job_id for job_id in job_ids if job_id not in self._known]
+        self._known.update(fresh)
+        return fresh
+
     def forget(self, job_ids: Iterable[str]) -> None:
-        """Stop watching these jobs: nobody waits for their ends."""
         for job_id in job_ids:
             self._known.discard(job_id)
             self._waiting.pop(job_id, None)
@@ -219,20 +226,16 @@ class ResultPolls:
 
     async def _run(self, poll: _Poll) -> None:
         began = self._loop.time()
+        count = 0
         try:
             count = await self._ask(poll)
             self._cuts = 0
-        except ResponseLost as error:
-            count = 0
-            self._cut(error, self._loop.time() - began)
-        except NoConnection as error:
-            self._fail(error)
-            return
-        except Unavailable:  # the server refused for now
-            count = 0
         except TasukiError as error:
-            self._fail(error)
-            return
+            if isinstance(error, ResponseLost):
+                self._cut(error, self._loop.time() - began)
+            elif isinstance(error, NoConnection) or not isinstance(error, Unavailable):  # Unavailable: refused for now
+                self._fail(error)
+                return
         self._put_back(poll)
         if count or self._loop.time() - began >= POLL_WAIT_MIN_S / 2:
             self._backoff.reset()
@@ -241,8 +244,8 @@ class ResultPolls:
             self._soon(self._backoff.next_s())
 
     def _cut(self, error: ResponseLost, lasted_s: float) -> None:
-        if lasted_s > POLL_WAIT_MIN_S:  # a proxy has a shorter timeout than this poll
-            self._wait_s = max(POLL_WAIT_MIN_S, min(self._wait_s, lasted_s * 0.7))
+        if lasted_s > POLL_WAIT_MIN_S:
+            self._wait_s = shorter_wait_s(self._wait_s, lasted_s)
             return
         self._cuts += 1
         if self._cuts > CUTS_MAX:
@@ -250,9 +253,9 @@ class ResultPolls:
 
     async def _ask(self, poll: _Poll) -> int:
         """Run one poll, and return the number of messages for the owner."""
-        wait_s = (
-            0.0 if poll in self._first_polls else POLL_WAIT_MIN_S if self._waiting else self._wait_s
-        )  # others wait for a poll
+        wait_s = 0.0
+        if poll in self._polls:
+            wait_s = POLL_WAIT_MIN_S if self._waiting else self._wait_s  # others wait for a poll
         frames = [group.frame for group in poll.groups.values()]
         count = 0
         async with self._post(frames, {"wait": f"{wait_s:g}"}, wait_s + POLL_SLACK_S) as messages:
@@ -260,55 +263,30 @@ class ResultPolls:
                 count += self._take(poll, message)
         return count
 
-    def _take(self, poll: _Poll, message: Message) -> int:
-        match message:
-            case Results():
-                self._known.difference_update([item.job_id for item in message.items])
-                self._on_message(message)
-                return 1
-            case Reply():
-                return self._replied(poll, message)
-            case ErrorMessage() if message.corr_id:
-                return self._refused(poll, message)
-            case _:
-                self._on_message(message)
-                return 0
+    def _take(self, poll: _Poll, message: Message) -> bool:
+        """Pass on a message, and return whether it is an end of a job or an answer to the owner's `watch`."""
+        if isinstance(message, Reply) or (isinstance(message, ErrorMessage) and message.corr_id):
+            return self._take_answer(poll, message)
+        if isinstance(message, Results):
+            self._known.difference_update([item.job_id for item in message.items])
+        self._on_message(message)
+        return isinstance(message, Results)
 
-    def _replied(self, poll: _Poll, reply: Reply) -> int:
-        """Pass on the answer to the owner's `watch`; its jobs are watched from now on."""
-        group = poll.groups.get(reply.corr_id)
-        if group is None or group.msg_id >= FIRST_MSG_ID:
-            return 0
-        del poll.groups[group.msg_id]
-        self._on_message(reply)
-        self._add_behind(poll, group.job_ids)
-        return 1
-
-    def _add_behind(self, poll: _Poll, job_ids: Iterable[str]) -> None:
-        """Watch jobs after this poll: the results in the same response come after the reply."""
-        fresh = [job_id for job_id in job_ids if job_id not in self._known]
-        self._known.update(fresh)
-        msg_id = next(self._msg_ids)
-        poll.groups[msg_id] = _Group(msg_id, fresh, b"")
-
-    def _refused(self, poll: _Poll, message: ErrorMessage) -> int:
+    def _take_answer(self, poll: _Poll, message: Reply | ErrorMessage) -> bool:
         group = poll.groups.get(message.corr_id)
         if group is None:
-            return 0
-        if group.msg_id < FIRST_MSG_ID:
-            del poll.groups[group.msg_id]
-            self._on_message(message)
-            return 1
-        if message.code not in (Unavailable.code, Overloaded.code):
-            # One of the jobs is gone, deleted after its end was due. The owner asks for all of them again and finds out which.
-            self._fail(ResponseLost(f"awaited jobs cannot be watched any more: {message.message}"))
-        return 0
-
-
-def names_jobs(params: Mapping[str, Any]) -> bool:
-    """Return whether a `watch` request names jobs as it should. The server refuses those that do not."""
-    job_ids = params.get("job_ids")
-    return isinstance(job_ids, list) and all(isinstance(job_id, str) for job_id in job_ids)
+            return False
+        if group.msg_id >= FIRST_MSG_ID:
+            if isinstance(message, ErrorMessage) and message.code not in (Unavailable.code, Overloaded.code):
+                # One of the jobs is gone, deleted after its end was due. The owner asks for all again and finds out which.
+                self._fail(ResponseLost(f"awaited jobs cannot be watched any more: {message.message}"))
+            return False
+        del poll.groups[group.msg_id]
+        self._on_message(message)
+        if isinstance(message, Reply):  # its jobs are watched after this poll: results in this response come after the reply
+            msg_id = next(self._msg_ids)
+            poll.groups[msg_id] = _Group(msg_id, self._added(group.job_ids), b"")
+        return True
 
 
 class _QueuedFrame(NamedTuple):
@@ -320,15 +298,9 @@ class HttpClientLink(BaseHttpLink):
     """A link to one address, until it stops answering."""
 
     def __init__(
-        self,
-        address: Address,
-        on_message: Callable[[HttpClientLink, Message], None],
-        on_closed: Callable[[HttpClientLink, str], None],
-        *,
-        tls: ssl.SSLContext | None,
-        timeout_s: float,
+        self, address: Address, on_message: OnMessage, on_closed: OnClosed, tls: ssl.SSLContext | None, timeout_s: float
     ) -> None:
-        super().__init__(address, on_message, on_closed, tls=tls, timeout_s=timeout_s)
+        super().__init__(address, on_message, on_closed, tls, timeout_s)
         self._polls = ResultPolls(self._post, self._hear, self._broken)
         self._queue: deque[_QueuedFrame] = deque()
         self._flushing = False
@@ -345,7 +317,6 @@ class HttpClientLink(BaseHttpLink):
     # ------------------------------------------------------------------------------------------------ out
 
     def say(self, message: Message) -> None:
-        """Send a message, or raise InvalidInput if it does not fit a frame; then nothing was sent."""
         if self._closed:
             return
         match message:
@@ -354,8 +325,8 @@ class HttpClientLink(BaseHttpLink):
             case Heartbeat() if not self._unanswered:
                 # The next request shows whether the server is there; until then nobody needs to know.
                 self._loop.call_soon(self._hear, HeartbeatAnswer(message.msg_id))
-            case Request(verb="watch") if names_jobs(message.params):
-                self._polls.ask(message)
+            case Request(verb="watch", params={"job_ids": list(job_ids)}) if all(isinstance(one, str) for one in job_ids):
+                self._polls.ask(message)  # the server refuses requests of another form
             case _:
                 self._queue_up(message)
 
@@ -412,23 +383,17 @@ class HttpClientLink(BaseHttpLink):
             if isinstance(error, NotFound) or not self._greeted:
                 self._broken(error)
             elif isinstance(error, InvalidInput) and len(bundle) > 1:
-                await self._send_apart(bundle, error)
+                # Together they were too large for a proxy, or one of them was bad: send them one by one.
+                if isinstance(error, TooLarge):
+                    self._request_max_bytes = sum(len(queued.frame) for queued in bundle) // 2
+                for queued in bundle:
+                    await self._bundle([queued])
             else:
-                self._refuse(bundle, error)
+                for queued in bundle:
+                    self._hear(ErrorMessage(queued.msg_id, error.code, error.message, error.details()))
         else:
             for msg_id in unanswered:
                 self._hear(ErrorMessage(msg_id, "UNAVAILABLE", f"{self._address} has answered without a reply to this request"))
-
-    async def _send_apart(self, bundle: list[_QueuedFrame], error: InvalidInput) -> None:
-        """Send the messages of a refused request one by one: together they were too large for a proxy, or one of them was bad."""
-        if isinstance(error, TooLarge):
-            self._request_max_bytes = sum(len(queued.frame) for queued in bundle) // 2
-        for queued in bundle:
-            await self._bundle([queued])
-
-    def _refuse(self, bundle: list[_QueuedFrame], error: TasukiError) -> None:
-        for queued in bundle:
-            self._hear(ErrorMessage(queued.msg_id, error.code, error.message, error.details()))
 
     @asynccontextmanager
     async def _post(
@@ -443,30 +408,18 @@ class HttpClientLink(BaseHttpLink):
     def _hear(self, message: Message) -> None:
         if self._closed:
             return
-        self._unanswered.discard(getattr(message, "corr_id", 0))
-        match message:
-            case Welcome():
-                self._greeted = True
-            case ErrorMessage() if not message.corr_id:
-                self._on_message(self, message)
-                self.abort(message.message)
-                return
-            case ErrorMessage():
-                self._submits.pop(message.corr_id, None)
-            case Accepted():
-                self._on_message(self, message)
-                self._watch(message)
-                return
+        corr_id = getattr(message, "corr_id", 0)
+        self._unanswered.discard(corr_id)
+        self._greeted = self._greeted or isinstance(message, Welcome)
+        job_ids = self._submits.pop(corr_id, ()) if isinstance(message, Accepted | ErrorMessage) else ()
         self._on_message(self, message)
-
-    def _watch(self, accepted: Accepted) -> None:
-        job_ids = self._submits.pop(accepted.corr_id, None)
-        if job_ids:
-            refused = {item.index for item in accepted.exceptions if item.code}
+        if isinstance(message, ErrorMessage) and not corr_id:
+            self.abort(message.message)
+        elif isinstance(message, Accepted) and job_ids:
+            refused = {item.index for item in message.exceptions if item.code}
             self._polls.add(job_id for place, job_id in enumerate(job_ids) if place not in refused)
 
     def forget(self, job_ids: Iterable[str]) -> None:
-        """Stop watching these jobs: nobody waits for their ends."""
         self._polls.forget(job_ids)
 
     # ------------------------------------------------------------------------------------------------ end
@@ -490,6 +443,5 @@ class HttpClientLink(BaseHttpLink):
         self._ending = self._polls.close()
 
     async def wait_closed(self) -> None:
-        """Wait after `close` or `abort` until all resources are freed."""
         await asyncio.gather(*self._ending, return_exceptions=True)
         await super().wait_closed()

@@ -10,12 +10,10 @@ A proxy is used only by callers that pass one (`proxy_of`); machines that speak 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import ssl
 import urllib.request
-from collections.abc import AsyncIterator, Iterable, Iterator
-from types import TracebackType
-from typing import Any, Self
+from collections.abc import Iterable
+from typing import Any
 
 import httpcore
 import httpx
@@ -24,7 +22,7 @@ from tasuki.core.address import Address
 from tasuki.errors import ConfigError
 
 READ_BYTES = 64 * 1024
-KEPT_S = 2.0  # an unused connection; a request on one that its server is just closing would look like the server's death
+EARLY_KEPT_S = 2.0  # an unused connection; a request on one that its server is just closing would look like the server's death
 LISTEN_BYTES = 64 * 1024  # a smaller write is over before a server could respond to it
 
 
@@ -104,38 +102,6 @@ class _Backend(httpcore.AsyncNetworkBackend):
         await self._backend.sleep(seconds)
 
 
-class _Body(httpx.AsyncByteStream):
-    def __init__(self, response: httpcore.Response) -> None:
-        self._response = response
-
-    async def __aiter__(self) -> AsyncIterator[bytes]:
-        with _httpx_errors():
-            async for piece in self._response.aiter_stream():
-                yield piece
-
-    async def aclose(self) -> None:
-        await self._response.aclose()
-
-
-_ERRORS = (
-    httpcore.NetworkError,
-    httpcore.TimeoutException,
-    httpcore.ProtocolError,
-    httpcore.UnsupportedProtocol,
-    httpcore.ProxyError,
-)
-
-
-@contextlib.contextmanager
-def _httpx_errors() -> Iterator[None]:
-    """Raise errors of httpcore as their namesakes in httpx."""
-    try:
-        yield
-    except _ERRORS as error:
-        kind = getattr(httpx, type(error).__name__, httpx.TransportError)
-        raise kind(str(error)) from error
-
-
 def proxy_of(address: Address) -> httpx.Proxy | None:
     """Return the proxy of HTTP_PROXY, HTTPS_PROXY and ALL_PROXY, or of the system, unless NO_PROXY names the host."""
     found = urllib.request.getproxies()
@@ -153,48 +119,10 @@ def proxy_of(address: Address) -> httpx.Proxy | None:
     )
 
 
-class EarlyResponseTransport(httpx.AsyncBaseTransport):
+class EarlyResponseTransport(httpx.AsyncHTTPTransport):
     """The transport: `httpx.AsyncClient(transport=EarlyResponseTransport(context, limits))`."""
 
     def __init__(self, context: ssl.SSLContext, limits: httpx.Limits, proxy: httpx.Proxy | None = None) -> None:
-        options: dict[str, Any] = {
-            "ssl_context": context,
-            "max_connections": limits.max_connections,
-            "max_keepalive_connections": limits.max_keepalive_connections,
-            "keepalive_expiry": KEPT_S,
-            "network_backend": _Backend(),
-        }
-        if proxy is None:
-            self._pool = httpcore.AsyncConnectionPool(**options)
-        else:
-            url = httpcore.URL(scheme=proxy.url.raw_scheme, host=proxy.url.raw_host, port=proxy.url.port, target=b"/")
-            self._pool = httpcore.AsyncHTTPProxy(url, proxy_auth=proxy.raw_auth, **options)
-
-    async def __aenter__(self) -> Self:
-        await self._pool.__aenter__()
-        return self
-
-    async def __aexit__(
-        self,
-        exc_type: type[BaseException] | None = None,
-        exc_value: BaseException | None = None,
-        traceback: TracebackType | None = None,
-    ) -> None:
-        await self._pool.__aexit__(exc_type, exc_value, traceback)
-
-    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-        asked = httpcore.Request(
-            method=request.method,
-            url=httpcore.URL(
-                scheme=request.url.raw_scheme, host=request.url.raw_host, port=request.url.port, target=request.url.raw_path
-            ),
-            headers=request.headers.raw,
-            content=request.stream,
-            extensions=request.extensions,
-        )
-        with _httpx_errors():
-            response = await self._pool.handle_async_request(asked)
-        return httpx.Response(response.status, headers=response.headers, stream=_Body(response), extensions=response.extensions)
-
-    async def aclose(self) -> None:
-        await self._pool.aclose()
+        super().__init__(verify=context, limits=limits, proxy=proxy)
+        # httpcore's parameter for this is public, but httpx does not pass it on.
+        self._pool._network_backend = _Backend()

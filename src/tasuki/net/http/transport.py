@@ -12,6 +12,7 @@ import secrets
 import ssl
 from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
+from typing import Any
 
 import httpx
 import msgspec
@@ -20,6 +21,7 @@ from tasuki.core.address import Address
 from tasuki.errors import (
     InvalidInput,
     NoConnection,
+    NotFound,
     NotTasuki,
     Overloaded,
     ResponseLost,
@@ -29,7 +31,7 @@ from tasuki.errors import (
     UntrustedCertificate,
     from_wire,
 )
-from tasuki.net.http.early_response import EarlyResponseTransport, proxy_of
+from tasuki.net.http.early_response import EARLY_KEPT_S, EarlyResponseTransport, proxy_of
 from tasuki.net.tcp_link import system_words
 from tasuki.net.tls import handshake_words
 
@@ -40,6 +42,12 @@ KEPT_S = 30.0  # an unused connection; shorter than servers and balancers on the
 RETRY_AFTER_MAX_S = 30.0
 ERROR_MAX_BYTES = 64 * 1024
 
+_HTTP_CODES: dict[str, type[TasukiError]] = {  # of errors that have other codes over TCP
+    "INVALID_PAYLOAD": InvalidInput,
+    "TOKEN_REVOKED": Unauthorized,
+    "TOO_MANY_REQUESTS": Overloaded,
+    "METHOD_NOT_ALLOWED": NotFound,
+}
 _seconds = re.compile(r"\d{1,6}").fullmatch
 
 
@@ -75,13 +83,13 @@ class HttpTransport:
         self._connect_timeout_s = connect_timeout_s
         self._quiet_until = 0.0
         self._closed = False
-        self._own_ca = tls is not None
         self.tls = tls
         """Context of the CA that was given; None: the system's CAs count."""
         self._answered = False
         # Without a context, httpx would load the CAs of certifi, for plain HTTP too. This one trusts nobody.
         context = tls or (ssl.create_default_context() if address.scheme == "https" else ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT))
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=KEPT_CONNECTIONS, keepalive_expiry=KEPT_S)
+        kept_s = EARLY_KEPT_S if stop_when_answered else KEPT_S
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=KEPT_CONNECTIONS, keepalive_expiry=kept_s)
         early = EarlyResponseTransport(context, limits, proxy_of(address) if proxies else None) if stop_when_answered else None
         self._client = httpx.AsyncClient(verify=context, headers={"Accept-Encoding": "identity"}, limits=limits, transport=early)
 
@@ -90,19 +98,11 @@ class HttpTransport:
         await self._client.aclose()
 
     @asynccontextmanager
-    async def exchange(
-        self,
-        method: str,
-        path: str,
-        *,
-        params: Mapping[str, str] | None = None,
-        headers: Mapping[str, str] | None = None,
-        content: bytes | AsyncIterable[bytes] | None = None,
-        answer_s: float = ANSWER_S,
-    ) -> AsyncIterator[httpx.Response]:
-        """Send a request and yield its 2xx response, whose body is still to be read; raise the error that another one means."""
-        await self._quiet()
-        async with self.answer(method, path, params=params, headers=headers, content=content, answer_s=answer_s) as response:
+    async def exchange(self, method: str, path: str, **options: Any) -> AsyncIterator[httpx.Response]:
+        """Yield a 2xx response as `answer` does, with the same options; raise the error that another response means."""
+        if (wait_s := self._quiet_until - asyncio.get_running_loop().time()) > 0:  # the server asked for it by Retry-After
+            await asyncio.sleep(wait_s)
+        async with self.answer(method, path, **options) as response:
             if not response.is_success:
                 raise await self._refusal(response)
             yield response
@@ -133,12 +133,6 @@ class HttpTransport:
         except (httpx.HTTPError, httpx.StreamError, httpx.InvalidURL) as error:
             raise self._problem(error, answer_s) from error
 
-    async def _quiet(self) -> None:
-        """Wait as long as the server asked for (Retry-After)."""
-        wait_s = self._quiet_until - asyncio.get_running_loop().time()
-        if wait_s > 0:
-            await asyncio.sleep(wait_s)
-
     # ------------------------------------------------------------------------------------------------ errors
 
     async def _refusal(self, response: httpx.Response) -> TasukiError:
@@ -148,10 +142,15 @@ class HttpTransport:
             return NotTasuki(f"{self.address} redirects to {where}; give the address itself with --to")
         retry_after = response.headers.get("retry-after", "")
         if _seconds(retry_after):
-            wait_s = min(RETRY_AFTER_MAX_S, float(retry_after))
-            self._quiet_until = asyncio.get_running_loop().time() + wait_s
-        body = await read_error(response)
-        return self._foreign_error(status) if body is None else _tasuki_error(status, body)
+            self._quiet_until = asyncio.get_running_loop().time() + min(RETRY_AFTER_MAX_S, float(retry_after))
+        try:
+            body = msgspec.json.decode(await read_body(response, ERROR_MAX_BYTES), type=_Envelope).error
+        except msgspec.DecodeError:
+            return self._foreign_error(status)
+        if kind := _HTTP_CODES.get(body.code):
+            return kind(body.message)
+        error = from_wire(body.code, body.message, body.details)
+        return ResponseLost(body.message) if type(error) is TasukiError and status >= 500 else error
 
     def _foreign_error(self, status: int) -> TasukiError:
         """Return the error for a response that no tasuki server sent: a proxy on the way, or another service."""
@@ -188,7 +187,7 @@ class HttpTransport:
     def _not_connected(self, error: Exception) -> NoConnection:
         for cause in _causes(error):
             if isinstance(cause, ssl.SSLError):
-                why = handshake_words(cause, self.address.host, plain="http", own_ca=self._own_ca)
+                why = handshake_words(cause, self.address.host, plain="http", own_ca=self.tls is not None)
                 kind = UntrustedCertificate if isinstance(cause, ssl.SSLCertVerificationError) else NoConnection
                 return kind(f"no TLS connection to {self.address}: {why}")
             if isinstance(cause, OSError) and cause.errno is not None and cause.strerror:
@@ -204,29 +203,6 @@ async def read_body(response: httpx.Response, max_bytes: int) -> bytes:
         if len(body) > max_bytes:
             break
     return body
-
-
-async def read_error(response: httpx.Response) -> ErrorBody | None:
-    """Return the error that a tasuki server refused with; None if something else answered."""
-    try:
-        return msgspec.json.decode(await read_body(response, ERROR_MAX_BYTES), type=_Envelope).error
-    except msgspec.DecodeError:
-        return None
-
-
-def _tasuki_error(status: int, body: ErrorBody) -> TasukiError:
-    """Return the error as it is over TCP: some have other codes in HTTP."""
-    match body.code:
-        case "INVALID_PAYLOAD":
-            return InvalidInput(body.message)
-        case "TOKEN_REVOKED":
-            return Unauthorized(body.message)
-        case "TOO_MANY_REQUESTS":
-            return Overloaded(body.message)
-        case "METHOD_NOT_ALLOWED":
-            return from_wire("NOT_FOUND", body.message)
-    error = from_wire(body.code, body.message, body.details)
-    return ResponseLost(body.message) if type(error) is TasukiError and status >= 500 else error
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
@@ -262,8 +238,11 @@ class MultipartForm:
 
     def __init__(self, fields: Iterable[tuple[str, str]], files: Sequence[tuple[str, int]]) -> None:
         boundary = secrets.token_hex(16)
-        self._fields = b"".join(_field(boundary, name, value) for name, value in fields)
-        self._heads = [_file_head(boundary, name) for name, _ in files]
+        start = f"--{boundary}\r\nContent-Disposition: form-data; name="
+        self._fields = "".join(f'{start}"{name}"\r\n\r\n{value}\r\n' for name, value in fields).encode()
+        plain_names = [name.replace('"', '\\"') for name, _ in files]  # names have no backslash
+        kind = "Content-Type: application/octet-stream"
+        self._heads = [f'{start}"file"; filename="{name}"\r\n{kind}\r\n\r\n'.encode() for name in plain_names]
         self._end = f"--{boundary}--\r\n".encode()
         size_bytes = len(self._fields) + len(self._end)
         size_bytes += sum(len(head) + size + len(b"\r\n") for head, (_, size) in zip(self._heads, files, strict=True))
@@ -280,13 +259,3 @@ class MultipartForm:
                     before = b""
             before += b"\r\n"
         yield before + self._end
-
-
-def _field(boundary: str, name: str, value: str) -> bytes:
-    return f'--{boundary}\r\nContent-Disposition: form-data; name="{name}"\r\n\r\n{value}\r\n'.encode()
-
-
-def _file_head(boundary: str, name: str) -> bytes:
-    plain = name.replace('"', '\\"')  # names have no backslash
-    disposition = f'Content-Disposition: form-data; name="file"; filename="{plain}"'
-    return f"--{boundary}\r\n{disposition}\r\nContent-Type: application/octet-stream\r\n\r\n".encode()

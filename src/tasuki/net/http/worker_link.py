@@ -17,14 +17,12 @@ import logging
 import random
 import ssl
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
-from contextlib import aclosing, contextmanager
+from collections.abc import Iterable
 
 from msgspec.structs import replace
 
 from tasuki.core.address import Address
 from tasuki.core.backoff import Backoff
-from tasuki.core.job import BlobRef
 from tasuki.core.protocol import (
     FRAME_MAX_BYTES,
     SESSION_HEADER,
@@ -47,14 +45,21 @@ from tasuki.errors import (
     Unauthorized,
     Unavailable,
 )
-from tasuki.net.http.base_link import REQUEST_MAX_BYTES, BaseHttpLink, check_token, next_bundle, post
-from tasuki.net.http.blobs import HttpBlobs
-from tasuki.net.http.transport import ANSWER_S, HttpTransport
-from tasuki.net.streams import FileSource
+from tasuki.net.http.base_link import (
+    POLL_WAIT_MIN_S,
+    POLL_WAIT_S,
+    REQUEST_MAX_BYTES,
+    BaseHttpLink,
+    OnClosed,
+    OnMessage,
+    check_token,
+    next_bundle,
+    post,
+    shorter_wait_s,
+)
+from tasuki.net.http.transport import ANSWER_S
 from tasuki.wire.messages import encode
 
-POLL_WAIT_S = 25.0
-POLL_WAIT_MIN_S = 5.0
 POLL_SLACK_S = 10.0  # beyond the wait, for an answer under way
 TRIES_MAX = 5  # of one request, while connections can be made
 PAUSE_FIRST_S = 0.05  # between two tries; doubled each time
@@ -68,15 +73,9 @@ class HttpWorkerLink(BaseHttpLink):
     """A link to one address, until it stops answering or forgets the session."""
 
     def __init__(
-        self,
-        address: Address,
-        on_message: Callable[[HttpWorkerLink, Message], None],
-        on_closed: Callable[[HttpWorkerLink, str], None],
-        *,
-        tls: ssl.SSLContext | None,
-        timeout_s: float,
+        self, address: Address, on_message: OnMessage, on_closed: OnClosed, tls: ssl.SSLContext | None, timeout_s: float
     ) -> None:
-        super().__init__(address, on_message, on_closed, tls=tls, timeout_s=timeout_s)
+        super().__init__(address, on_message, on_closed, tls, timeout_s)
         self._path = ""
         self._queue: deque[bytes] = deque()
         self._sending = False
@@ -88,14 +87,11 @@ class HttpWorkerLink(BaseHttpLink):
         self._heard = 0
         """Number of frames that have come in polls."""
         self._wait_s = POLL_WAIT_S
-
-    def _make_blobs(self, transport: HttpTransport) -> HttpBlobs:
-        return _WorkerBlobs(transport)
+        self.blobs.retries_unauthorized = True
 
     # ------------------------------------------------------------------------------------------------ out
 
     def say(self, message: Message) -> None:
-        """Send a message, or raise InvalidInput if it does not fit a frame; then nothing was sent."""
         if self._closed:
             return
         if isinstance(message, HelloWorker):
@@ -198,8 +194,8 @@ class HttpWorkerLink(BaseHttpLink):
                 tries = min(tries + 1, TRIES_MAX)  # it came back at once, and empty: another one at once would be a hot loop
             except (Unavailable, NotFound) as error:
                 lasted_s = self._loop.time() - began
-                if isinstance(error, ResponseLost) and lasted_s > POLL_WAIT_MIN_S:  # a proxy has a shorter timeout than this poll
-                    self._wait_s = max(POLL_WAIT_MIN_S, min(self._wait_s, lasted_s * 0.7))
+                if isinstance(error, ResponseLost) and lasted_s > POLL_WAIT_MIN_S:
+                    self._wait_s = shorter_wait_s(self._wait_s, lasted_s)
                     tries = 0
                 tries += 1
                 failed = error
@@ -261,7 +257,6 @@ class HttpWorkerLink(BaseHttpLink):
         self._queue.clear()
 
     async def wait_closed(self) -> None:
-        """Wait after `close` or `abort` until all resources are freed."""
         await self._tasks.wait()
         if self._unsent is not None:
             try:
@@ -276,28 +271,6 @@ class HttpWorkerLink(BaseHttpLink):
             await self._send_some(unsent)
         async with self._transport.exchange("DELETE", self._path):
             pass  # the status is the whole answer
-
-
-class _WorkerBlobs(HttpBlobs):
-    """Blobs of a worker, whose token may be rotated during a transfer: a refused token is tried again, the link decides."""
-
-    async def put(self, source: FileSource, ref: BlobRef, progress: Callable[[int], None] | None) -> None:
-        with _retry_unauthorized():
-            await super().put(source, ref, progress)
-
-    async def pieces(self, ref: BlobRef, job_id: str, offset: int) -> AsyncGenerator[bytes, None]:
-        with _retry_unauthorized():
-            async with aclosing(super().pieces(ref, job_id, offset)) as pieces:
-                async for piece in pieces:
-                    yield piece
-
-
-@contextmanager
-def _retry_unauthorized() -> Iterator[None]:
-    try:
-        yield
-    except Unauthorized as error:
-        raise ResponseLost(error.message) from error
 
 
 def _is_final(error: TasukiError, tries: int) -> bool:
