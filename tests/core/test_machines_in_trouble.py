@@ -13,8 +13,7 @@ from tasuki.core.protocol import AssignJobs, JobsFinished
 from tasuki.core.store_messages import Turn
 from tasuki.errors import DiskFull, TasukiError, Unavailable
 from tasuki.testing.harness import Harness
-from tasuki.wire.frames import FrameDecoder
-from tasuki.wire.messages import decode
+from tasuki.wire.messages import FrameDecoder, decode
 
 LOST_AFTER_S = LEASE_TTL_S + LEASE_MARGIN_S
 PATIENCE_S = 1.0  # duties and reconnects are due within this

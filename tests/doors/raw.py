@@ -20,8 +20,7 @@ from tasuki.core.protocol import (
     Request,
     Welcome,
 )
-from tasuki.wire.frames import FrameDecoder, encode_frame
-from tasuki.wire.messages import Type, decode, encode
+from tasuki.wire.messages import FrameDecoder, Type, decode, encode, encode_frame
 
 DEADLINE_S = 8.0
 

@@ -8,8 +8,8 @@ import msgspec
 import pytest
 
 from tasuki.core.protocol import FRAME_MAX_BYTES, UNAUTHENTICATED_FRAME_MAX_BYTES, ErrorMessage, HelloClient, Welcome
-from tasuki.wire.frames import BATCH, GZIP, ZSTD
-from tasuki.wire.messages import Type, encode
+from tasuki.wire.compression import GZIP, ZSTD
+from tasuki.wire.messages import BATCH, Type, encode
 from tests.doors.raw import RawPeer, bomb, frame
 from tests.support.processes import ServerProcess, rss_bytes
 

@@ -9,8 +9,7 @@ from typing import NamedTuple
 
 from tasuki.config import Address
 from tasuki.core.protocol import FRAME_MAX_BYTES, FRAMES_TYPE, HelloClient, Message, Welcome
-from tasuki.wire.frames import FrameDecoder
-from tasuki.wire.messages import decode, encode
+from tasuki.wire.messages import FrameDecoder, decode, encode
 from tests.support.waiting import Watched
 
 

@@ -30,8 +30,7 @@ from tasuki.core.protocol import (
 from tasuki.errors import Unavailable
 from tasuki.net.http import transport, worker_link
 from tasuki.net.http.worker_link import POLL_WAIT_S, HttpWorkerLink
-from tasuki.wire.frames import encode_frame
-from tasuki.wire.messages import encode
+from tasuki.wire.messages import encode, encode_frame
 from tests.net.odd_server import Asked, OddServer, envelope, frames, http
 from tests.net.owners import LinkOwner
 from tests.support.certificates import TestAuthority

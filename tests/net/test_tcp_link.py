@@ -14,7 +14,7 @@ from tasuki.config import Address
 from tasuki.core.protocol import FRAME_MAX_BYTES, ErrorMessage, Heartbeat, Message, Reply
 from tasuki.errors import Unavailable
 from tasuki.net import TcpLink, connect
-from tasuki.wire.frames import encode_frame
+from tasuki.wire.messages import encode_frame
 
 DEADLINE_S = 5.0
 

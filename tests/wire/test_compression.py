@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tasuki.errors import ProtocolError, TasukiError, TooLarge
-from tasuki.wire.compression import CODECS, COMPRESS_FROM_BYTES, common_codec, compress, decompress
-from tasuki.wire.frames import BATCH, GZIP, ZSTD
+from tasuki.wire.compression import CODECS, COMPRESS_FROM_BYTES, GZIP, ZSTD, compress, decompress
+from tasuki.wire.messages import BATCH
 
 FLAG = {"zstd": ZSTD, "gzip": GZIP}
 PLAIN = b"the sash goes on; " * 1000
@@ -71,22 +71,6 @@ def test_a_small_payload_goes_as_it_is(codec: str) -> None:
 
 def test_without_a_codec_nothing_is_compressed() -> None:
     assert compress(PLAIN, None) == (PLAIN, 0)
-
-
-@pytest.mark.parametrize(
-    ("ours", "theirs", "agreed"),
-    [
-        (CODECS, ("gzip", "zstd"), "zstd"),
-        (CODECS, ("gzip",), "gzip"),
-        (CODECS, ("brotli",), None),
-        (("brotli", "gzip"), ("brotli", "gzip"), "gzip"),
-        ((), CODECS, None),
-    ],
-)
-def test_the_first_of_ours_that_the_peer_has_too_is_used(
-    ours: tuple[str, ...], theirs: tuple[str, ...], agreed: str | None
-) -> None:
-    assert common_codec(ours, theirs) == agreed
 
 
 @codecs

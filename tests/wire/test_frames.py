@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tasuki.errors import ProtocolError, TooLarge
-from tasuki.wire.frames import BATCH, GZIP, HEADER_MAX_BYTES, KNOWN_FLAGS, PREFIX_BYTES, ZSTD, Frame, FrameDecoder, encode_frame
+from tasuki.wire.compression import GZIP, ZSTD
+from tasuki.wire.messages import BATCH, HEADER_MAX_BYTES, KNOWN_FLAGS, PREFIX_BYTES, Frame, FrameDecoder, encode_frame
 
 LIMIT = 4096
 prefix = struct.Struct("<IBBH").pack

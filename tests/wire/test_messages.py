@@ -16,8 +16,7 @@ from tasuki.core.protocol import (
 )
 from tasuki.errors import InvalidInput, ProtocolError, TasukiError, UnknownFrame
 from tasuki.wire.compression import CODECS
-from tasuki.wire.frames import BATCH, HEADER_MAX_BYTES, KNOWN_FLAGS, Frame, FrameDecoder
-from tasuki.wire.messages import Type, decode, encode
+from tasuki.wire.messages import BATCH, HEADER_MAX_BYTES, KNOWN_FLAGS, Frame, FrameDecoder, Type, decode, encode
 from tests.wire.strategies import message, messages
 from tests.wire.vectors import MESSAGE_TYPES, VECTORS, decode_all
 

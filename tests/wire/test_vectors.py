@@ -17,8 +17,7 @@ from tasuki.core.protocol import FRAME_MAX_BYTES, HANDSHAKE_TIMEOUT_S, PROTOCOL_
 from tasuki.errors import BY_CODE, TasukiError
 from tasuki.net import tcp_link
 from tasuki.server import queries
-from tasuki.wire.frames import HEADER_MAX_BYTES, FrameDecoder
-from tasuki.wire.messages import Type, encode
+from tasuki.wire.messages import HEADER_MAX_BYTES, FrameDecoder, Type, encode
 from tests.wire.vectors import MESSAGE_TYPES, PAGE, VECTORS, decode_all, hex_blocks, message_of, values
 
 Vector = dict[str, Any]

@@ -10,8 +10,7 @@ import msgspec
 
 from tasuki.core import protocol
 from tasuki.core.protocol import Message
-from tasuki.wire.frames import FrameDecoder
-from tasuki.wire.messages import decode
+from tasuki.wire.messages import FrameDecoder, decode
 
 DOCS = Path(__file__).parents[2] / "docs"
 VECTORS: dict[str, Any] = json.loads((DOCS / "wire-vectors.json").read_text("utf-8"))

@@ -20,8 +20,7 @@ from tasuki.core.protocol import FRAME_MAX_BYTES, UNAUTHENTICATED_FRAME_MAX_BYTE
 from tasuki.core.reconnect import CONNECT_TIMEOUT_S
 from tasuki.errors import ProtocolError, TasukiError, TooLarge, Unavailable, UnknownFrame
 from tasuki.net.tls import CUT_SHORT, handshake_words
-from tasuki.wire.frames import Frame, FrameDecoder
-from tasuki.wire.messages import decode, encode
+from tasuki.wire.messages import Frame, FrameDecoder, decode, encode
 
 WRITE_SOFT_BYTES = 4 * 1024 * 1024
 WRITE_HARD_BYTES = 64 * 1024 * 1024

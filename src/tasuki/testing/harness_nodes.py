@@ -75,8 +75,7 @@ from tasuki.errors import StaleEpoch, TasukiError
 from tasuki.server.queries import answer_query
 from tasuki.stores.batching import execute
 from tasuki.stores.store import Store
-from tasuki.wire.frames import FrameDecoder
-from tasuki.wire.messages import encode
+from tasuki.wire.messages import FrameDecoder, encode
 
 
 class HarnessContext(Protocol):

@@ -4,26 +4,17 @@ from __future__ import annotations
 
 import threading
 import zlib
-from collections.abc import Iterable
 
 import zstandard
 
 from tasuki.errors import ProtocolError, TooLarge
-from tasuki.wire.frames import GZIP, ZSTD
 
+ZSTD, GZIP = 2, 4  # flags of a frame whose payload is compressed
 CODECS = ("zstd", "gzip")  # in the order of preference
 COMPRESS_FROM_BYTES = 1024  # below this the codec's own frame eats the gain
-ZSTD_WINDOW_MAX_BYTES = (
-    8 * 1024 * 1024
-)  # required of every decoder by RFC 8878; with a larger window the peer would decide on the memory
+ZSTD_WINDOW_MAX_BYTES = 8 * 1024 * 1024  # all that RFC 8878 requires; with a larger window the peer decides on the memory
 _FLAG = {"zstd": ZSTD, "gzip": GZIP}
 _local = threading.local()  # a zstd compressor is not thread-safe, and several loops may run in one process
-
-
-def common_codec(ours: Iterable[str], theirs: Iterable[str]) -> str | None:
-    """Return the first codec of `ours` that the peer has too."""
-    offered = set(theirs)
-    return next((codec for codec in ours if codec in offered and codec in _FLAG), None)
 
 
 def compress(payload: bytes, codec: str | None) -> tuple[bytes, int]:

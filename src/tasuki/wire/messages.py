@@ -1,14 +1,19 @@
-"""Messages <-> frames. `_READERS` and `_WRITERS` are the table of frame types and messages; docs/wire.md describes it.
+"""Messages <-> frames <-> bytes, without I/O. docs/wire.md describes the protocol.
 
-A frame's payload is one item, or with the BATCH flag a msgpack array of items; the decoder takes both forms everywhere. Decoded
-messages are well-formed and of the right types; if they are allowed is decided by the machines of `core`.
+A frame is [length u32 LE][type u8][flags u8][header length u16 LE][header: msgpack][payload]; `length` counts the bytes that
+follow it, and is checked before anything is allocated for the frame. The payload is one item, or with the BATCH flag a msgpack
+array of items; the decoder takes both forms everywhere.
+
+`_READERS` and `_WRITERS` are the table of frame types and messages. Decoded messages are well-formed and of the right types; if
+they are allowed is decided by the machines of `core`.
 """
 
 from __future__ import annotations
 
 import enum
+import struct
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 from msgspec.structs import replace
@@ -16,6 +21,7 @@ from msgspec.structs import replace
 from tasuki.core.job import JobSpec, Progress
 from tasuki.core.protocol import (
     PROTOCOL_VERSION,
+    UNAUTHENTICATED_FRAME_MAX_BYTES,
     Acceptance,
     Accepted,
     AssignJobs,
@@ -50,8 +56,81 @@ from tasuki.core.protocol import (
 from tasuki.core.store_messages import Grant
 from tasuki.core.subject import DEFAULT_SUBJECT
 from tasuki.errors import InvalidInput, ProtocolError, TooLarge, UnknownFrame
-from tasuki.wire.compression import compress, decompress
-from tasuki.wire.frames import BATCH, HEADER_MAX_BYTES, Frame, encode_frame
+from tasuki.wire.compression import GZIP, ZSTD, compress, decompress
+
+BATCH = 1  # the payload is a msgpack array of items instead of one item
+KNOWN_FLAGS = BATCH | ZSTD | GZIP
+_PREFIX = struct.Struct("<IBBH")
+PREFIX_BYTES = _PREFIX.size
+_AFTER_LENGTH_BYTES = PREFIX_BYTES - 4
+HEADER_MAX_BYTES = 0xFFFF
+
+
+class Frame(NamedTuple):
+    """One frame, not decoded yet."""
+
+    type: int
+    flags: int
+    header: bytes
+    payload: bytes
+
+
+def encode_frame(type: int, header: bytes, payload: bytes = b"", flags: int = 0) -> bytes:
+    """Return the bytes of one frame."""
+    header_bytes = len(header)
+    if header_bytes > HEADER_MAX_BYTES:
+        raise TooLarge(
+            f"a frame header has {header_bytes} bytes, the limit is {HEADER_MAX_BYTES}; put large things in the payload"
+        )
+    return _PREFIX.pack(_AFTER_LENGTH_BYTES + header_bytes + len(payload), type, flags, header_bytes) + header + payload
+
+
+class FrameDecoder:
+    """Turns bytes as they come into whole frames. After an error the connection cannot be used any more."""
+
+    def __init__(self, max_bytes: int = UNAUTHENTICATED_FRAME_MAX_BYTES) -> None:
+        self.max_bytes = max_bytes
+        self._buffer = bytearray()
+
+    @property
+    def partial(self) -> bool:
+        """True while a frame has begun and not ended: its deadline counts."""
+        return bool(self._buffer)
+
+    def feed(self, data: bytes) -> list[Frame]:
+        """Return all frames that are complete with these bytes."""
+        if self._buffer:
+            self._buffer += data
+            if len(self._buffer) < PREFIX_BYTES or len(self._buffer) < self._needed(self._buffer, 0):
+                return []
+            data = bytes(self._buffer)
+            self._buffer = bytearray()
+        frames: list[Frame] = []
+        position, end = 0, len(data)
+        while end - position >= PREFIX_BYTES:
+            size = self._needed(data, position)
+            if end - position < size:
+                break
+            _, type, flags, header_bytes = _PREFIX.unpack_from(data, position)
+            body = position + PREFIX_BYTES + header_bytes
+            frames.append(Frame(type, flags, data[position + PREFIX_BYTES : body], data[body : position + size]))
+            position += size
+        if position < end:
+            self._buffer += data[position:] if position else data
+        return frames
+
+    def _needed(self, data: bytes | bytearray, position: int) -> int:
+        length, type, flags, header_bytes = _PREFIX.unpack_from(data, position)
+        if length > self.max_bytes:
+            raise TooLarge(f"a frame of type {type} announces {length} bytes, the limit on this connection is {self.max_bytes}")
+        if length < _AFTER_LENGTH_BYTES + header_bytes:
+            raise ProtocolError(f"a frame of type {type} announces {length} bytes but a header of {header_bytes}")
+        if flags & ~KNOWN_FLAGS:
+            raise ProtocolError(f"a frame of type {type} has unknown flags {flags:#04x}")
+        return int(length) + 4
+
+
+# ---------------------------------------------------------------------------------------------------- messages
 
 
 class Type(enum.IntEnum):
@@ -99,10 +178,6 @@ class _AssignHeader(msgspec.Struct):
     ttl_s: float
 
 
-class _CreditHeader(msgspec.Struct):
-    credit: int
-
-
 class _IdHeader(msgspec.Struct, omit_defaults=True):
     msg_id: int = 0
     corr_id: int = 0
@@ -117,11 +192,6 @@ class _BeatHeader(msgspec.Struct, omit_defaults=True):
 class _CancelHeader(msgspec.Struct, omit_defaults=True):
     msg_id: int = 0
     reason: str = ""
-
-
-class _SubscribeHeader(msgspec.Struct):
-    msg_id: int
-    patterns: tuple[str, ...]
 
 
 class _RequestHeader(msgspec.Struct):
@@ -185,11 +255,9 @@ _fenced = _items(tuple[str, str])
 _submit_header = _decoder(_SubmitHeader)
 _ack_header = _decoder(_AckHeader)
 _assign_header = _decoder(_AssignHeader)
-_credit_header = _decoder(_CreditHeader)
 _id_header = _decoder(_IdHeader)
 _beat_header = _decoder(_BeatHeader)
 _cancel_header = _decoder(_CancelHeader)
-_subscribe_header = _decoder(_SubscribeHeader)
 _request_header = _decoder(_RequestHeader)
 _chunk_header = _decoder(_ChunkHeader)
 _beat_answer = _decoder(_BeatAnswer)
@@ -265,11 +333,6 @@ def _read_cancel(frame: Frame) -> Message:
     return CancelJobs(header.msg_id, _texts(frame), header.reason) if header.msg_id else CancelLeases(_texts(frame))
 
 
-def _read_subscribe(frame: Frame) -> Message:
-    header = _subscribe_header(frame.header)
-    return Subscribe(header.msg_id, header.patterns)
-
-
 def _read_request(frame: Frame) -> Message:
     header = _request_header(frame.header)
     return Request(header.msg_id, header.verb, _params(frame.payload) if frame.payload else {})
@@ -289,12 +352,10 @@ _READERS: dict[int, Callable[[Frame], Message]] = {
     Type.SUBMIT_JOB: _read_submit,
     Type.ASSIGN_JOB: lambda frame: AssignJobs(_assign_header(frame.header).ttl_s, _grants(frame)),
     Type.ACK_JOB: _read_ack,
-    Type.CREDIT: lambda frame: GiveCredit(_credit_header(frame.header).credit),
     Type.RESULT: lambda frame: Results(_results(frame)),
     Type.HEARTBEAT: _read_heartbeat,
     Type.CHUNK: _read_chunk,
     Type.CANCEL: _read_cancel,
-    Type.SUBSCRIBE: _read_subscribe,
     Type.REQUEST: _read_request,
     Type.REPLY: lambda frame: Reply(_id_header(frame.header).corr_id, _anything(frame.payload) if frame.payload else None),
     Type.LOG_PIECE: _read_piece,
@@ -314,8 +375,6 @@ _WRITERS: dict[type, Callable[[Any], _Parts]] = {
     CancelJobs: lambda m: (Type.CANCEL, _CancelHeader(m.msg_id, m.reason), *_batch(m.job_ids)),
     Request: lambda m: (Type.REQUEST, _RequestHeader(m.msg_id, m.verb), _encode(m.params), 0),
     Reply: lambda m: (Type.REPLY, _IdHeader(corr_id=m.corr_id), _encode(m.body), 0),
-    GiveCredit: lambda m: (Type.CREDIT, _CreditHeader(m.credit), _NO_BODY, 0),
-    Subscribe: lambda m: (Type.SUBSCRIBE, _SubscribeHeader(m.msg_id, m.patterns), _NO_BODY, 0),
     AssignJobs: lambda m: (Type.ASSIGN_JOB, _AssignHeader(m.ttl_s), *_batch(m.grants)),
     JobsStarted: lambda m: (Type.ACK_JOB, _AckHeader("started"), *_batch(m.claims)),
     JobsFinished: lambda m: (Type.ACK_JOB, _AckHeader("finished"), *_batch(m.endings)),
@@ -340,8 +399,10 @@ def _add_header_message(number: Type, kind: type[Any]) -> None:
     _WRITERS[kind] = lambda message: (number, message, _NO_BODY, 0)
 
 
+_add_header_message(Type.CREDIT, GiveCredit)
 _add_header_message(Type.HELLO_CLIENT, HelloClient)
 _add_header_message(Type.HELLO_WORKER, HelloWorker)
+_add_header_message(Type.SUBSCRIBE, Subscribe)
 _add_header_message(Type.WELCOME, Welcome)
 _add_header_message(Type.ERROR, ErrorMessage)
 _add_header_message(Type.BLOB_PUT, BlobPut)

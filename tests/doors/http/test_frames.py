@@ -35,8 +35,7 @@ from tasuki.core.protocol import (
     Subscribe,
     Welcome,
 )
-from tasuki.wire.frames import FrameDecoder, encode_frame
-from tasuki.wire.messages import decode, encode
+from tasuki.wire.messages import FrameDecoder, decode, encode, encode_frame
 from tests.doors.http.stage import Stage, Worker
 from tests.support.waiting import until
 

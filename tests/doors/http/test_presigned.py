@@ -19,8 +19,7 @@ from tasuki.doors.http import blobs
 from tasuki.doors.http.virtual_connection import VirtualConnection
 from tasuki.server.assembly import open_presigned
 from tasuki.server.transfers import PresignedTransfers
-from tasuki.wire.frames import FrameDecoder
-from tasuki.wire.messages import decode, encode
+from tasuki.wire.messages import FrameDecoder, decode, encode
 from tests.doors.http.stage import Stage
 from tests.support.s3_service import S3Service
 

@@ -43,8 +43,8 @@ from tasuki.core.protocol import (
 from tasuki.core.store_messages import Grant
 from tasuki.doors.http import worker_sessions
 from tasuki.doors.http.exchange import BODY_MAX_BYTES
-from tasuki.wire.frames import ZSTD, FrameDecoder, encode_frame
-from tasuki.wire.messages import decode, encode
+from tasuki.wire.compression import ZSTD
+from tasuki.wire.messages import FrameDecoder, decode, encode, encode_frame
 from tests.doors.http.stage import Stage
 from tests.support.waiting import until
 

@@ -48,8 +48,7 @@ from tasuki.doors.http.worker_sessions import HttpWorkerSession
 from tasuki.errors import InvalidInput, TasukiError, Unauthorized, UnknownFrame, from_wire
 from tasuki.net.tcp_link import encode_answer
 from tasuki.wire.compression import CODECS, decompress
-from tasuki.wire.frames import BATCH, Frame, FrameDecoder
-from tasuki.wire.messages import decode
+from tasuki.wire.messages import BATCH, Frame, FrameDecoder, decode
 
 UNPACKED_MAX_BYTES = 4 * FRAME_MAX_BYTES  # of all frames of one body: 64 small ones could each become a large one
 NUMBER_MAX = 2**53

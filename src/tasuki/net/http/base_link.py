@@ -19,8 +19,7 @@ from tasuki.errors import InvalidInput, NotTasuki, ResponseLost, TasukiError, Un
 from tasuki.event_loop import BackgroundTasks
 from tasuki.net.http.blobs import HttpBlobs
 from tasuki.net.http.transport import HttpTransport
-from tasuki.wire.frames import Frame, FrameDecoder
-from tasuki.wire.messages import decode
+from tasuki.wire.messages import Frame, FrameDecoder, decode
 
 REQUEST_MAX_BYTES = 1024 * 1024  # of several frames together: the usual limit of proxies
 TOKEN_MAX_CHARS = 512

@@ -17,8 +17,7 @@ from tasuki.core.machine import Closed, Now, Opened, Peer, Received
 from tasuki.core.protocol import FRAME_MAX_BYTES, Message
 from tasuki.core.reconnect import Connect
 from tasuki.testing.sim.world import World
-from tasuki.wire.frames import FrameDecoder
-from tasuki.wire.messages import decode, encode
+from tasuki.wire.messages import FrameDecoder, decode, encode
 
 
 class NetworkServer(Protocol):
