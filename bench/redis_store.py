@@ -30,8 +30,7 @@ from _common import limit, record
 from _redis import RedisService, commands, cpu_s, redis_server, settings
 from store import SUBJECT
 
-from tasuki.core.ids import IdMaker
-from tasuki.core.job import JobSpec, Outcome, State, body_hash
+from tasuki.core.job import IdMaker, JobSpec, Outcome, State, body_hash
 from tasuki.core.store_messages import Grant, HeldLease, LeaseRequest, Report, Submission, Turn
 from tasuki.stores.batching import execute
 from tasuki.stores.redis.store import RedisStore

@@ -29,7 +29,6 @@ from typing import Any
 
 from _common import RESULTS, machine
 
-from tasuki.core.ids import UUID7_RANDOM_BYTES
 from tasuki.core.job import JobSpec, Outcome, State, body_hash
 from tasuki.core.store_messages import Filter, LeaseRequest, Report, Submission
 from tasuki.stores.sql.rows import encode_spec
@@ -64,7 +63,7 @@ def ids(kind: str) -> Iterator[str]:
     number = 0
     while True:
         number += 1
-        yield f"0192b000-{number >> 16:04x}-7000-8000-{number:0{UUID7_RANDOM_BYTES + 2}x}"
+        yield f"0192b000-{number >> 16:04x}-7000-8000-{number:012x}"
 
 
 def load(path: Path, kind: str, queued: int, finished: int) -> None:

@@ -52,6 +52,7 @@ import enum
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
+QUOTED_MAX_CHARS = 40
 BY_CODE: dict[str, type[TasukiError]] = {}
 """The class of each code that an Error frame carries."""
 
@@ -283,6 +284,12 @@ class AgentRefusal(TasukiError):
 
 class RegistryUnavailable(AgentRefusal):
     """The registry that agents or dispatchers share does not answer."""
+
+
+def quoted(value: str) -> str:
+    """Return the value as an error message may show it: escaped, and never longer than 40 characters."""
+    text = repr(value[:QUOTED_MAX_CHARS])  # cut before escaping: the value may be as long as a frame
+    return text if len(text) <= QUOTED_MAX_CHARS else text[: QUOTED_MAX_CHARS - 1] + "…"
 
 
 def from_wire(code: str, message: str, details: dict[str, Any] | None = None) -> TasukiError:

@@ -10,8 +10,7 @@ import pytest
 from tasuki.core import job
 from tasuki.core.broker import authentication
 from tasuki.core.broker.state import CREDIT_MAX
-from tasuki.core.ids import JOB_ID_MAX_CHARS, NAME_MAX_CHARS
-from tasuki.core.job import JobSpec, body_hash
+from tasuki.core.job import JOB_ID_MAX_CHARS, NAME_MAX_CHARS, JobSpec, body_hash
 from tasuki.core.lifecycle import LEASE_MARGIN_S, LEASE_TTL_S
 from tasuki.core.protocol import FRAME_MAX_BYTES, HANDSHAKE_TIMEOUT_S, PROTOCOL_VERSION, UNAUTHENTICATED_FRAME_MAX_BYTES
 from tasuki.errors import BY_CODE, TasukiError

@@ -39,7 +39,7 @@ from tasuki.core.failover.agent_protocol import (
     input_hash,
     only_running,
 )
-from tasuki.core.ids import check_job_id
+from tasuki.core.job import check_job_id
 from tasuki.doors.http.exchange import REQUESTS_MAX, json_answer
 from tasuki.doors.http.uvicorn_server import Handler, UvicornServer, application
 from tasuki.doors.listening import bound

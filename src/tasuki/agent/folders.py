@@ -37,7 +37,7 @@ from tasuki.agent.fsync_batch import Unsynced, sync_now
 from tasuki.agent.upload import UploadFolder
 from tasuki.blobs.files import disk_full_as_error
 from tasuki.core.failover.agent_protocol import AgentOutcome, EndedMarker, InterruptedMarker, Marker, RunningMarker
-from tasuki.core.ids import check_job_id
+from tasuki.core.job import check_job_id
 from tasuki.errors import ConfigError, DiskFull, InvalidInput
 from tasuki.worker.attempt import Attempt
 from tasuki.worker.folder import RunFolder, RunFolders, is_part_as_made, remove_tree

@@ -42,9 +42,8 @@ from tasuki.core.failover.agent_protocol import (
     input_hash,
     judge,
 )
-from tasuki.core.ids import quoted
 from tasuki.core.job import InputFile, JobSpec, Outcome, Progress
-from tasuki.errors import AgentRefusal, DiskFull, InvalidInput, NotFound, TasukiError, Unavailable
+from tasuki.errors import AgentRefusal, DiskFull, InvalidInput, NotFound, TasukiError, Unavailable, quoted
 from tasuki.event_loop import ignore_result
 from tasuki.worker.attempt import Attempt, RunResult, StopReason
 from tasuki.worker.execs import FILE, FILES, Exec

@@ -45,8 +45,7 @@ from tasuki.core.failover.registry_records import (
     registry_state_of,
     result_location_of,
 )
-from tasuki.core.ids import check_job_id
-from tasuki.core.job import RESULT_INLINE_MAX_BYTES, Job, Outcome
+from tasuki.core.job import RESULT_INLINE_MAX_BYTES, Job, Outcome, check_job_id
 from tasuki.core.lifecycle import lease_deadline
 from tasuki.core.store_messages import BlobClaim, BlobPlace, HeldLease, LeaseStatus, ReportStatus, RequeueOrder, Turn
 from tasuki.errors import AgentRefusal, ConfigError, InternalError, InvalidInput, TasukiError, Unavailable

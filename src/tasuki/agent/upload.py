@@ -29,9 +29,8 @@ from tasuki.blobs.files import disk_full_as_error
 from tasuki.blobs.zip.reader import ArchiveNames
 from tasuki.core.failover.agent_protocol import InputRecord, parse_args, parse_timeout
 from tasuki.core.failover.nodes import InputRef, parse_input
-from tasuki.core.ids import quoted
 from tasuki.core.job import check_file_name
-from tasuki.errors import InvalidInput, NotFound, TooLarge, Unavailable
+from tasuki.errors import InvalidInput, NotFound, TooLarge, Unavailable, quoted
 
 # ------------------------------------------------------------------------------------------------ multipart/form-data
 

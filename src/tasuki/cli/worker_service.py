@@ -23,7 +23,7 @@ import click
 from tasuki.cli.command import command, flag, given_options, option, options
 from tasuki.cli.connect import is_store, read_token
 from tasuki.cli.output import Output
-from tasuki.core.ids import NAME_MAX_CHARS
+from tasuki.core.job import NAME_MAX_CHARS
 from tasuki.errors import ConfigError, NotFound
 
 if TYPE_CHECKING:

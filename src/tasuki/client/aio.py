@@ -34,8 +34,7 @@ from tasuki.core.client_machine import (
     WatchRefused,
     Welcomed,
 )
-from tasuki.core.ids import IdMaker
-from tasuki.core.job import BODY_INLINE_MAX_BYTES, BlobRef, InputFile, JobSpec, State
+from tasuki.core.job import BODY_INLINE_MAX_BYTES, BlobRef, IdMaker, InputFile, JobSpec, State
 from tasuki.core.machine import Closed, Hangup, Opened, Received, Send, Ticked
 from tasuki.core.protocol import (
     BATCH_BYTES,

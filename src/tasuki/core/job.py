@@ -1,6 +1,6 @@
 """The job: the submitter's request (`JobSpec`), the store's knowledge (`Job`), and the end of an attempt (`Outcome`).
 
-This module has data and the checks that make bad data impossible to build. The life cycle is in `lifecycle.py`.
+This module has data, the checks that make bad data impossible to build, and ids. The life cycle is in `lifecycle.py`.
 """
 
 from __future__ import annotations
@@ -8,14 +8,16 @@ from __future__ import annotations
 import enum
 import hashlib
 import re
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
 
-from tasuki.core.ids import check_job_id
 from tasuki.core.subject import DEFAULT_SUBJECT, check_subject
-from tasuki.errors import InvalidInput, TooLarge
+from tasuki.errors import InvalidInput, TooLarge, quoted
 
+JOB_ID_MAX_CHARS = 128
+NAME_MAX_CHARS = 64
 RESULT_INLINE_MAX_BYTES = 64 * 1024  # larger results are blobs, durable before the finish
 BODY_INLINE_MAX_BYTES = 64 * 1024  # payload + inline files of one job; more travels as blobs
 EXEC_MAX_CHARS = 1024  # a name, or the path of a program where any program is allowed
@@ -218,6 +220,89 @@ class JobIncident(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     actor: str = ""
     reason: str = ""
 
+
+# ---------------------------------------------------------------------------------------------------- ids and names
+# A job id becomes a folder name, a part of a URL and a database key, so one narrow alphabet serves all three: checked once, at
+# the door, and trusted everywhere behind it.
+
+# No leading dot: it would be a hidden file, or the folders "." and "..".
+_is_job_id = re.compile(rf"[A-Za-z0-9_-][A-Za-z0-9._-]{{0,{JOB_ID_MAX_CHARS - 1}}}").fullmatch
+_is_name = re.compile(rf"[A-Za-z0-9_-][A-Za-z0-9._-]{{0,{NAME_MAX_CHARS - 1}}}").fullmatch
+
+
+def check_job_id(job_id: str) -> str:
+    """Return `job_id` if it is one, else raise InvalidInput."""
+    if _is_job_id(job_id) is None:
+        raise InvalidInput(f"job_id {quoted(job_id)} must be {_rule(JOB_ID_MAX_CHARS)}")
+    return job_id
+
+
+def check_name(name: str, kind: str = "name") -> str:
+    """Return `name` if it can name a worker or an exec, else raise InvalidInput that calls it by its `kind`."""
+    if _is_name(name) is None:
+        raise InvalidInput(f"{kind} {quoted(name)} must be {_rule(NAME_MAX_CHARS)}")
+    return name
+
+
+def _rule(max_chars: int) -> str:
+    return f"1 to {max_chars} characters of A-Z a-z 0-9 . _ - and not begin with a dot"
+
+
+# A UUIDv7 (RFC 9562) is made of a stamp and a tail, and written as head, low and tail:
+#
+#     tttttttt-tttt-7ccc-Vccc-rrrrrrrrrrrr        (V: the variant bits 10, then 2 bits of c)
+#     stamp = t (48 bits, unix_ms) then c (26 bits)          tail = r (48 bits, always random)
+#     head  = all before V                                   low  = the last 14 bits of c, with the variant before them
+#
+# The stamp is one integer, so that "the next id" is stamp + 1, and running out of c carries into t by itself.
+# The head is the same for up to 16,384 ids in a row: written once per run, it makes an id cost 0.3 µs instead of 1.5.
+_COUNTER_BITS = 26
+# A new millisecond starts c at random in its lower half: makers in different processes seldom share a stamp (and then
+# the tail still tells them apart), while 33 million ids remain before c carries.
+_COUNTER_START_MASK = 2 ** (_COUNTER_BITS - 1) - 1
+_COUNTER_BYTES = 4
+_LOW_BITS = 14
+_LOW_COUNT = 2**_LOW_BITS
+_VARIANT = 0b10 << _LOW_BITS
+_TAIL_BYTES = 6
+
+
+class IdMaker:
+    """Maker of ids that strictly increase, also inside one millisecond and when the clock steps back.
+
+    The ids are UUIDv7, because random ids cost one dirty index page each and time-ordered ones do not. `clock_ms` returns Unix
+    time in milliseconds, `random` that many random bytes. Not for use by several threads at once: each takes its own maker.
+    """
+
+    def __init__(self, clock_ms: Callable[[], int], random: Callable[[int], bytes]) -> None:
+        self._clock_ms = clock_ms
+        self._random = random
+        self._last_stamp = -1
+
+    def __call__(self) -> str:
+        return self.many(1)[0]
+
+    def many(self, count: int) -> list[str]:
+        """Return the next `count` ids, with one look at the clock and one call for random bytes."""
+        if count <= 0:
+            return []
+        random_bytes = self._random(_COUNTER_BYTES + _TAIL_BYTES * count)
+        counter_start = int.from_bytes(random_bytes[:_COUNTER_BYTES], "big") & _COUNTER_START_MASK
+        # A clock that stands or steps back loses to the successor of the last stamp that was given out.
+        first = max(self._clock_ms() << _COUNTER_BITS | counter_start, self._last_stamp + 1)
+        self._last_stamp = first + count - 1
+        tails = random_bytes[_COUNTER_BYTES:].hex("-", _TAIL_BYTES).split("-")
+        ids: list[str] = []
+        while len(ids) < count:
+            high, low = divmod(first + len(ids), _LOW_COUNT)
+            run = tails[len(ids) : len(ids) + _LOW_COUNT - low]
+            digits = f"{high >> 12:012x}"
+            head = f"{digits[:8]}-{digits[8:]}-7{high & 0xFFF:03x}-"
+            ids += [f"{head}{number:x}-{tail}" for number, tail in enumerate(run, _VARIANT | low)]
+        return ids
+
+
+# ---------------------------------------------------------------------------------------------------- checks of a spec
 
 _SHA256 = re.compile(r"[0-9a-f]{64}\Z").match
 _ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z").match

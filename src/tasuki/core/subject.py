@@ -15,8 +15,7 @@ from functools import lru_cache
 from itertools import zip_longest
 from typing import Generic, TypeVar
 
-from tasuki.core.ids import quoted
-from tasuki.errors import InvalidInput
+from tasuki.errors import InvalidInput, quoted
 
 DEFAULT_SUBJECT = "job.assign.default"
 DEFAULT_PATTERN = "job.assign.>"

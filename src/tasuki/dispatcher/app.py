@@ -31,8 +31,7 @@ from tasuki.core.address import Address
 from tasuki.core.failover.agent_protocol import AgentState, IdDecision, check_input_hash, judge, only_running
 from tasuki.core.failover.nodes import NodeState, authoritative_node
 from tasuki.core.failover.registry_records import result_location_of
-from tasuki.core.ids import check_job_id
-from tasuki.core.job import Job
+from tasuki.core.job import Job, check_job_id
 from tasuki.dispatcher.dispatch import Dispatch, nobody
 from tasuki.dispatcher.inputs import InputStore
 from tasuki.dispatcher.metrics import DispatcherMetrics

@@ -18,9 +18,8 @@ from pathlib import Path
 
 import msgspec
 
-from tasuki.core.ids import quoted
 from tasuki.core.job import JobSpec
-from tasuki.errors import ConfigError
+from tasuki.errors import ConfigError, quoted
 from tasuki.worker.attempt import Attempt, JobRefused
 from tasuki.worker.execs import ARGS, FILE, FILES, RESERVED_PREFIX, Exec, any_program
 from tasuki.worker.folder import RunFolder

@@ -31,7 +31,7 @@ from tasuki.clocks import now
 from tasuki.core.access import TOKEN_PREFIXES, PeerKind, token_sha256
 from tasuki.core.address import Address
 from tasuki.core.backoff import Backoff
-from tasuki.core.ids import check_name
+from tasuki.core.job import check_name
 from tasuki.core.machine import Closed, Opened, Received
 from tasuki.core.protocol import ErrorMessage, Message, Reply, Welcome
 from tasuki.errors import ConfigError, InvalidInput, TasukiError, Unauthorized, Unavailable, from_wire

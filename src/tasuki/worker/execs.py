@@ -63,8 +63,7 @@ from typing import Any, Literal, TypeVar
 import msgspec
 from msgspec.structs import replace
 
-from tasuki.core.ids import check_name
-from tasuki.core.job import check_exit_codes
+from tasuki.core.job import check_exit_codes, check_name
 from tasuki.errors import ConfigError, InvalidInput
 from tasuki.worker import preforked
 from tasuki.worker.attempt import NO_RULES, ExitRules

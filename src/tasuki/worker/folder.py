@@ -27,8 +27,7 @@ from pathlib import Path
 
 from tasuki.blobs.files import check_free, disk_full_as_error
 from tasuki.config import DISK_FLOOR_BYTES, DISK_FLOOR_INODES
-from tasuki.core.ids import check_job_id, check_name
-from tasuki.core.job import InputFile, check_file_name
+from tasuki.core.job import InputFile, check_file_name, check_job_id, check_name
 from tasuki.errors import Corrupt, DiskFull, InvalidInput
 from tasuki.worker.attempt import Attempt, JobRefused
 

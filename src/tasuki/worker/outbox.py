@@ -35,8 +35,7 @@ import msgspec
 from msgspec.structs import asdict, replace
 
 from tasuki.blobs.files import disk_full_as_error, sync_file, sync_folder
-from tasuki.core.ids import check_job_id, check_name
-from tasuki.core.job import Outcome
+from tasuki.core.job import Outcome, check_job_id, check_name
 from tasuki.core.protocol import Ending
 from tasuki.core.worker.events import EndingSaved, Event, Restored
 from tasuki.core.worker.machine import SAVE_AFTER_S

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import msgspec
 
-from tasuki.core.ids import check_name
+from tasuki.core.job import check_name
 from tasuki.worker.credentials import FOLDER
 from tasuki.worker.linux_calls import look
 

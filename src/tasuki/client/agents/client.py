@@ -31,7 +31,7 @@ from tasuki.clocks import now
 from tasuki.config import find_token, parse_agents
 from tasuki.core.failover.events import LIMIT_S, LONGER_THAN_THE_JOB_S, PATIENCE_S, SILENT_S, FailoverJob, TimePassed
 from tasuki.core.failover.nodes import DEFAULT_RULES, BreakerNote, BreakerRules, Nodes, Ranked
-from tasuki.core.ids import IdMaker, check_job_id
+from tasuki.core.job import IdMaker, check_job_id
 from tasuki.errors import InvalidInput, TasukiError
 from tasuki.event_loop import BackgroundTasks
 from tasuki.net.tls import client_tls

@@ -23,10 +23,9 @@ from tasuki.blobs.files import PartFile
 from tasuki.core.failover.agent_protocol import InputRecord, input_hash
 from tasuki.core.failover.events import JobEnded, Refusal
 from tasuki.core.failover.nodes import InputRef
-from tasuki.core.ids import quoted
 from tasuki.core.job import check_file_name
 from tasuki.core.ranges import content_range, is_number, parse_content_range, range_headers
-from tasuki.errors import InvalidInput, ResponseLost
+from tasuki.errors import InvalidInput, ResponseLost, quoted
 from tasuki.net.http.transport import ERROR_MAX_BYTES, ErrorBody, HttpTransport, MultipartForm, read_body, run_fields
 from tasuki.net.streams import FileSink, FileSource
 

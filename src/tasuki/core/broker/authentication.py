@@ -33,8 +33,7 @@ from tasuki.core.address import parse_url
 from tasuki.core.broker.events import Command
 from tasuki.core.broker.state import BrokerState, ClientSession, Session, TransferSession, WorkerSession
 from tasuki.core.broker.turn_builder import TurnEffects, ignore
-from tasuki.core.ids import check_name
-from tasuki.core.job import is_sha256
+from tasuki.core.job import check_name, is_sha256
 from tasuki.core.lifecycle import LEASE_MARGIN_S
 from tasuki.core.machine import Now, Peer, Send
 from tasuki.core.protocol import (

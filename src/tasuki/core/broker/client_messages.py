@@ -25,8 +25,7 @@ from tasuki.core.broker.events import (
 from tasuki.core.broker.log_reads import question_of
 from tasuki.core.broker.state import BrokerState, ClientSession, Session, TransferSession, WorkerSession
 from tasuki.core.broker.turn_builder import TurnEffects, ignore
-from tasuki.core.ids import check_name
-from tasuki.core.job import TERMINAL, Job, Outcome, State, body_hash, check_spec, is_sha256
+from tasuki.core.job import TERMINAL, Job, Outcome, State, body_hash, check_name, check_spec, is_sha256
 from tasuki.core.machine import Send
 from tasuki.core.protocol import (
     BATCH_MAX,

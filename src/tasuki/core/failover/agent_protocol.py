@@ -18,8 +18,7 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from tasuki.core.ids import quoted
-from tasuki.errors import InvalidInput
+from tasuki.errors import InvalidInput, quoted
 
 ARGS_MAX = 1_000
 ARG_MAX_CHARS = 16 * 1024

@@ -26,9 +26,8 @@ import msgspec
 
 from tasuki.core.failover.agent_protocol import AgentState
 from tasuki.core.failover.events import JobStatus, Refusal
-from tasuki.core.ids import quoted
 from tasuki.core.job import check_file_name
-from tasuki.errors import InvalidInput
+from tasuki.errors import InvalidInput, quoted
 
 # ------------------------------------------------------------------------------------------------ the breaker
 

@@ -13,7 +13,7 @@ from starlette.requests import Request
 
 from tasuki.core.access import Identity, PeerKind, identify, token_sha256
 from tasuki.core.apps import BACKOFF_S, MAX_RETRIES
-from tasuki.core.ids import IdMaker
+from tasuki.core.job import IdMaker
 from tasuki.core.lifecycle import HTTP_LEASE_TTL_S
 from tasuki.core.store_messages import TokenRow
 from tasuki.core.subject import app_subject

@@ -16,7 +16,7 @@ from starlette.responses import Response
 
 from tasuki.config import check_app
 from tasuki.core.address import Address
-from tasuki.core.ids import IdMaker
+from tasuki.core.job import IdMaker
 from tasuki.doors.http import exchange
 from tasuki.doors.http.clients import Clients
 from tasuki.doors.http.context import Authenticator, HttpConfig, HttpContext, RequestContext
