@@ -28,7 +28,7 @@ from tasuki.core.protocol import (
     Welcome,
 )
 from tasuki.errors import Unavailable
-from tasuki.net.http import transport, worker_link
+from tasuki.net.http import base_link, transport, worker_link
 from tasuki.net.http.worker_link import POLL_WAIT_S, HttpWorkerLink
 from tasuki.wire.messages import encode, encode_frame
 from tests.net.odd_server import Asked, OddServer, envelope, frames, http
@@ -466,7 +466,8 @@ def test_a_poll_that_failed_is_asked_again_and_after_some_tries_the_link_ends(od
 
 
 def test_polls_that_something_on_the_way_cuts_become_shorter(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker_link, "POLL_WAIT_MIN_S", 0.1)
+    for module in (base_link, worker_link):
+        monkeypatch.setattr(module, "POLL_WAIT_MIN_S", 0.1)
 
     async def cut() -> bytes:
         await asyncio.sleep(0.2)
