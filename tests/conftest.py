@@ -17,7 +17,7 @@ from tests.support.s3_service import S3Service, weed_program  # noqa: E402
 IN_CI = os.environ.get("CI", "").lower() in {"1", "true", "yes"}
 
 # No deadline per example: on a busy machine a slow example is not a wrong one. pytest-timeout bounds the whole test.
-settings.register_profile("dev", deadline=None, max_examples=50, print_blob=True)
+settings.register_profile("dev", deadline=None, print_blob=True)
 settings.register_profile(
     "ci",
     deadline=None,

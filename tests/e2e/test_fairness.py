@@ -13,7 +13,7 @@ from tests.support.processes import ServerProcess
 
 pytestmark = pytest.mark.e2e
 
-FLOOD = 20_000
+FLOOD = 100_000
 A_FEW_JOBS = 5
 
 

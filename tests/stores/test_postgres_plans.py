@@ -17,7 +17,7 @@ from tasuki.stores.sql.postgres_session import Statement, find_statement, statem
 from tasuki.stores.sql.store import SqlStore
 from tests.support.postgres_service import PostgresService
 
-ROWS = 30_000
+ROWS = 100_000
 FIND = [name for name, text in load_statements("postgresql").one.items() if "{and}" in text]
 ALL: dict[str, Statement] = {**statements(), **{name: find_statement(name, "") for name in FIND}}
 

@@ -77,7 +77,7 @@ def redis_machine(service: RedisService, subject: str) -> Machine:
 
 
 # The number of histories in an ordinary run; the machine's jobs have the subject a.x among others.
-STORES = {"memory": 30, "sqlite": 30, "postgresql": 8, "redis": 8, "redis with a.x in the list": 8}
+STORES = {"memory": 30, "sqlite": 30, "postgresql": 12, "redis": 8, "redis with a.x in the list": 8}
 
 
 @pytest.fixture(params=STORES)

@@ -4,7 +4,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tasuki.core.job import JobSpec
@@ -34,7 +34,6 @@ def read(type: int, header: Any, payload: bytes = b"", flags: int = 0) -> Any:
 
 
 @pytest.mark.parametrize("kind", MESSAGE_TYPES, ids=lambda kind: kind.__name__)
-@settings(max_examples=settings.default.max_examples * 2 // 5)  # of each type; `make soak` draws 40 times as many
 @given(data=st.data(), codec=st.sampled_from([None, *CODECS]))
 def test_every_message_comes_back_as_it_was(kind: type[msgspec.Struct], data: st.DataObject, codec: str | None) -> None:
     sent = data.draw(message(kind))
