@@ -131,11 +131,13 @@ def made_token(data: Path, *words: str) -> str:
 
 # The two ends of a job over TCP are processes too: what runs in them counts.
 WORKER = """
-import logging, sys
+import asyncio, logging, sys
 from tasuki import Worker
 worker = Worker(sys.argv[1])
 @worker.handler("path.echo")
 async def echo(job): return job.payload
+@worker.handler("path.rest")
+async def rest(job): await asyncio.sleep(60)
 logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="%(message)s")
 worker.run()
 """
@@ -151,7 +153,7 @@ with Client(sys.argv[2]) as client:
             say(turn)
             client.submit(subject="path.echo", payload=b"hello").result()
         else:
-            handle = client.submit(exec="sleep", args=["60"])
+            handle = client.submit(subject="path.rest")
             while client.status(handle.job_id)["state"] != "RUNNING": pass
             say(turn)
             client.cancel(handle.job_id)
@@ -161,15 +163,14 @@ with Client(sys.argv[2]) as client:
 
 
 def over_tcp(recording: Recording, scenario: str) -> None:
-    """Submit a job to an async handler and get its result (`submit`), or cancel a command that runs (`cancel`)."""
+    """Submit a job to an async handler and get its result (`submit`), or cancel one that runs (`cancel`)."""
     data = recording.folder / "data"
     with python(
         recording, "-m", "tasuki", "server", "--data", str(data), "--tcp", "127.0.0.1:0", ready="listening tcp://"
     ) as address:
         url = f"tcp://{address}"
-        command = ["-m", "tasuki", "worker", "--to", url, "--data", str(recording.folder / "w"), "--exec", "sleep=/bin/sleep"]
-        worker = command if scenario == "cancel" else ["-c", WORKER, url]
-        with python(recording, *worker, ready="connected", TASUKI_TOKEN=made_token(data, "create", "--kind", "worker")):
+        token = made_token(data, "create", "--kind", "worker")
+        with python(recording, "-c", WORKER, url, ready="connected", TASUKI_TOKEN=token):
             client = subprocess.Popen(
                 [sys.executable, "-c", CLIENT, scenario, url],
                 stdin=subprocess.PIPE,
