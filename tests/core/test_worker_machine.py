@@ -38,8 +38,7 @@ from tasuki.core.worker.events import (
     Started,
     Stop,
 )
-from tasuki.core.worker.lease_state import SEEN_S
-from tasuki.core.worker.machine import ALONE_S, SAVE_AFTER_S, STARTED_AFTER_S
+from tasuki.core.worker.machine import ALONE_S, SAVE_AFTER_S, SEEN_S, STARTED_AFTER_S
 from tests.core.worker_bench import ONE, OTHER, TTL_S, Bench, assign, grant, only, sent, welcome
 
 

@@ -15,8 +15,7 @@ from tasuki.core.protocol import (
     JobsStarted,
 )
 from tasuki.core.worker.events import AttemptEnded, AttemptReturned, Drain, Exit, Forget, Run, Started, Stop
-from tasuki.core.worker.lease_state import AHEAD_WAIT_S, SHORT_S
-from tasuki.core.worker.machine import STARTED_AFTER_S, TOGETHER_S
+from tasuki.core.worker.machine import AHEAD_WAIT_S, SHORT_S, STARTED_AFTER_S, TOGETHER_S
 from tests.core.worker_bench import TTL_S, Bench, assign, grant, only, sent
 
 DONE = Outcome(exit_code=0)

@@ -15,6 +15,7 @@ LONG_FILES: dict[str, str] = {
     "client/aio.py": "the client and its handles of jobs: one state, shared with the machine it drives",
     "core/failover/plan.py": "one machine",
     "core/store_messages.py": "requests, answers and the table of verbs, which must agree",
+    "core/worker/machine.py": "one machine, with its records of leases and slots",
     "server/transfers.py": "uploads and downloads of blobs, which share their limits",
     "testing/harness.py": "one world for all tests of machines",
     "testing/harness_nodes.py": "the peers of that world",

@@ -56,9 +56,10 @@ import re
 import shlex
 import sys
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import msgspec
 from msgspec.structs import replace
@@ -88,7 +89,6 @@ DEFAULT_PATH = "/usr/local/bin:/usr/bin:/bin"
 _DOTTED = r"[^\W\d]\w*(\.[^\W\d]\w*)*"
 _MODULE = re.compile(_DOTTED)
 _CALL = re.compile(rf"{_DOTTED}:{_DOTTED}")
-NumberT = TypeVar("NumberT", int, float)
 _ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
@@ -113,29 +113,34 @@ class PythonCall(msgspec.Struct, frozen=True):
         return (self.interpreter, "-P", preforked.__file__, self.call)
 
 
-class Exec(msgspec.Struct, frozen=True, kw_only=True):
+class _Settings(msgspec.Struct, frozen=True, kw_only=True):
+    """The settings that an `[exec.NAME]` table and its `Exec` share."""
+
+    env: dict[str, str] = {}
+    allow_env: tuple[str, ...] = ()
+    timeout_s: float | None = None
+    outputs: tuple[str, ...] = DEFAULT_OUTPUTS
+    outputs_required: tuple[str, ...] = ()
+    env_from_file: dict[str, str] = {}
+    """Variable → path of the file with its value."""
+    allow_loose_permissions: bool = False
+    cwd: str | None = None
+    stop_grace_s: float | None = None
+    pid_namespace: bool = False
+
+
+class Exec(_Settings, frozen=True, kw_only=True):
     """One allowed program, made and checked by the functions below."""
 
     name: str
     argv: tuple[str, ...]
     args: Literal["none", "any"] | tuple[str, ...] = "none"
     """The free arguments that a job may bring; where any are allowed, `{args}` is in argv."""
-    env: dict[str, str] = {}
-    allow_env: tuple[str, ...] = ()
     any_env: bool = False
     """Set only for "any program", where the submitter is the worker's own user."""
-    timeout_s: float | None = None
-    outputs: tuple[str, ...] = DEFAULT_OUTPUTS
-    outputs_required: tuple[str, ...] = ()
     output_limits: OutputLimits = DEFAULT_OUTPUT_LIMITS
-    env_from_file: dict[str, str] = {}
-    """Variable → path of the file with its value."""
-    allow_loose_permissions: bool = False
     exits: ExitRules = NO_RULES
-    cwd: str | None = None
-    stop_grace_s: float | None = None
     limits: Limits = NO_LIMITS
-    pid_namespace: bool = False
     python: PythonCall | None = None
     """Set for kind python; argv is the same call in a cold interpreter, for systems without warm ones."""
 
@@ -144,33 +149,23 @@ class Exec(msgspec.Struct, frozen=True, kw_only=True):
         return OutputRules(globs=self.outputs, required=self.outputs_required, limits=self.output_limits)
 
 
-class _ExecTable(msgspec.Struct, forbid_unknown_fields=True):
+class _ExecTable(_Settings, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """An `[exec.NAME]` table of a TOML file."""
 
     command: str | None = None
     argv: tuple[str, ...] | None = None
     args: Literal["none", "any"] | tuple[str, ...] | None = None
-    env: dict[str, str] = {}
-    allow_env: tuple[str, ...] = ()
-    timeout_s: float | None = None
-    outputs: tuple[str, ...] = DEFAULT_OUTPUTS
-    outputs_required: tuple[str, ...] = ()
-    outputs_max_files: int | None = None
-    outputs_max_file_mb: int | None = None
-    outputs_max_total_mb: int | None = None
-    env_from_file: dict[str, str] = {}
-    allow_loose_permissions: bool = False
+    outputs_max_files: int = MAX_FILES
+    outputs_max_file_mb: int = MAX_FILE_BYTES // MB
+    outputs_max_total_mb: int = MAX_TOTAL_BYTES // MB
     permanent_exit_codes: tuple[int, ...] | None = None
     retry_exit_codes: tuple[int, ...] | None = None
-    cwd: str | None = None
-    stop_grace_s: float | None = None
     memory_mb: int | None = None
     processes: int | None = None
     cpu_seconds: int | None = None
     file_size_mb: int | None = None
     open_files: int | None = None
     nice: int = 0
-    pid_namespace: bool = False
     kind: Literal["program", "python"] = "program"
     call: str | None = None
     preload: tuple[str, ...] = ()
@@ -204,7 +199,8 @@ def parse_exec_flag(flag: str) -> Exec:
         raise ConfigError(
             f"--exec {flag!r} has no '='; write --exec NAME='PROGRAM ARGUMENTS', like --exec render='/opt/render -q'"
         )
-    argv = _split(name, template)
+    with _naming(name):
+        argv = _split(template)
     has_placeholder = any(placeholder in element for element in argv for placeholder in (FILE, FILES, ARGS))
     return _checked(name, _ExecTable(argv=argv, args=None if has_placeholder else "any"))
 
@@ -212,6 +208,15 @@ def parse_exec_flag(flag: str) -> Exec:
 def any_program(name: str) -> Exec:
     """Return the exec for a job of the worker's own user, who may run any program with any arguments and environment."""
     return Exec(name=name, argv=(name, ARGS), args="any", any_env=True)
+
+
+@contextmanager
+def _naming(name: str) -> Iterator[None]:
+    """Name the exec in the errors about its settings."""
+    try:
+        yield
+    except (ConfigError, InvalidInput) as error:
+        raise ConfigError(f"exec {name!r}: {error.message}") from error
 
 
 def _from_table(name: str, table: Any) -> Exec:
@@ -227,182 +232,133 @@ def _checked(name: str, table: _ExecTable) -> Exec:
         check_name(name, "exec")
     except InvalidInput as error:
         raise ConfigError(error.message) from error
-    python = _python_call(name, table)
-    if python is not None:
-        table = replace(table, argv=(*python.cold, *(table.argv or ())))
-    argv = _argv(name, table)
+    with _naming(name):
+        python = _python_call(table)
+        if python is not None:
+            table = replace(table, argv=(*python.cold, *(table.argv or ())))
+        argv = _argv(table)
+        args = _args_rule(table, argv)
+        _check_numbers(table)
+        _check_environment(table)
+        _check_paths(table)
+        check_exit_codes(table.permanent_exit_codes or (), table.retry_exit_codes or ())
     return Exec(
         name=name,
         argv=argv,
-        args=_args_rule(name, table, argv),
-        env=_fixed_env(name, table.env),
-        allow_env=tuple(_env_name(name, variable) for variable in table.allow_env),
-        timeout_s=_above_zero(name, "timeout_s", table.timeout_s),
-        outputs=tuple(_output_glob(name, "outputs", glob) for glob in table.outputs),
-        outputs_required=tuple(_output_glob(name, "outputs_required", glob) for glob in table.outputs_required),
-        output_limits=_output_limits(name, table),
-        env_from_file=_secret_paths(name, table),
-        allow_loose_permissions=table.allow_loose_permissions,
-        exits=_exit_rules(name, table),
-        cwd=_cwd(name, table.cwd),
-        stop_grace_s=_not_negative(name, "stop_grace_s", table.stop_grace_s),
-        limits=_limits(name, table),
-        pid_namespace=table.pid_namespace,
+        args=args,
+        output_limits=OutputLimits(
+            max_files=table.outputs_max_files,
+            max_file_bytes=table.outputs_max_file_mb * MB,
+            max_total_bytes=table.outputs_max_total_mb * MB,
+        ),
+        exits=ExitRules(permanent=table.permanent_exit_codes, retry=table.retry_exit_codes),
+        limits=Limits(**{limit: getattr(table, limit) for limit in Limits.__struct_fields__}),
         python=python,
+        **{setting: getattr(table, setting) for setting in _Settings.__struct_fields__},
     )
 
 
-def _python_call(name: str, table: _ExecTable) -> PythonCall | None:
+def _python_call(table: _ExecTable) -> PythonCall | None:
     """Return the checked function of a table of kind python, None for another kind."""
     if table.kind != "python":
         if table.call is not None or table.preload or table.interpreter is not None:
-            raise ConfigError(f'exec {name!r}: call, preload and interpreter are for kind = "python"; add it, or remove them')
+            raise ConfigError('call, preload and interpreter are for kind = "python"; add it, or remove them')
         return None
     if table.call is None or _CALL.fullmatch(table.call) is None:
-        raise ConfigError(f"exec {name!r}: kind python needs call, like 'package.module:function', got {table.call!r}")
+        raise ConfigError(f"kind python needs call, like 'package.module:function', got {table.call!r}")
     if table.command is not None:
-        raise ConfigError(f"exec {name!r}: kind python has no command; write the function's arguments as argv = [...]")
+        raise ConfigError("kind python has no command; write the function's arguments as argv = [...]")
     if table.pid_namespace:
-        raise ConfigError(f"exec {name!r}: pid_namespace is for programs; a forked interpreter has no namespace of its own")
+        raise ConfigError("pid_namespace is for programs; a forked interpreter has no namespace of its own")
     for module in table.preload:
         if _MODULE.fullmatch(module) is None:
-            raise ConfigError(f"exec {name!r}: preload has {module!r}, which is not the name of a module")
+            raise ConfigError(f"preload has {module!r}, which is not the name of a module")
     interpreter = table.interpreter or sys.executable
     if not interpreter.startswith("/") or "{" in interpreter:
-        raise ConfigError(f"exec {name!r}: interpreter must be an absolute path, got {interpreter!r}")
+        raise ConfigError(f"interpreter must be an absolute path, got {interpreter!r}")
     return PythonCall(table.call, table.preload, interpreter)
 
 
-def _argv(name: str, table: _ExecTable) -> tuple[str, ...]:
+def _argv(table: _ExecTable) -> tuple[str, ...]:
     if (table.command is None) == (table.argv is None):
-        raise ConfigError(f"exec {name!r} needs exactly one of command (one line) and argv (a list)")
-    argv = _split(name, table.command) if table.command is not None else table.argv or ()
+        raise ConfigError("it needs exactly one of command (one line) and argv (a list)")
+    argv = _split(table.command) if table.command is not None else table.argv or ()
     if not argv or not argv[0]:
-        raise ConfigError(f"exec {name!r} has an empty command; it must begin with a program")
+        raise ConfigError("it has an empty command; it must begin with a program")
     program = argv[0]
     if "{" in program or ("/" in program and not program.startswith("/")):
-        raise ConfigError(f"exec {name!r}: the program {program!r} must be an absolute path or a plain name on PATH")
+        raise ConfigError(f"the program {program!r} must be an absolute path or a plain name on PATH")
     for element in argv:
         if "\0" in element:
-            raise ConfigError(f"exec {name!r}: {element!r} has a NUL character, which no program can be given")
+            raise ConfigError(f"{element!r} has a NUL character, which no program can be given")
         if any(placeholder in element and element != placeholder for placeholder in (FILES, ARGS)):
-            raise ConfigError(
-                f"exec {name!r}: {{files}} and {{args}} become several arguments and must stand alone, not in {element!r}"
-            )
+            raise ConfigError(f"{{files}} and {{args}} become several arguments and must stand alone, not in {element!r}")
     if ARGS not in argv and table.args not in (None, "none", ()):
         argv = (*argv, ARGS)
     return argv
 
 
-def _split(name: str, line: str) -> tuple[str, ...]:
+def _split(line: str) -> tuple[str, ...]:
     try:
         return tuple(shlex.split(line))
     except ValueError as error:
-        raise ConfigError(f"exec {name!r}: cannot split {line!r} into arguments: {error}") from error
+        raise ConfigError(f"cannot split {line!r} into arguments: {error}") from error
 
 
-def _args_rule(name: str, table: _ExecTable, argv: tuple[str, ...]) -> Literal["none", "any"] | tuple[str, ...]:
+def _args_rule(table: _ExecTable, argv: tuple[str, ...]) -> Literal["none", "any"] | tuple[str, ...]:
     if table.args is None:
         return "any" if ARGS in argv else "none"
     if ARGS in argv and table.args in ("none", ()):
-        raise ConfigError(f"exec {name!r} has {{args}} in its command but args = {table.args!r}; remove one of them")
+        raise ConfigError(f"it has {{args}} in its command but args = {table.args!r}; remove one of them")
     if isinstance(table.args, tuple):
         for pattern in table.args:
             try:
                 re.compile(pattern)
             except re.error as error:
-                raise ConfigError(f"exec {name!r}: args has {pattern!r}, which is not a regular expression: {error}") from error
+                raise ConfigError(f"args has {pattern!r}, which is not a regular expression: {error}") from error
     return table.args or "none"
 
 
-def _fixed_env(name: str, env: dict[str, str]) -> dict[str, str]:
-    for variable, value in env.items():
-        _env_name(name, variable)
-        if "\0" in value:
-            raise ConfigError(f"exec {name!r}: the value of {variable} has a NUL character, which no program can be given")
-    return env
-
-
-def _env_name(name: str, variable: str) -> str:
-    if _ENV_NAME.fullmatch(variable) is None:
-        raise ConfigError(
-            f"exec {name!r}: environment name {variable!r} must be letters, digits and _, not starting with a digit"
-        )
-    if variable.startswith(RESERVED_PREFIX):
-        raise ConfigError(f"exec {name!r}: environment name {variable!r} is reserved; choose one without {RESERVED_PREFIX}")
-    return variable
-
-
-def _limits(name: str, table: _ExecTable) -> Limits:
+def _check_numbers(table: _ExecTable) -> None:
+    for setting in ("timeout_s", "memory_mb", "processes", "cpu_seconds", "file_size_mb", "open_files"):
+        value = getattr(table, setting)
+        if value is not None and not value > 0:
+            raise ConfigError(f"{setting} must be above 0, got {value}; leave it out for no limit")
+    if table.stop_grace_s is not None and not table.stop_grace_s >= 0:
+        raise ConfigError(f"stop_grace_s must be 0 or more, got {table.stop_grace_s}; leave it out for the default")
     if not NICE_RANGE[0] <= table.nice <= NICE_RANGE[1]:
-        raise ConfigError(f"exec {name!r}: nice must be {NICE_RANGE[0]} to {NICE_RANGE[1]}, got {table.nice}")
-    return Limits(
-        memory_mb=_above_zero(name, "memory_mb", table.memory_mb),
-        processes=_above_zero(name, "processes", table.processes),
-        cpu_seconds=_above_zero(name, "cpu_seconds", table.cpu_seconds),
-        file_size_mb=_above_zero(name, "file_size_mb", table.file_size_mb),
-        open_files=_above_zero(name, "open_files", table.open_files),
-        nice=table.nice,
-    )
+        raise ConfigError(f"nice must be {NICE_RANGE[0]} to {NICE_RANGE[1]}, got {table.nice}")
+    widest = _ExecTable()
+    for setting in ("outputs_max_files", "outputs_max_file_mb", "outputs_max_total_mb"):
+        value, most = getattr(table, setting), getattr(widest, setting)
+        if not 0 <= value <= most:
+            raise ConfigError(f"{setting} must be 0 to {most}, which readers of results accept; got {value}")
 
 
-def _above_zero(name: str, setting: str, value: NumberT | None) -> NumberT | None:
-    if value is not None and not value > 0:
-        raise ConfigError(f"exec {name!r}: {setting} must be above 0, got {value}; leave it out for no limit")
-    return value
-
-
-def _not_negative(name: str, setting: str, value: float | None) -> float | None:
-    if value is not None and not value >= 0:
-        raise ConfigError(f"exec {name!r}: {setting} must be 0 or more, got {value}; leave it out for the default")
-    return value
-
-
-def _secret_paths(name: str, table: _ExecTable) -> dict[str, str]:
+def _check_environment(table: _ExecTable) -> None:
+    for variable in (*table.env, *table.allow_env, *table.env_from_file):
+        if _ENV_NAME.fullmatch(variable) is None:
+            raise ConfigError(f"environment name {variable!r} must be letters, digits and _, not starting with a digit")
+        if variable.startswith(RESERVED_PREFIX):
+            raise ConfigError(f"environment name {variable!r} is reserved; choose one without {RESERVED_PREFIX}")
+    for variable, value in table.env.items():
+        if "\0" in value:
+            raise ConfigError(f"the value of {variable} has a NUL character, which no program can be given")
     for variable, path in table.env_from_file.items():
-        _env_name(name, variable)
         if variable in (*PASSED_ON, "TMPDIR"):
-            raise ConfigError(f"exec {name!r}: {variable} cannot come from a file (env_from_file); fix it with env")
+            raise ConfigError(f"{variable} cannot come from a file (env_from_file); fix it with env")
         if variable in table.env or variable in table.allow_env:
             other = "env" if variable in table.env else "allow_env"
-            raise ConfigError(f"exec {name!r}: {variable} stands in env_from_file and in {other}; remove one of them")
+            raise ConfigError(f"{variable} stands in env_from_file and in {other}; remove one of them")
         if not path.startswith("/") or "\0" in path:
-            raise ConfigError(f"exec {name!r}: env_from_file names {path!r} for {variable}; it must be an absolute path")
-    return table.env_from_file
+            raise ConfigError(f"env_from_file names {path!r} for {variable}; it must be an absolute path")
 
 
-def _exit_rules(name: str, table: _ExecTable) -> ExitRules:
-    try:
-        check_exit_codes(table.permanent_exit_codes or (), table.retry_exit_codes or ())
-    except InvalidInput as error:
-        raise ConfigError(f"exec {name!r}: {error.message}") from error
-    return ExitRules(permanent=table.permanent_exit_codes, retry=table.retry_exit_codes)
-
-
-def _output_limits(name: str, table: _ExecTable) -> OutputLimits:
-    return OutputLimits(
-        max_files=_up_to(name, "outputs_max_files", table.outputs_max_files, MAX_FILES),
-        max_file_bytes=_up_to(name, "outputs_max_file_mb", table.outputs_max_file_mb, MAX_FILE_BYTES // MB) * MB,
-        max_total_bytes=_up_to(name, "outputs_max_total_mb", table.outputs_max_total_mb, MAX_TOTAL_BYTES // MB) * MB,
-    )
-
-
-def _up_to(name: str, setting: str, value: int | None, most: int) -> int:
-    if value is not None and not 0 <= value <= most:
-        raise ConfigError(f"exec {name!r}: {setting} must be 0 to {most}, which readers of results accept; got {value}")
-    return most if value is None else value
-
-
-def _output_glob(name: str, setting: str, glob: str) -> str:
-    parts = glob.split("/")
-    if parts[0] != "out" or len(parts) < 2 or any(part in ("", ".", "..") for part in parts):
-        raise ConfigError(
-            f"exec {name!r}: {setting} has {glob!r}; outputs lie below out/, so write it like 'out/**' or 'out/*.csv'"
-        )
-    return glob
-
-
-def _cwd(name: str, cwd: str | None) -> str | None:
-    if cwd is not None and not cwd.startswith("/"):
-        raise ConfigError(f"exec {name!r}: cwd must be an absolute path, got {cwd!r}; leave it out for the job's own folder")
-    return cwd
+def _check_paths(table: _ExecTable) -> None:
+    for setting in ("outputs", "outputs_required"):
+        for glob in getattr(table, setting):
+            parts = glob.split("/")
+            if parts[0] != "out" or len(parts) < 2 or any(part in ("", ".", "..") for part in parts):
+                raise ConfigError(f"{setting} has {glob!r}; outputs lie below out/, so write it like 'out/**' or 'out/*.csv'")
+    if table.cwd is not None and not table.cwd.startswith("/"):
+        raise ConfigError(f"cwd must be an absolute path, got {table.cwd!r}; leave it out for the job's own folder")

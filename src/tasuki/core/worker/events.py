@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import msgspec
+from msgspec.structs import asdict
 
 from tasuki.core.job import OnDisconnect, Outcome
 from tasuki.core.machine import Closed, Hangup, Opened, Received, Send, Ticked
@@ -32,24 +33,9 @@ class WorkerIdentity(msgspec.Struct, frozen=True, kw_only=True):
 
     def hello(self, msg_id: int, patterns: tuple[str, ...], *, resumed: bool) -> HelloWorker:
         """Return the Hello message; `resumed`: the worker was connected before."""
-        return HelloWorker(
-            msg_id=msg_id,
-            worker_id=self.worker_id,
-            incarnation=self.incarnation,
-            token=self.token,
-            version=PROTOCOL_VERSION,
-            oldest=PROTOCOL_OLDEST,
-            agent=self.agent,
-            codecs=self.codecs,
-            patterns=patterns,
-            on_disconnect=self.on_disconnect,
-            reconnect_grace_s=self.reconnect_grace_s,
-            ttl_s=self.ttl_s,
-            resumed=resumed,
-            host=self.host,
-            slots=self.capacity,
-            takes=self.takes,
-        )
+        shared = {name: value for name, value in asdict(self).items() if name not in ("capacity", "ahead", "patterns")}
+        own = {"msg_id": msg_id, "patterns": patterns, "resumed": resumed, "slots": self.capacity}
+        return HelloWorker(version=PROTOCOL_VERSION, oldest=PROTOCOL_OLDEST, **own, **shared)
 
 
 class Started(msgspec.Struct, frozen=True):

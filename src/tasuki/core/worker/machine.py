@@ -5,7 +5,11 @@ heartbeat (or Hello) that was answered on this connection, plus the ttl, minus w
 the way is never run past the time at which the store gives the job to another worker.
 
 An ending is kept until a server says `recorded` or `fenced`; after a reconnect it is offered again, to whichever server answers.
-One that waits longer is saved, so that it outlives this process. Credit is given for each free slot, once (`lease_state.py`).
+One that waits longer is saved, so that it outlives this process. Credit is given for each free slot, once.
+
+Where attempts are short, the way to the server and back costs more than the attempt itself. So a worker whose attempts have been
+short requests more than it has slots for: the next attempt is here when a slot is free, and ends are reported together. An
+attempt that waited here for AHEAD_WAIT_S is given back unstarted, and none is requested ahead until attempts are short again.
 
 A server that leaves a heartbeat unanswered for a third of the ttl is left while there is time: the leases are renewed through the
 next one before their deadline.
@@ -14,7 +18,9 @@ next one before their deadline.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
+
+import msgspec
 
 from tasuki.core import protocol
 from tasuki.core.address import Address
@@ -22,16 +28,165 @@ from tasuki.core.job import OnDisconnect, Outcome, Progress
 from tasuki.core.lifecycle import LEASE_TTL_S, lease_deadline
 from tasuki.core.machine import Closed, Hangup, Now, Opened, Received, Send, Ticked
 from tasuki.core.reconnect import HELLO_QUICK_S, Redial
+from tasuki.core.store_messages import Grant
 from tasuki.core.worker import events
-from tasuki.core.worker.lease_state import ProgressNotes, SeenLeases, Slots, WorkerLease
-from tasuki.errors import Unavailable, VersionMismatch, from_wire
+from tasuki.errors import TasukiError, Unavailable, VersionMismatch, from_wire
 
+SEEN_S = 600.0  # how long a lease is remembered, so that a delivery that comes twice is run once
+SHORT_S = 0.05  # attempts that take less, on average, are worth requesting ahead
+LATEST_SHARE = 1 / 8  # weight of the latest attempt in that average
+AHEAD_WAIT_S = 0.2  # after that another worker had better run it
 GIVE_BACK_PAUSE_S = 5.0  # an attempt that could not be started here (no space, no processes) would come back at once
 SAVE_AFTER_S = 3.0  # an ending that no server has taken by then is saved
 ALONE_S = 10.0  # how long a draining worker whose endings are all on disk looks for a server to take them
 STARTED_AFTER_S = 0.1  # an attempt that ends sooner spares the store a write
 TOGETHER_S = 0.005  # how long an ending waits for others, while every slot has its next attempt
 FATAL_CODES = frozenset({"UNAUTHORIZED", "FORBIDDEN", "VERSION", "INVALID", "TOO_LARGE"})  # a repetition would not help
+
+
+class WorkerLease(msgspec.Struct):
+    """One lease, from its delivery until a server has answered its ending."""
+
+    claim: protocol.Claim
+    deadline: float
+    received_at: float
+    waiting: Grant | None = None
+    """Set while it waits here for a free slot."""
+    started_at: float | None = None
+    reported_start: bool = False
+    stopping: str = ""
+    ending: protocol.Ending | None = None
+    ended_at: float = 0.0
+    saved: bool = False
+    """True if the driver was asked to save the ending."""
+    kept: bool = False
+    """True if it is over and its ending is on disk. While a large result is being uploaded, it has no `ending` yet."""
+    restored: bool = False
+    """True if it is of an earlier process: its ending may still count, but this process cannot renew its lease."""
+
+    def ended(self, outcome: Outcome) -> protocol.Ending:
+        """Return its ending, with this outcome."""
+        return protocol.Ending(self.claim.job_id, self.claim.lease_id, self.claim.attempt, outcome, self.started_at)
+
+
+class SeenLeases:
+    """Delivered leases, each with the connection that delivered it."""
+
+    def __init__(self) -> None:
+        self._conns: dict[str, int] = {}
+        self._order: deque[tuple[float, str]] = deque()
+
+    def __contains__(self, lease_id: str) -> bool:
+        return lease_id in self._conns
+
+    def note(self, lease_id: str, conn: int, at: float) -> None:
+        self._conns[lease_id] = conn
+        self._order.append((at + SEEN_S, lease_id))
+
+    def moved(self, lease_id: str, conn: int) -> bool:
+        """Move a lease to this connection, and return whether it was on another one."""
+        before, self._conns[lease_id] = self._conns[lease_id], conn
+        return before != conn
+
+    def forget_old(self, at: float) -> None:
+        while self._order and self._order[0][0] <= at:
+            self._conns.pop(self._order.popleft()[1], None)
+
+
+class Slots:
+    """The slots of a worker: running attempts, attempts that wait for a slot, and how many more to request.
+
+    `asked` counts every slot that the server may fill or has filled: its credit, and the attempts that are here.
+    """
+
+    def __init__(self, capacity: int, ahead_max: int = 0) -> None:
+        self.asked = 0
+        self._capacity = capacity
+        self._ahead_max = ahead_max
+        self._average_s = SHORT_S
+        self._running: dict[str, float] = {}  # lease_id → start
+        self._waiting: deque[tuple[str, float]] = deque()
+
+    def take(self, lease_id: str, at: float) -> bool:
+        """Give a delivered attempt a slot; False: it waits for one."""
+        if len(self._running) < self._capacity:
+            self._running[lease_id] = at
+            return True
+        self._waiting.append((lease_id, at))
+        return False
+
+    def leave(self, lease_id: str, at: float) -> None:
+        """Free the slot of an attempt that is over."""
+        began = self._running.pop(lease_id, None)
+        if began is not None:
+            self.asked -= 1
+            self._average_s += (at - began - self._average_s) * LATEST_SHARE
+
+    def drop(self, lease_ids: set[str]) -> None:
+        """Remove attempts that wait and were not started."""
+        before = len(self._waiting)
+        self._waiting = deque(one for one in self._waiting if one[0] not in lease_ids)
+        self.asked -= before - len(self._waiting)
+
+    def advance(self, at: float) -> list[str]:
+        """Give free slots to waiting attempts, and return those."""
+        found = []
+        while self._waiting and len(self._running) < self._capacity:
+            lease_id, _ = self._waiting.popleft()
+            self._running[lease_id] = at
+            found.append(lease_id)
+        return found
+
+    def overdue(self, at: float) -> list[str]:
+        """Return the attempts that have waited for too long: attempts are not that short any more."""
+        found = [lease_id for lease_id, since in self._waiting if at - since >= AHEAD_WAIT_S]
+        if found:
+            self._average_s = SHORT_S
+        return found
+
+    @property
+    def waiting(self) -> list[str]:
+        return [lease_id for lease_id, _ in self._waiting]
+
+    @property
+    def well_stocked(self) -> bool:
+        """True if each slot has a next attempt: nothing stands still if ends are reported a little later."""
+        return len(self._waiting) >= self._capacity
+
+    @property
+    def short(self) -> bool:
+        """True if attempts have been short, so that more are requested ahead."""
+        return self._ahead_max > 0 and self._average_s < SHORT_S
+
+    def wanted(self, blocked: int) -> int:
+        """Return how much credit to give now; `blocked` slots are not to be filled yet."""
+        ahead = self._ahead_max if self.short else 0
+        return max(0, self._capacity + ahead - blocked - self.asked)
+
+
+class ProgressNotes:
+    """The latest progress of each attempt, by lease_id, and which of it no server has received yet."""
+
+    def __init__(self) -> None:
+        self._latest: dict[str, Progress] = {}
+        self._due: dict[str, None] = {}
+
+    def note(self, lease_id: str, progress: Progress) -> None:
+        self._latest[lease_id] = progress
+        self._due[lease_id] = None
+
+    def all_due(self) -> None:
+        """Mark everything as unsent: another server knows nothing of it yet."""
+        self._due = dict.fromkeys(self._latest)
+
+    def to_tell(self, held: Container[str]) -> dict[str, Progress]:
+        """Return the progress for the next Heartbeat, of attempts that are still held; the rest goes with the one after it."""
+        if not self._latest:
+            return {}
+        self._latest = {lease_id: latest for lease_id, latest in self._latest.items() if lease_id in held}
+        due = [lease_id for lease_id in self._due if lease_id in self._latest]
+        self._due = dict.fromkeys(due[protocol.PROGRESS_MAX :])
+        return {lease_id: self._latest[lease_id] for lease_id in due[: protocol.PROGRESS_MAX]}
 
 
 class WorkerMachine:
@@ -98,9 +253,7 @@ class WorkerMachine:
                 return self._drain()
             case events.ChangePatterns():
                 self.patterns = event.patterns
-                return (
-                    [Send(self._conn, protocol.Subscribe(self._next_id(), event.patterns))] if self.online and self._conn else []
-                )
+                return self._subscribe(event.patterns)
 
     def _next_id(self) -> int:
         self._msg_id += 1
@@ -152,8 +305,7 @@ class WorkerMachine:
         try:
             protocol.check_version(welcome)
         except VersionMismatch as error:
-            self._exited = True
-            return [events.Exit(error)]
+            return self._exit(error)
         self.online = True
         self._ever_connected = True
         self._redial.connected(now.monotonic, welcome.servers)
@@ -170,8 +322,7 @@ class WorkerMachine:
     def _refused(self, error: protocol.ErrorMessage) -> list[events.Command]:
         if error.corr_id or error.code not in FATAL_CODES:
             return []  # the server hangs up, or answers one request; Closed follows if it must
-        self._exited = True
-        return [events.Exit(from_wire(error.code, error.message, error.details))]
+        return self._exit(from_wire(error.code, error.message, error.details))
 
     # ------------------------------------------------------------------------------------------------ attempts
 
@@ -211,8 +362,7 @@ class WorkerMachine:
         """Free the slot of an attempt that is over, and run the next one."""
         self._slots.leave(lease_id, now.monotonic)
         commands: list[events.Command] = []
-        for following in self._slots.advance(now.monotonic):
-            held = self.held[following]
+        for held in map(self.held.__getitem__, self._slots.advance(now.monotonic)):
             assert held.waiting is not None
             commands.append(events.Run(held.waiting))
             held.waiting, held.received_at = None, now.monotonic
@@ -427,18 +577,26 @@ class WorkerMachine:
 
     def _no_more(self) -> list[events.Command]:
         """Request no more jobs. The answer comes behind every assignment that was on its way: those are given back first."""
+        commands = self._subscribe(())
+        if commands:
+            self._drain_id, self._drained = self._msg_id, False
+        return commands
+
+    def _subscribe(self, patterns: tuple[str, ...]) -> list[events.Command]:
         if not self.online or self._conn is None:
             return []
-        self._drain_id, self._drained = self._next_id(), False
-        return [Send(self._conn, protocol.Subscribe(self._drain_id, ()))]
+        return [Send(self._conn, protocol.Subscribe(self._next_id(), patterns))]
 
     def _maybe_exit(self) -> list[events.Command]:
         if not self.draining or self.held or self._exited:
             return []
         if self.online and (self._released_due or self.uploading or not self._drained):
             return []
+        return self._exit()
+
+    def _exit(self, error: TasukiError | None = None) -> list[events.Command]:
         self._exited = True
-        return [events.Exit()]
+        return [events.Exit(error)]
 
     def _exit_alone(self, now: Now) -> list[events.Command]:
         """Exit if nothing runs and no server answers: endings on disk can wait for the next process as well as in this one."""
@@ -449,5 +607,4 @@ class WorkerMachine:
         patient = now.monotonic - self._alone_since < ALONE_S
         if patient or self._exited or not all(held.kept for held in self.held.values()):
             return []
-        self._exited = True
-        return [events.Exit()]
+        return self._exit()

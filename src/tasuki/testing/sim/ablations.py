@@ -36,8 +36,7 @@ from tasuki.core.protocol import Accepted, HeartbeatAnswer, JobResult, JobsRecor
 from tasuki.core.reconnect import Redial
 from tasuki.core.store_messages import ReportAnswer, ReportStatus
 from tasuki.core.worker.events import WorkerIdentity
-from tasuki.core.worker.lease_state import SeenLeases, Slots
-from tasuki.core.worker.machine import WorkerMachine
+from tasuki.core.worker.machine import SeenLeases, Slots, WorkerMachine
 from tasuki.testing.sim.ablations_store import ORDERS, STORE, Ablation, Replacement
 from tasuki.testing.sim.checker import Violation
 from tasuki.testing.sim.run import SeedOutcome, check_seed
