@@ -145,7 +145,7 @@ def test_the_first_start_of_a_turn_leaves_at_once_and_the_others_in_one_write(
             return self._inner.send(data)  # type: ignore[attr-defined]
 
     async def scenario() -> list[TreeEnded]:
-        monkeypatch.setattr(simple.keeper, "_control", Counting(simple.keeper._control))
+        monkeypatch.setattr(simple.keeper._socket, "_control", Counting(simple.keeper._control))
         kept = [simple.shell("exit 0") for _ in range(20)]
         return [await one.ended for one in kept]
 

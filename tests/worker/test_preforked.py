@@ -515,7 +515,9 @@ def test_a_job_that_its_interpreter_never_lives_to_fork_is_given_back_only_so_of
             async def kill(*_: object) -> None:
                 await until_async(lambda: runner._running, what="the job waits for its fork")
                 assert runner._keeper is not None
-                await until_async(lambda: not runner._keeper._orders and not runner._keeper._unsent, what="the keeper was asked")
+                await until_async(
+                    lambda: not runner._keeper._orders and not runner._keeper._socket._unsent, what="the keeper was asked"
+                )
                 for pid in frozen:
                     os.kill(pid, signal.SIGKILL)
                 await until_async(lambda: not any(map(alive, frozen)), what="they are gone")
@@ -554,7 +556,9 @@ def test_a_stop_that_comes_while_the_interpreter_hangs_is_not_forgotten(
         async def meanwhile(_: CommandRunner, stop: asyncio.Future[StopReason]) -> None:
             await until_async(lambda: runner._running, what="the job waits for its fork")
             assert runner._keeper is not None
-            await until_async(lambda: not runner._keeper._orders and not runner._keeper._unsent, what="the keeper was asked")
+            await until_async(
+                lambda: not runner._keeper._orders and not runner._keeper._socket._unsent, what="the keeper was asked"
+            )
             stop.set_result(StopReason.CANCELED)
             await asyncio.sleep(0)
             for pid in frozen if goes_on else ():

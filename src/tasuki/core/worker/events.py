@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 from msgspec.structs import asdict
 
@@ -34,7 +36,7 @@ class WorkerIdentity(msgspec.Struct, frozen=True, kw_only=True):
     def hello(self, msg_id: int, patterns: tuple[str, ...], *, resumed: bool) -> HelloWorker:
         """Return the Hello message; `resumed`: the worker was connected before."""
         shared = {name: value for name, value in asdict(self).items() if name not in ("capacity", "ahead", "patterns")}
-        own = {"msg_id": msg_id, "patterns": patterns, "resumed": resumed, "slots": self.capacity}
+        own: dict[str, Any] = {"msg_id": msg_id, "patterns": patterns, "resumed": resumed, "slots": self.capacity}
         return HelloWorker(version=PROTOCOL_VERSION, oldest=PROTOCOL_OLDEST, **own, **shared)
 
 

@@ -60,10 +60,9 @@ class Keeper:
         self._control = control
         self._numbers = itertools.count(1)
         self._kept: dict[int, KeptAttempt] = {}
-        self._frames: protocol.Frames[protocol.Report] = protocol.Frames(list[protocol.Report])
+        self._socket: protocol.FrameSocket[protocol.Report] = protocol.FrameSocket(control, list[protocol.Report])
         self._orders: list[protocol.Order] = []
         self._turning = False  # whether there was an order in this turn of the loop
-        self._unsent = bytearray()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._ready: asyncio.Future[protocol.Ready] | None = None
         self._is_ready: protocol.Ready | None = None
@@ -180,39 +179,23 @@ class Keeper:
         self._flush()
 
     def _flush(self) -> None:
-        if self.lost is not None:
+        if self.lost is not None or self._loop is None:
             return
-        if self._orders:
-            self._unsent += protocol.frame(self._orders)
-            self._orders.clear()
-        if not self._unsent:
-            return
-        assert self._loop is not None
+        orders, self._orders = self._orders, []
         try:
-            sent = self._control.send(self._unsent)
-        except BlockingIOError:
-            sent = 0
+            if self._socket.send(orders):
+                self._loop.add_writer(self._control, self._flush)
+            else:
+                self._loop.remove_writer(self._control)
         except OSError as error:
             self._lose(f"it does not read any more: {error.strerror}")
-            return
-        del self._unsent[:sent]
-        if self._unsent:
-            self._loop.add_writer(self._control, self._flush)
-        else:
-            self._loop.remove_writer(self._control)
 
     def _on_readable(self) -> None:
         try:
-            data = self._control.recv(protocol.READ_BYTES)
-        except BlockingIOError:
-            return
+            reports = self._socket.receive()
         except OSError:
-            data = b""
-        if not data:
             self._lose("its end of the socket is closed")
             return
-        try:
-            reports = self._frames.feed(data)
         except ProtocolError as error:
             self._lose(error.message)
             return

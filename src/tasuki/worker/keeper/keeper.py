@@ -94,16 +94,15 @@ class KeeperLoop:
         self._control = control
         self._system = system
         self._worker_pid = worker_pid
-        self._frames: protocol.Frames[protocol.Order] = protocol.Frames(list[protocol.Order])
+        self._socket: protocol.FrameSocket[protocol.Order] = protocol.FrameSocket(control, list[protocol.Order])
         self._jobs: dict[int, _KeptJob] = {}
         self._by_pid: dict[int, _KeptJob] = {}
-        self._reports: list[protocol.Report] = []
-        self._unsent = bytearray()
+        self._reports = system.reports
         self._alone = False
         self._watch_at = inf
         self._tick_at = 0.0
         self._tell_at = inf
-        self._poll = select.poll()
+        self._poll = system.poll
         self._worker: int | None = None
 
     def serve(self) -> None:
@@ -131,7 +130,6 @@ class KeeperLoop:
         signal.set_wakeup_fd(self._waker.fileno(), warn_on_full_buffer=False)
         self._poll.register(self._control, select.POLLIN)
         self._poll.register(self._wake, select.POLLIN)
-        self._system.attach(self._poll)
         if hasattr(os, "pidfd_open"):  # a child of the worker may keep the control socket open after the worker's end
             with contextlib.suppress(ProcessLookupError):
                 self._worker = os.pidfd_open(self._worker_pid)
@@ -165,16 +163,10 @@ class KeeperLoop:
 
     def _read(self) -> None:
         try:
-            data = self._control.recv(protocol.READ_BYTES)
-        except BlockingIOError:
-            return
+            orders = self._socket.receive()
         except ConnectionError:
-            data = b""
-        if not data:
             self._abandon()
             return
-        try:
-            orders = self._frames.feed(data)
         except ProtocolError as error:
             print(f"tasuki-keeper: {error.message}; all jobs are ended", file=sys.stderr)  # noqa: T201
             self._abandon()
@@ -225,11 +217,11 @@ class KeeperLoop:
         self._reports.append(protocol.Spawned(job.order.number, pid, at))
 
     def _begin(self, at: float) -> None:
-        """Handle the results of warm interpreters, and of the starts that waited for them."""
-        self._reports += self._system.prepared()
-        for begun in self._system.begun():
+        """Handle the results of starts that waited for warm interpreters."""
+        found, self._system.begun = self._system.begun, []
+        for begun in found:
             job = self._jobs[begun.number]
-            if begun.pid is None:
+            if isinstance(begun, protocol.NotSpawned):
                 del self._jobs[begun.number]
                 error = begun.errno if job.stop_with is None else _errno_of(job.stop_with[0])
                 self._reports.append(protocol.NotSpawned(begun.number, error, begun.message))
@@ -336,26 +328,17 @@ class KeeperLoop:
 
     def _flush(self) -> None:
         """Send all reports of a turn in one write, as far as the socket takes it. A Spawned alone waits for TOGETHER_S."""
-        if self._alone:
-            self._reports.clear()
-            return
-        if self._reports:
-            if boot_time() < self._tell_at and all(type(report) is protocol.Spawned for report in self._reports):
-                return
-            self._unsent += protocol.frame(self._reports)
-            self._reports.clear()
-            self._tell_at = inf
-        if not self._unsent:
-            return
-        try:
-            sent = self._control.send(self._unsent)
-        except BlockingIOError:
-            sent = 0
-        except ConnectionError:
-            self._abandon()
-            return
-        del self._unsent[:sent]
-        self._poll.modify(self._control, select.POLLIN | (select.POLLOUT if self._unsent else 0))
+        if not self._alone:
+            if self._reports:
+                if boot_time() < self._tell_at and all(type(report) is protocol.Spawned for report in self._reports):
+                    return
+                self._tell_at = inf
+            try:
+                more = self._socket.send(self._reports)
+                self._poll.modify(self._control, select.POLLIN | (select.POLLOUT if more else 0))
+            except ConnectionError:
+                self._abandon()
+        self._reports.clear()
 
 
 def _errno_of(reason: protocol.EndReason) -> int:

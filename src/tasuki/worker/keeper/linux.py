@@ -25,7 +25,6 @@ import contextlib
 import hashlib
 import os
 import resource
-import select
 import signal
 import socket
 import sys
@@ -35,9 +34,9 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from tasuki.worker.keeper.cgroup import ControlGroup, JobGroup, NoCgroup, counter, kill_group_of
-from tasuki.worker.keeper.plain import Begun, ExitedProcess, PlainSystem, Usage
+from tasuki.worker.keeper.plain import ExitedProcess, PlainSystem, Usage
 from tasuki.worker.keeper.preforked import WarmInterpreters, check_texts, start_process
-from tasuki.worker.keeper.protocol import EndReason, Prepare, Prepared, Ready, Spawn
+from tasuki.worker.keeper.protocol import EndReason, NotSpawned, Prepare, Ready, Spawn, Spawned
 from tasuki.worker.linux_calls import (
     ProcessInfo,
     become_subreaper,
@@ -93,8 +92,7 @@ class LinuxSystem(PlainSystem):
         self._leaves: dict[int, JobGroup] = {}
         self._owners: dict[int, int | None] = {}
         """stray → number. A child that was not waited for keeps its pid, so this cannot go stale."""
-        self._warm = WarmInterpreters(self._start_interpreter)
-        self._begun: list[Begun] = []
+        self._warm = WarmInterpreters(self._start_interpreter, self._on_begun, self.poll, self.reports)
         self._oom_score = str(min(1000, int(Path("/proc/self/oom_score_adj").read_text()) + OOM_SCORE_ABOVE))
         self._group: ControlGroup | None = None
         self._no_group = "switched off"
@@ -154,26 +152,14 @@ class LinuxSystem(PlainSystem):
 
     # ------------------------------------------------------------------------------------------------ warm interpreters
 
-    def attach(self, poll: select.poll) -> None:
-        self._warm.attach(poll)
-
     def prepare(self, order: Prepare) -> None:
         self._warm.prepare(order)
-
-    def prepared(self) -> list[Prepared]:
-        found, self._warm.reports = self._warm.reports, []
-        return found
 
     def withdraw(self, number: int) -> bool:
         withdrawn = self._warm.withdraw(number)
         if withdrawn:
             self.forget(number)
         return withdrawn
-
-    def begun(self) -> list[Begun]:
-        self._take_begun()
-        found, self._begun = self._begun, []
-        return found
 
     def _ask(self, order: Spawn) -> None:
         check_texts(order)
@@ -197,17 +183,15 @@ class LinuxSystem(PlainSystem):
         finally:
             self.settle_in()
 
-    def _take_begun(self) -> None:
-        """Adopt the jobs that warm interpreters have forked."""
-        begun, self._warm.begun = self._warm.begun, []
-        for one in begun:
-            if one.pid is None:
-                self.forget(one.number)
-            else:
-                self.leaders[one.pid] = one.number
-                self._groups[one.number] = one.pid
-                self._raise_oom_score(one.pid)
-        self._begun += begun
+    def _on_begun(self, begun: Spawned | NotSpawned) -> None:
+        """Adopt a job that a warm interpreter has forked, or drop one that it could not fork."""
+        if isinstance(begun, Spawned):
+            self.leaders[begun.pid] = begun.number
+            self._groups[begun.number] = begun.pid
+            self._raise_oom_score(begun.pid)
+        else:
+            self.forget(begun.number)
+        self.begun.append(begun)
 
     # ------------------------------------------------------------------------------------------------ ends
 
@@ -216,7 +200,6 @@ class LinuxSystem(PlainSystem):
         ended = [ExitedProcess(pid, os.waitstatus_to_exitcode(status)) for pid, status in _waited()]
         # Only now: an interpreter reports a job's fork before the job can end as the keeper's child, so before it is among these.
         self._warm.read()
-        self._take_begun()
         reaped = []
         for one in ended:
             self._owners.pop(one.pid, None)
@@ -242,7 +225,6 @@ class LinuxSystem(PlainSystem):
     def _owner(self, pid: int) -> int | None:
         if pid not in self._owners:
             self._warm.read()  # it may have been parked, or become a job, just now; that is reported before it can be seen
-            self._take_begun()
             if pid in self.leaders or pid in self._warm.pids:
                 return self.leaders.get(pid, NOBODY)
             self._owners[pid] = self._find_owner(pid)

@@ -22,11 +22,14 @@ from tasuki.worker.keeper.protocol import (
     PROGRESS_DESCRIPTOR,
     EndReason,
     Limits,
+    NotSpawned,
     Prepare,
     Prepared,
     PythonStart,
     Ready,
+    Report,
     Spawn,
+    Spawned,
 )
 
 MB = 1024 * 1024
@@ -49,17 +52,6 @@ class Usage(NamedTuple):
     rss_bytes: int = 0
 
 
-class Begun(NamedTuple):
-    """The result of a start that was not immediate."""
-
-    number: int
-    pid: int | None
-    """None: nothing was started."""
-    errno: int = 0
-    message: str = ""
-    """The reason why its warm interpreter could not be prepared."""
-
-
 class PlainSystem:
     """Starts and ends jobs by process group. `number` always names a job, as in `Spawn`."""
 
@@ -67,35 +59,25 @@ class PlainSystem:
         self._why = why
         self.leaders: dict[int, int] = {}  # pid of the first process → number, until it is waited for
         self._groups: dict[int, int] = {}  # number → process group, until `forget`
-        self._prepared: list[Prepared] = []
+        self.poll = select.poll()  # of the keeper, with the descriptors of warm interpreters
+        self.reports: list[Report] = []  # to be sent to the worker
+        self.begun: list[Spawned | NotSpawned] = []  # results of starts for which `spawn` returned None
 
     def ready(self) -> Ready:
         return Ready("group", f"process groups only, what calls setsid is not found ({self._why})", "none")
 
     # ------------------------------------------------------------------------------------------------ starting
 
-    def attach(self, poll: select.poll) -> None:
-        """Register the descriptors that wake the keeper."""
-
     def prepare(self, order: Prepare) -> None:
         """Start the warm interpreter of an exec. There are none here: its jobs start as programs."""
-        self._prepared.append(Prepared(order.name, PythonStart.COLD, self._why))
-
-    def prepared(self) -> list[Prepared]:
-        """Return the results of starting interpreters since the last call."""
-        found, self._prepared = self._prepared, []
-        return found
-
-    def begun(self) -> list[Begun]:
-        """Return the results of starts for which `spawn` returned None."""
-        return []
+        self.reports.append(Prepared(order.name, PythonStart.COLD, self._why))
 
     def withdraw(self, number: int) -> bool:
-        """Cancel such a start; False if it is too late, and `begun` will return it."""
+        """Cancel a start for which `spawn` returned None; False if it is too late, and `begun` will have it."""
         return False
 
     def spawn(self, order: Spawn) -> int | None:
-        """Start the program in a session of its own and return its pid, or raise OSError. None: `begun` will return it."""
+        """Start the program in a session of its own and return its pid, or raise OSError. None: `begun` will have it."""
         os.chdir(order.cwd)
         pid = _spawn(order) if order.limits == NO_LIMITS else _fork(order, rlimits_of(order.limits))
         self.leaders[pid] = order.number
@@ -241,6 +223,6 @@ def _group_exists(group: int) -> bool:
         os.killpg(group, 0)
     except ProcessLookupError:
         return False
-    except PermissionError:
-        return True
+    except PermissionError:  # of another user
+        pass
     return True

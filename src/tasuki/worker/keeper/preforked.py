@@ -30,8 +30,18 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tasuki.worker import preforked
-from tasuki.worker.keeper.plain import IGNORED_BY_PYTHON, Begun, files_of, rlimits_of
-from tasuki.worker.keeper.protocol import PROGRESS_DESCRIPTOR, READ_BYTES, Prepare, Prepared, PythonStart, Spawn
+from tasuki.worker.keeper.plain import IGNORED_BY_PYTHON, files_of, rlimits_of
+from tasuki.worker.keeper.protocol import (
+    PROGRESS_DESCRIPTOR,
+    READ_BYTES,
+    NotSpawned,
+    Prepare,
+    Prepared,
+    PythonStart,
+    Report,
+    Spawn,
+    Spawned,
+)
 from tasuki.worker.linux_calls import living, signal_checked
 from tasuki.worker.preforked import SERVE
 
@@ -81,18 +91,21 @@ class _Interpreter:
 class WarmInterpreters:
     """All warm interpreters of one keeper."""
 
-    def __init__(self, start: Callable[[Prepare, socket.socket], int]) -> None:
-        """`start` starts the process of an interpreter with its end of a socket, and returns the pid."""
+    def __init__(
+        self,
+        start: Callable[[Prepare, socket.socket], int],
+        begun: Callable[[Spawned | NotSpawned], None],
+        poll: select.poll,
+        reports: list[Report],
+    ) -> None:
+        """`start` starts the process of an interpreter with its end of a socket, and returns the pid; `begun` receives the answer
+        to each `ask`. Sockets are registered with `poll`, results of imports are added to `reports`."""
         self._start_process = start
+        self._begun = begun
         self._by_name: dict[str, _Interpreter] = {}
-        self._poll: select.poll | None = None
-        self.pids: dict[int, str] = {}  # interpreters and their parked processes: children of the keeper that belong to no job
-        self.begun: list[Begun] = []
-        self.reports: list[Prepared] = []
-
-    def attach(self, poll: select.poll) -> None:
-        """Register the interpreters' sockets with this poll."""
         self._poll = poll
+        self.pids: dict[int, str] = {}  # interpreters and their parked processes: children of the keeper that belong to no job
+        self._reports = reports
 
     # ------------------------------------------------------------------------------------------------ requests
 
@@ -102,14 +115,14 @@ class WarmInterpreters:
         self._start(interpreter)
 
     def ask(self, order: Spawn, *, tag: tuple[int, int] | None, leaf: Path | None) -> None:
-        """Have a job forked; the answer is among `begun`, at once or later."""
+        """Have a job forked; `begun` receives the answer, at once or later."""
         interpreter = self._by_name.get(order.warm)
         if interpreter is None:
             raise OSError(errno.EINVAL, f"no interpreter was prepared for exec {order.warm!r}")
         if interpreter.state is InterpreterState.FAILED and interpreter.age_s >= RETRY_S:
             self._start(interpreter)
         if interpreter.state is InterpreterState.FAILED:
-            self.begun.append(Begun(order.number, None, message=interpreter.failure))
+            self._begun(NotSpawned(order.number, 0, interpreter.failure))
             return
         interpreter.waiting[order.number] = _request(order, tag, leaf)
         self._send(interpreter)
@@ -138,17 +151,17 @@ class WarmInterpreters:
         interpreter.received.clear()
         interpreter.enter(InterpreterState.STARTING)
         self.pids[pid] = interpreter.order.name
-        if self._poll is not None:
-            self._poll.register(ours, select.POLLIN)
+        self._poll.register(ours, select.POLLIN)
 
     def _fail(self, interpreter: _Interpreter, why: str) -> None:
         """Enter FAILED, and refuse the waiting requests."""
         self._drop(interpreter, why)
         interpreter.failure = why
         interpreter.enter(InterpreterState.FAILED)
-        self.begun += (Begun(number, None, message=why) for number in interpreter.waiting)
+        for number in interpreter.waiting:
+            self._begun(NotSpawned(number, 0, why))
         interpreter.waiting.clear()
-        self.reports.append(Prepared(interpreter.order.name, PythonStart.FAILED, why))
+        self._reports.append(Prepared(interpreter.order.name, PythonStart.FAILED, why))
 
     def _drop(self, interpreter: _Interpreter, why: str = "") -> None:
         """End the current process, and give back the requests that it has not answered."""
@@ -157,13 +170,13 @@ class WarmInterpreters:
         interpreter.pid = None
         interpreter.unanswered_ends += bool(interpreter.asked)
         message = why if interpreter.unanswered_ends >= UNANSWERED_MAX else ""
-        self.begun += (Begun(number, None, errno.EAGAIN, message) for number in interpreter.asked)
+        for number in interpreter.asked:
+            self._begun(NotSpawned(number, errno.EAGAIN, message))
         interpreter.asked.clear()
 
     def _hang_up(self, interpreter: _Interpreter) -> None:
         if interpreter.control is not None:
-            if self._poll is not None:
-                self._poll.unregister(interpreter.control)
+            self._poll.unregister(interpreter.control)
             interpreter.control.close()
             interpreter.control = None
 
@@ -171,11 +184,11 @@ class WarmInterpreters:
         for pid in [pid for pid, name in self.pids.items() if name == interpreter.order.name]:
             _kill_session(pid)
 
-    def ended(self, pid: int, exit_code: int) -> bool:
-        """Handle the end of a process whose socket was read before; return whether it was one of these."""
+    def ended(self, pid: int, exit_code: int) -> None:
+        """Handle the end of a process whose socket was read before."""
         name = self.pids.pop(pid, None)
         if name is None:
-            return False
+            return
         interpreter = self._by_name[name]
         if interpreter.pid == pid and interpreter.state is InterpreterState.STARTING:
             self._fail(interpreter, f"the interpreter ended while it imported ({_how(exit_code)}); its stderr is the worker's")
@@ -183,7 +196,6 @@ class WarmInterpreters:
             interpreter.enter(InterpreterState.ENDING)
             with contextlib.suppress(OSError):
                 interpreter.control.shutdown(socket.SHUT_WR)  # the parked process ends, or takes a request that was sent before
-        return True
 
     def tick(self) -> None:
         """End interpreters that hang. Called about once a second while jobs run."""
@@ -237,7 +249,7 @@ class WarmInterpreters:
                 case ["ready", float(took_s)]:
                     interpreter.enter(InterpreterState.READY)
                     interpreter.ready_at = interpreter.since
-                    self.reports.append(Prepared(interpreter.order.name, PythonStart.WARM, f"{took_s:.2f} s"))
+                    self._reports.append(Prepared(interpreter.order.name, PythonStart.WARM, f"{took_s:.2f} s"))
                     self._send(interpreter)
                 case ["failed", str(why)]:
                     self._fail(interpreter, why)
@@ -247,10 +259,10 @@ class WarmInterpreters:
                     self.pids.pop(pid, None)
                     interpreter.asked.remove(number)
                     interpreter.unanswered_ends = 0
-                    self.begun.append(Begun(number, pid))
+                    self._begun(Spawned(number, pid))
                 case ["refused", [int(number), int(error)]]:
                     interpreter.asked.remove(number)
-                    self.begun.append(Begun(number, None, error))
+                    self._begun(NotSpawned(number, error))
                 case other:
                     raise ValueError(f"it sent {other!r}")
         except (ValueError, KeyError) as error:  # a module has written to the socket
@@ -285,8 +297,7 @@ class WarmInterpreters:
             pass
         except ConnectionError:  # its end is read next
             interpreter.unsent.clear()
-        if self._poll is not None:
-            self._poll.modify(interpreter.control, select.POLLIN | (select.POLLOUT if interpreter.unsent else 0))
+        self._poll.modify(interpreter.control, select.POLLIN | (select.POLLOUT if interpreter.unsent else 0))
 
 
 def check_texts(order: Spawn) -> None:

@@ -1,4 +1,4 @@
-"""Messages between a worker and its keeper, and their frames. Pure.
+"""Messages between a worker and its keeper, their frames, and the socket that carries them.
 
     frame = length u32 LE, then a msgpack array of messages
 
@@ -9,7 +9,9 @@ Paths, arguments and the environment are bytes, as the kernel has them. Deadline
 
 from __future__ import annotations
 
+import contextlib
 import enum
+import socket
 import struct
 from collections.abc import Sequence
 from typing import Generic, TypeVar
@@ -178,6 +180,34 @@ def frame(messages: Sequence[Order] | Sequence[Report]) -> bytes:
     """Return the bytes of one frame."""
     body = _encode(messages)
     return _LENGTH.pack(len(body)) + body
+
+
+class FrameSocket(Generic[MessageT]):
+    """One end of the socket between worker and keeper, which never blocks. `kind` is as for `Frames`."""
+
+    def __init__(self, control: socket.socket, kind: type[list[MessageT]]) -> None:
+        self._control = control
+        self._frames = Frames(kind)
+        self._unsent = bytearray()
+
+    def receive(self) -> list[MessageT]:
+        """Return the messages that are complete now. ConnectionError at the end of the socket, ProtocolError for garbage."""
+        try:
+            data = self._control.recv(READ_BYTES)
+        except BlockingIOError:
+            return []
+        if not data:
+            raise ConnectionResetError("its end of the socket is closed")
+        return self._frames.feed(data)
+
+    def send(self, messages: Sequence[Order] | Sequence[Report] = ()) -> bool:
+        """Send messages in one frame, as far as the socket takes it; return whether bytes are left for the next call."""
+        if messages:
+            self._unsent += frame(messages)
+        if self._unsent:
+            with contextlib.suppress(BlockingIOError):
+                del self._unsent[: self._control.send(self._unsent)]
+        return bool(self._unsent)
 
 
 class Frames(Generic[MessageT]):
