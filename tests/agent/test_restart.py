@@ -15,9 +15,9 @@ import httpx
 import pytest
 
 from tasuki.agent.folders import FAULT_POINTS
-from tasuki.blobs.zip.writer import check_zip
 from tests.agent.stage import TIMEOUT_S, members, report
 from tests.support.waiting import until
+from tests.support.zips import check_zip
 
 RUN_POINTS = FAULT_POINTS[:6]
 FAILED_POINTS = ("agent.failed.written", "agent.failed.marked")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 from pathlib import Path
@@ -109,3 +110,13 @@ def test_discarding_leaves_a_file_of_the_same_name_that_is_another_transfers(tmp
     part.discard()
 
     assert path.read_bytes() == b"another"
+
+
+def test_a_file_system_without_locks_is_not_taken_for_another_transfer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_locks(*lock: object) -> None:
+        raise OSError(errno.ENOLCK, "no locks available")
+
+    monkeypatch.setattr(files.fcntl, "flock", no_locks)
+
+    with pytest.raises(OSError, match="no locks"):
+        PartFile.claim(tmp_path / "part")

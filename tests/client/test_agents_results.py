@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import hashlib
 import subprocess
 from collections.abc import Callable, Coroutine
@@ -164,8 +165,17 @@ def test_a_client_killed_in_the_middle_of_a_download_is_started_again_and_fetche
     at_desk(tmp_path, story)
 
 
-def test_systems_without_locks_use_a_file_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(files, "HAS_LOCKS", False)
+@pytest.mark.parametrize("file_system_only", [False, True])
+def test_systems_without_locks_use_a_file_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file_system_only: bool
+) -> None:
+    def no_locks(*lock: object) -> None:
+        raise OSError(errno.ENOLCK, "no locks available")
+
+    if file_system_only:
+        monkeypatch.setattr(files.fcntl, "flock", no_locks)
+    else:
+        monkeypatch.setattr(files, "HAS_LOCKS", False)
     output = tmp_path / "result.zip"
     left = part_path(output, "7f3c")
     left.write_bytes(b"left")

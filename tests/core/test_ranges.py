@@ -2,7 +2,15 @@
 
 import pytest
 
-from tasuki.core.ranges import BodyRange, body_range, content_range, parse_content_range, range_headers, requested_range
+from tasuki.core.ranges import (
+    BodyRange,
+    body_range,
+    content_range,
+    parse_content_range,
+    parse_range,
+    range_headers,
+    requested_range,
+)
 from tasuki.errors import InvalidInput
 
 
@@ -42,6 +50,15 @@ def test_a_range_behind_the_end_has_no_bytes(header: str) -> None:
     assert found[0] >= found[1]
 
 
+def test_uploads_and_stored_blobs_have_at_most_fifteen_digits_and_results_eighteen() -> None:
+    assert parse_range(f"bytes={'9' * 15}-") == (10**15 - 1, None)
+    assert parse_range(f"bytes={'9' * 16}-") is None
+    assert requested_range(f"bytes={'9' * 18}-", 10) == (10**18 - 1, 10)
+    assert requested_range(f"bytes={'9' * 19}-", 10) is None
+    assert parse_content_range(f"bytes 0-4/{'9' * 18}") == (0, 5, 10**18 - 1)
+    assert parse_content_range(f"bytes 0-4/{'9' * 19}") is None
+
+
 @pytest.mark.parametrize("part", [BodyRange(0, 10, 10), BodyRange(3, 4, 10), BodyRange(0, 0, 10), BodyRange(0, 0, 0)])
 def test_a_content_range_is_read_as_it_was_written(part: BodyRange) -> None:
     assert parse_content_range(content_range(*part)) == part
@@ -57,6 +74,8 @@ def test_a_body_without_content_range_is_the_whole() -> None:
         ("", None),
         ("-1", None),
         ("٣", None),
+        ("1" * 16, None),
+        ("5", f"bytes 0-4/{'1' * 16}"),
         ("5", "bytes 0-4/*"),
         ("5", "bytes 0-4"),
         ("5", "items 0-4/5"),

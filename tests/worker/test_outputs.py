@@ -13,11 +13,13 @@ from typing import Any
 
 import pytest
 
-from tasuki.blobs.zip.writer import ZipLimits, ZipMember, check_zip, write_zip
+from tasuki.blobs.zip.reader import ZipLimits
+from tasuki.blobs.zip.writer import ZipMember, write_zip
 from tasuki.errors import ConfigError
 from tasuki.worker import results as module
 from tasuki.worker.execs import parse_execs
 from tasuki.worker.results import DEFAULT_OUTPUTS, OutputCollector, OutputLimits, OutputRules
+from tests.support.zips import check_zip
 from tests.worker.runs import attempt_of, exec_of, names_of, report_of, run, runner_in, shell
 
 MB = 1024 * 1024

@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from tasuki.blobs.zip.writer import check_zip, small_zip, write_zip
+from tasuki.blobs.zip.writer import small_zip, write_zip
 from tasuki.core.job import RESULT_INLINE_MAX_BYTES
 from tasuki.worker.logs import DEFAULT_CAPS, LogCaps
 from tasuki.worker.results import _Archive, log_members
 from tasuki.worker.runner import RunLimits
+from tests.support.zips import check_zip
 from tests.worker.runs import archive_of, names_of, report_of, run, runner_in, shell, text_of
 
 

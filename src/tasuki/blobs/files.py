@@ -11,7 +11,6 @@ import errno
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from tasuki.errors import DiskFull
@@ -22,19 +21,6 @@ except ImportError:  # Windows, where only clients run
     HAS_LOCKS = False
 else:
     HAS_LOCKS = True
-
-__all__ = [
-    "DISK_FULL_ERRNOS",
-    "PartFile",
-    "check_free",
-    "disk_full_as_error",
-    "disk_full_or",
-    "durable_rename",
-    "durable_write",
-    "sync_file",
-    "sync_folder",
-    "try_lock",
-]
 
 DISK_FULL_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 READ_BYTES = 1024 * 1024
@@ -128,18 +114,6 @@ def durable_write(path: Path, data: bytes, mode: int = 0o600) -> None:
 # ---------------------------------------------------------------------------------------------------- part files
 
 
-def try_lock(descriptor: int) -> bool:
-    """Take the exclusive lock (flock) on an open file, which the kernel frees when its process ends.
-
-    False while another descriptor has the lock, and on file systems without locks.
-    """
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return False
-    return True
-
-
 class PartFile:
     """A file that one or several transfers fill, and that its owner publishes under another name or discards.
 
@@ -157,6 +131,7 @@ class PartFile:
         """Open and lock the file; None while another transfer has it, without `create` also if it is not there.
 
         Nothing is changed before the lock is held and the name is known to lead to this file still: it may have been published.
+        OSError on a file system without locks.
         """
         if not HAS_LOCKS:
             return None
@@ -169,11 +144,12 @@ class PartFile:
                     raise
                 return None
             try:
-                if not try_lock(part._descriptor):
-                    part.close()
-                    return None
+                fcntl.flock(part._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the kernel frees it when the process ends
                 if part._is_named():
                     return part
+            except (BlockingIOError, PermissionError):  # EWOULDBLOCK, on some systems EACCES: another descriptor has the lock
+                part.close()
+                return None
             except BaseException:
                 part.close()
                 raise
@@ -255,5 +231,5 @@ class PartFile:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()

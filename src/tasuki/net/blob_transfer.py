@@ -2,7 +2,7 @@
 
 Over TCP blobs travel in chunks between the other messages; a link that carries them otherwise has its own `BlobTransport`. A
 transfer in chunks is a conversation: one request and its several answers, found by the request's msg_id. It is in the table of
-conversations for exactly as long as somebody listens (`with _Conversation`); later messages are dropped.
+conversations for exactly as long as somebody listens (`_ChunkTransport._ask`); later messages are dropped.
 """
 
 from __future__ import annotations
@@ -10,8 +10,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+import itertools
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
-from typing import Any, BinaryIO, Protocol, Self
+from typing import Any, BinaryIO, Protocol
 
 from tasuki.core.backoff import Backoff
 from tasuki.core.job import BlobRef
@@ -39,7 +40,7 @@ class BlobClient:
 
     def __init__(self) -> None:
         self._transport: BlobTransport | None = None
-        self._msg_id = FIRST_MSG_ID
+        self._msg_ids = itertools.count(FIRST_MSG_ID + 1)
         self._conversations: dict[int, _Conversation] = {}
         self._changed = asyncio.Event()
         """Set while there is a link, and when there will never be one again."""
@@ -153,7 +154,7 @@ class _ChunkTransport:
     async def put(self, source: FileSource, ref: BlobRef, progress: Callable[[int], None] | None) -> None:
         started_at = 0
         try:
-            with self._offer(ref) as conversation:
+            with self._ask(lambda msg_id: BlobPut(msg_id, ref.sha256, ref.size_bytes, resume=True)) as conversation:
                 reply = await conversation.reply()
                 if reply.get("go"):
                     started_at = int(reply.get("offset", 0))
@@ -164,15 +165,28 @@ class _ChunkTransport:
             # The part that the server had was of other bytes. The server has dropped it now.
             await self.put(source, ref, progress)
 
-    def _offer(self, ref: BlobRef) -> _Conversation:
-        return _Conversation(self._client, self._link, lambda msg_id: BlobPut(msg_id, ref.sha256, ref.size_bytes, resume=True))
+    @contextlib.contextmanager
+    def _ask(self, make: Callable[[int], Message]) -> Iterator[_Conversation]:
+        """Send a request, and receive its answers inside the block only."""
+        if self._link.closed:
+            raise Unavailable("there is no connection")
+        msg_id = next(self._client._msg_ids)
+        conversation = _Conversation(self._link, msg_id)
+        self._link.send(make(msg_id))
+        self._client._conversations[msg_id] = conversation
+        try:
+            yield conversation
+        finally:
+            self._client._conversations.pop(msg_id, None)
+            self._link.resume_reading(conversation)
 
     async def _send(
         self, conversation: _Conversation, source: FileSource, ref: BlobRef, offset: int, progress: Callable[[int], None] | None
     ) -> None:
         async with contextlib.aclosing(source.pieces(offset, ref.size_bytes)) as pieces:
             async for piece in pieces:
-                for data in _chunks_of(piece):
+                for start in range(0, len(piece), CHUNK_BYTES):
+                    data = piece[start : start + CHUNK_BYTES]
                     self._link.send(Chunk(conversation.msg_id, offset, data))
                     offset += len(data)
                     await self._link.drain()
@@ -185,39 +199,23 @@ class _ChunkTransport:
         await conversation.reply()
 
     async def pieces(self, ref: BlobRef, job_id: str, offset: int) -> AsyncGenerator[bytes, None]:
-        with _Conversation(self._client, self._link, lambda msg_id: BlobGet(msg_id, ref.sha256, job_id, offset)) as conversation:
+        with self._ask(lambda msg_id: BlobGet(msg_id, ref.sha256, job_id, offset)) as conversation:
             last = False
             while not last:
-                chunk = await conversation.chunk()
+                chunk = await conversation.answer()
+                if not isinstance(chunk, Chunk):
+                    raise ProtocolError(f"the server answered a download with a {type(chunk).__name__}")
                 yield chunk.data
                 last = chunk.last
 
 
-def _chunks_of(piece: bytes) -> Iterator[bytes]:
-    return (piece[start : start + CHUNK_BYTES] for start in range(0, len(piece), CHUNK_BYTES))
-
-
 class _Conversation:
-    """One request and its several answers, received inside its `with` only."""
+    """The answers to one request."""
 
-    def __init__(self, client: BlobClient, link: TcpLink, make: Callable[[int], Message]) -> None:
-        self._client = client
+    def __init__(self, link: TcpLink, msg_id: int) -> None:
+        self.msg_id = msg_id
         self._link = link
-        self._make = make
         self._answers: asyncio.Queue[Message | TasukiError] = asyncio.Queue()
-        client._msg_id += 1
-        self.msg_id = client._msg_id
-
-    def __enter__(self) -> Self:
-        if self._link.closed:
-            raise Unavailable("there is no connection")
-        self._link.send(self._make(self.msg_id))
-        self._client._conversations[self.msg_id] = self
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._client._conversations.pop(self.msg_id, None)
-        self._link.resume_reading(self)
 
     @property
     def waiting(self) -> int:
@@ -237,12 +235,6 @@ class _Conversation:
             raise message
         if isinstance(message, ErrorMessage):
             raise from_wire(message.code, message.message, message.details)
-        return message
-
-    async def chunk(self) -> Chunk:
-        message = await self.answer()
-        if not isinstance(message, Chunk):
-            raise ProtocolError(f"the server answered a download with a {type(message).__name__}")
         return message
 
     async def reply(self) -> dict[str, Any]:

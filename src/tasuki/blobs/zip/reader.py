@@ -1,4 +1,4 @@
-"""Reading archives without trusting their headers. `writer.py` has the functions for callers.
+"""Reading archives without trusting their headers. `writer.py` writes and extracts them.
 
 Theory of operation. `zipfile` is used only to list the central directory, and of its names only the raw ones: it turns
 `../../evil` into `evil` and cuts names at NUL. `read_directory` refuses every entry that is not a plain file or folder,
@@ -24,63 +24,37 @@ import msgspec
 
 from tasuki.errors import InvalidInput, TooLarge
 
-__all__ = [
-    "NAME_MAX_BYTES",
-    "NAME_MAX_DEPTH",
-    "PART_MAX_BYTES",
-    "PIECE_BYTES",
-    "ArchiveNames",
-    "ListedEntry",
-    "Meter",
-    "ZipEntryInfo",
-    "ZipLimits",
-    "read_directory",
-    "unpack_entry",
-]
-
 PIECE_BYTES = 64 * 1024  # read, inflated or written at once
 NAME_MAX_BYTES = 1024  # of the whole name; leaves room for the folder it goes to below Linux's 4096
 PART_MAX_BYTES = 255  # of one part between slashes; what ext4, xfs and NTFS can hold
 NAME_MAX_DEPTH = 32  # parts; bounds what the folders implied by hostile names cost
 
 _DRIVE = re.compile(r"[A-Za-z]:")
+_SURROGATE = re.compile(r"[\ud800-\udfff]")
 
 
 def _check_name(name: str) -> str:
     """Return the name without the slash that marks a folder, or raise InvalidInput."""
     path = name.removesuffix("/")
-    if "\0" in name:
-        problem = "has a NUL"
-    elif "\\" in name:
-        problem = "has a backslash, which is a separator on some systems"
-    elif name.startswith("/"):
-        problem = "is absolute"
-    elif _DRIVE.match(name):
-        problem = "begins like a drive of Windows"
-    elif ".." in path.split("/"):
-        problem = "has a '..' part"
-    elif any(part in ("", ".") for part in path.split("/")):
-        problem = "has an empty or '.' part"
-    else:
-        problem = _problem_of_size(path)
-    if problem:
-        raise InvalidInput(f"archive entry {name[:NAME_MAX_BYTES]!r} {problem}; only plain relative names are allowed")
-    return path
-
-
-def _problem_of_size(path: str) -> str:
-    try:
-        size_bytes = len(path.encode())
-    except UnicodeEncodeError:
-        return "is not valid Unicode"
-    if size_bytes > NAME_MAX_BYTES:
-        return f"has a name of {size_bytes} bytes (limit {NAME_MAX_BYTES})"
     parts = path.split("/")
-    if len(parts) > NAME_MAX_DEPTH:
-        return f"is {len(parts)} levels deep (limit {NAME_MAX_DEPTH})"
-    if any(len(part.encode()) > PART_MAX_BYTES for part in parts):
-        return f"has a part of more than {PART_MAX_BYTES} bytes"
-    return ""
+    sizes_bytes = [len(part.encode(errors="surrogatepass")) for part in parts]
+    name_bytes = sum(sizes_bytes) + len(parts) - 1
+    problems = (
+        ("\0" in name, "has a NUL"),
+        ("\\" in name, "has a backslash, which is a separator on some systems"),
+        (name.startswith("/"), "is absolute"),
+        (_DRIVE.match(name), "begins like a drive of Windows"),
+        (".." in parts, "has a '..' part"),
+        ("" in parts or "." in parts, "has an empty or '.' part"),
+        (_SURROGATE.search(path), "is not valid Unicode"),
+        (name_bytes > NAME_MAX_BYTES, f"has a name of {name_bytes} bytes (limit {NAME_MAX_BYTES})"),
+        (len(parts) > NAME_MAX_DEPTH, f"is {len(parts)} levels deep (limit {NAME_MAX_DEPTH})"),
+        (max(sizes_bytes) > PART_MAX_BYTES, f"has a part of more than {PART_MAX_BYTES} bytes"),
+    )
+    for is_found, problem in problems:
+        if is_found:
+            raise InvalidInput(f"archive entry {name[:NAME_MAX_BYTES]!r} {problem}; only plain relative names are allowed")
+    return path
 
 
 def _folded(path: str) -> str:
@@ -127,8 +101,8 @@ class ArchiveNames:
             )
 
 
-_LOCAL_HEADER = struct.Struct("<4s5H3I2H")
-_LOCAL_SIGNATURE = b"PK\x03\x04"
+LOCAL_HEADER = struct.Struct("<4s5H3I2H")
+LOCAL_SIGNATURE = b"PK\x03\x04"
 _FLAGS_REFUSED = 0x0001 | 0x0040 | 0x2000  # encrypted: traditional, strong, with masked headers
 _FLAG_UTF8 = 0x0800
 
@@ -248,15 +222,15 @@ def _check_kind(info: zipfile.ZipInfo) -> None:
 def _locate(source: BinaryIO, info: zipfile.ZipInfo, directory_start: int) -> ListedEntry:
     """Find the contents by the local header, which must agree with the directory."""
     name = info.orig_filename
-    if not 0 <= info.header_offset <= directory_start - _LOCAL_HEADER.size:
+    if not 0 <= info.header_offset <= directory_start - LOCAL_HEADER.size:
         raise InvalidInput(f"archive entry {name!r} starts at byte {info.header_offset}, outside of the archive")
     source.seek(info.header_offset)
-    header = source.read(_LOCAL_HEADER.size)
-    if len(header) != _LOCAL_HEADER.size:
+    header = source.read(LOCAL_HEADER.size)
+    if len(header) != LOCAL_HEADER.size:
         raise InvalidInput(f"archive entry {name!r} has a local header that is cut off")
-    signature, _, flags, method, _, _, _, _, _, name_bytes, extra_bytes = _LOCAL_HEADER.unpack(header)
+    signature, _, flags, method, _, _, _, _, _, name_bytes, extra_bytes = LOCAL_HEADER.unpack(header)
     raw_name = name.encode("utf-8" if info.flag_bits & _FLAG_UTF8 else "cp437")
-    if signature != _LOCAL_SIGNATURE or source.read(name_bytes) != raw_name:
+    if signature != LOCAL_SIGNATURE or source.read(name_bytes) != raw_name:
         raise InvalidInput(f"archive entry {name!r} has another name, or none, in its local header")
     if flags & _FLAGS_REFUSED or method != info.compress_type:
         raise InvalidInput(f"archive entry {name!r} is stored in another way in its local header")
@@ -265,7 +239,7 @@ def _locate(source: BinaryIO, info: zipfile.ZipInfo, directory_start: int) -> Li
         is_folder=name.endswith("/"),
         is_deflated=method == zipfile.ZIP_DEFLATED,
         header_start=info.header_offset,
-        data_start=info.header_offset + _LOCAL_HEADER.size + name_bytes + extra_bytes,
+        data_start=info.header_offset + LOCAL_HEADER.size + name_bytes + extra_bytes,
         packed_bytes=info.compress_size,
         claimed_bytes=info.file_size,
         claimed_crc32=info.CRC,
@@ -311,7 +285,7 @@ class Meter:
         self._total_packed_bytes += entry_packed_bytes
 
 
-def unpack_entry(source: BinaryIO, entry: ListedEntry, meter: Meter, take: Callable[[bytes], None]) -> ZipEntryInfo:
+def unpack_entry(source: BinaryIO, entry: ListedEntry, meter: Meter, take: Callable[[bytes], object]) -> ZipEntryInfo:
     """Unpack one entry into `take`; refuse it unless it is exactly what the directory says."""
     size_bytes = crc32 = 0
     for piece, used_bytes in _inflated(source, entry) if entry.is_deflated else _stored(source, entry):

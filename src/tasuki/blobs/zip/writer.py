@@ -1,7 +1,7 @@
-"""Result archives: written in a stream without following links, checked and extracted without trusting their headers.
+"""Result archives: written in a stream, and extracted without trusting their headers.
 
 Every refusal is InvalidInput or TooLarge and names the entry. The rules for names, and how an archive is listed and unpacked, are
-in `reader.py`. Only the given files are read, and `extract_zip` makes only the given folder.
+in `reader.py`. `extract_zip` makes only the given folder.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import tempfile
 import zipfile
 import zlib
 from collections.abc import Iterable, Sequence
-from io import FileIO
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
@@ -23,7 +22,8 @@ import msgspec
 
 from tasuki.blobs.files import disk_full_as_error
 from tasuki.blobs.zip.reader import (
-    PIECE_BYTES,
+    LOCAL_HEADER,
+    LOCAL_SIGNATURE,
     ArchiveNames,
     ListedEntry,
     Meter,
@@ -34,20 +34,6 @@ from tasuki.blobs.zip.reader import (
 )
 from tasuki.errors import InvalidInput
 
-__all__ = [
-    "ByteSink",
-    "FileUnder",
-    "Pieces",
-    "ZipEntryInfo",
-    "ZipLimits",
-    "ZipMember",
-    "check_zip",
-    "extract_zip",
-    "small_zip",
-    "write_zip",
-]
-
-_LOCAL = struct.Struct("<4s5H3I2H")
 _CENTRAL = struct.Struct("<4s6H3I5H2I")
 _END = struct.Struct("<4s4H2IH")
 _ZIP_VERSION, _UNIX, _DAY_ONE = 20, 3, 0x21  # 1980-01-01, as `write_zip` has it
@@ -55,13 +41,6 @@ _REGULAR_FILE = (stat.S_IFREG | 0o644) << 16
 
 DEFAULT_LIMITS = ZipLimits()
 FIXED_TIME = (1980, 1, 1, 0, 0, 0)  # the oldest that ZIP knows: equal contents give equal bytes
-
-
-class FileUnder(msgspec.Struct, frozen=True):
-    """A regular file below `folder`, reached without following a link below it: for folders that a job can write."""
-
-    folder: Path
-    relative: str
 
 
 class Pieces(msgspec.Struct, frozen=True):
@@ -74,10 +53,10 @@ class Pieces(msgspec.Struct, frozen=True):
 
 
 class ZipMember(msgspec.Struct, frozen=True):
-    """A member to be written: its name, and bytes, a file, or None for a folder (its name ends with `/`)."""
+    """A member to be written: its name, and its bytes, or None for a folder (its name ends with `/`)."""
 
     name: str
-    content: bytes | Path | FileUnder | Pieces | None
+    content: bytes | Pieces | None
 
 
 class ByteSink(Protocol):
@@ -106,20 +85,12 @@ class _Stream:
         self._sink = None
 
 
-def write_zip(
-    target: ByteSink,
-    members: Iterable[ZipMember],
-    *,
-    modified_at: tuple[int, int, int, int, int, int] = FIXED_TIME,
-) -> None:
-    """Write an archive that `check_zip` accepts, but for its limits. Equal members give equal bytes (same Python and zlib).
+def write_zip(target: ByteSink, members: Iterable[ZipMember]) -> None:
+    """Write an archive that `extract_zip` accepts, but for its limits. Equal members give equal bytes (same Python and zlib).
 
-    A name that no archive may have, a link, a device: InvalidInput; a full disk: DiskFull. The target then holds a
-    part of an archive that cannot be taken for a whole one. A file that grows is taken up to the size it had when it
-    was opened.
+    A name that no archive may have: InvalidInput; a full disk: DiskFull. The target then holds a part of an archive that
+    cannot be taken for a whole one.
     """
-    if not 1980 <= modified_at[0] <= 2107:
-        raise InvalidInput(f"modified_at is in the year {modified_at[0]}; ZIP knows 1980 to 2107")
     stream = _Stream(target)
     names = ArchiveNames()
     archive = zipfile.ZipFile(stream, "w", zipfile.ZIP_DEFLATED)  # type: ignore[call-overload]  # typed as seekable
@@ -127,7 +98,7 @@ def write_zip(
         with disk_full_as_error(getattr(target, "name", "the archive")):
             for member in members:
                 names.add(member.name, is_folder=member.content is None)
-                _write_member(archive, member, modified_at)
+                _write_member(archive, member)
             archive.close()
     except BaseException:
         stream.cut_off()
@@ -135,11 +106,11 @@ def write_zip(
         raise
 
 
-def _write_member(archive: zipfile.ZipFile, member: ZipMember, modified_at: tuple[int, int, int, int, int, int]) -> None:
+def _write_member(archive: zipfile.ZipFile, member: ZipMember) -> None:
     is_folder = member.content is None
     if is_folder != member.name.endswith("/"):
         raise InvalidInput(f"archive entry {member.name!r}: names of folders, and only they, end with '/'")
-    info = zipfile.ZipInfo(member.name, modified_at)
+    info = zipfile.ZipInfo(member.name, FIXED_TIME)
     info.create_system = 3  # Unix, on every platform
     mode = stat.S_IFDIR | 0o755 if is_folder else stat.S_IFREG | 0o644
     info.external_attr = mode << 16
@@ -151,10 +122,6 @@ def _write_member(archive: zipfile.ZipFile, member: ZipMember, modified_at: tupl
             info.file_size = len(data)
             with archive.open(info, "w") as entry:
                 entry.write(data)
-        case Path() as path:
-            _write_file(archive, info, FileUnder(path.parent, path.name))
-        case FileUnder() as file:
-            _write_file(archive, info, file)
         case Pieces() as some:
             info.file_size = some.max_bytes
             info.compress_type = zipfile.ZIP_STORED if some.stored else zipfile.ZIP_DEFLATED
@@ -163,62 +130,15 @@ def _write_member(archive: zipfile.ZipFile, member: ZipMember, modified_at: tupl
                     entry.write(piece)
 
 
-def _write_file(archive: zipfile.ZipFile, info: zipfile.ZipInfo, file: FileUnder) -> None:
-    with open(_open_regular(file), "rb", buffering=0) as source:
-        left_bytes = info.file_size = os.fstat(source.fileno()).st_size
-        with archive.open(info, "w") as entry:
-            while left_bytes and (piece := source.read(min(PIECE_BYTES, left_bytes))):
-                entry.write(piece)
-                left_bytes -= len(piece)
-
-
-def _open_regular(file: FileUnder) -> int:
-    """Open part by part, so that no link below the folder is followed even if one is put there meanwhile."""
-    shown = str(file.folder / file.relative)
-    *folders, last = file.relative.split("/")
-    if any(part in ("", ".", "..") for part in (*folders, last)):
-        raise InvalidInput(f"file {shown!r}: {file.relative!r} is not a plain relative path")
-    descriptor = os.open(file.folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        for part in folders:
-            below = _open_at(descriptor, part, os.O_DIRECTORY, shown)
-            os.close(descriptor)
-            descriptor = below
-        found = _open_at(descriptor, last, os.O_NONBLOCK, shown)  # a FIFO must not wait for a writer
-    finally:
-        os.close(descriptor)
-    if not stat.S_ISREG(os.fstat(found).st_mode):
-        os.close(found)
-        raise InvalidInput(f"file {shown!r} is not a regular file; archives hold only files and folders")
-    return found
-
-
-def _open_at(descriptor: int, part: str, flags: int, shown: str) -> int:
-    try:
-        return os.open(part, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | flags, dir_fd=descriptor)
-    except OSError as error:  # ELOOP, ENOTDIR: a link; ENXIO: a socket; ENOENT, EACCES: as they say
-        raise InvalidInput(
-            f"file {shown!r} cannot be put into an archive: {part!r}: {os.strerror(error.errno or 0)} (links are not followed)"
-        ) from error
-
-
-def check_zip(source: BinaryIO, limits: ZipLimits = DEFAULT_LIMITS) -> list[ZipEntryInfo]:
-    """Read the whole archive, keep nothing, and return its entries in the order of its directory.
-
-    `source` must be seekable. Raises what `extract_zip` would raise for the archive itself.
-    """
-    meter = Meter(limits)
-    return [unpack_entry(source, entry, meter, _discard) for entry in read_directory(source, limits)]
-
-
 def extract_zip(source: BinaryIO, into: Path, limits: ZipLimits = DEFAULT_LIMITS) -> list[ZipEntryInfo]:
     """Unpack into the new folder `into`: all of it or, whatever goes wrong, nothing.
 
     Modes, owners and times in the archive are ignored. Nothing is fsynced: the archive is what lasts.
     InvalidInput if `into` exists or an entry is not acceptable, TooLarge if a limit is passed, DiskFull.
     """
+    exists = InvalidInput(f"{str(into)!r} exists; an archive is extracted into a new folder")
     if os.path.lexists(into):
-        raise _exists(into)
+        raise exists
     meter = Meter(limits)
     listed = read_directory(source, limits)
     with disk_full_as_error(into):
@@ -227,44 +147,25 @@ def extract_zip(source: BinaryIO, into: Path, limits: ZipLimits = DEFAULT_LIMITS
         try:
             new = private / "new"
             new.mkdir()
-            found = [_extract_entry(source, entry, meter, new) for entry in listed]
-            _rename_folder(new, into)
+            found = [_extract_entry(source, entry, meter, new / entry.name) for entry in listed]
+            try:
+                new.rename(into)
+            except OSError as error:
+                if error.errno in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR):  # made by another process meanwhile
+                    raise exists from error
+                raise
         finally:
             shutil.rmtree(private)
     return found
 
 
-def _exists(into: Path) -> InvalidInput:
-    return InvalidInput(f"{str(into)!r} exists; an archive is extracted into a new folder")
-
-
-def _rename_folder(new: Path, into: Path) -> None:
-    try:
-        new.rename(into)
-    except OSError as error:
-        if error.errno in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR):  # made by somebody else meanwhile
-            raise _exists(into) from error
-        raise
-
-
-def _discard(piece: bytes) -> None:
-    """Drop contents that are only checked."""
-
-
-def _extract_entry(source: BinaryIO, entry: ListedEntry, meter: Meter, folder: Path) -> ZipEntryInfo:
-    path = folder / entry.name
+def _extract_entry(source: BinaryIO, entry: ListedEntry, meter: Meter, path: Path) -> ZipEntryInfo:
     if entry.is_folder:
         path.mkdir(parents=True, exist_ok=True)
-        return unpack_entry(source, entry, meter, _discard)
+        return unpack_entry(source, entry, meter, lambda piece: None)
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("xb", buffering=0) as target:
-        return unpack_entry(source, entry, meter, lambda piece: _write_all(target, piece))
-
-
-def _write_all(target: FileIO, piece: bytes) -> None:
-    view = memoryview(piece)
-    while view:  # a disk that fills up takes a part first and says so at the next call
-        view = view[target.write(view) :]
+    with path.open("xb") as target:
+        return unpack_entry(source, entry, meter, target.write)
 
 
 def small_zip(members: Sequence[tuple[str, bytes]]) -> bytes:
@@ -277,7 +178,7 @@ def small_zip(members: Sequence[tuple[str, bytes]]) -> bytes:
             packed, method = data, zipfile.ZIP_STORED
         facts = (0, method, 0, _DAY_ONE, zlib.crc32(data), len(packed), len(data), len(name), 0)
         at = len(body)
-        body += _LOCAL.pack(b"PK\3\4", _ZIP_VERSION, *facts) + name.encode("ascii") + packed
+        body += LOCAL_HEADER.pack(LOCAL_SIGNATURE, _ZIP_VERSION, *facts) + name.encode("ascii") + packed
         made = _ZIP_VERSION | _UNIX << 8
         directory += _CENTRAL.pack(b"PK\1\2", made, _ZIP_VERSION, *facts, 0, 0, 0, _REGULAR_FILE, at) + name.encode("ascii")
     end = _END.pack(b"PK\5\6", 0, 0, len(members), len(members), len(directory), len(body), 0)

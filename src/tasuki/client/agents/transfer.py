@@ -7,6 +7,7 @@ missing ones are sent. A result is downloaded into a part file beside the output
 from __future__ import annotations
 
 import asyncio
+import errno
 import hashlib
 import os
 import re
@@ -289,6 +290,7 @@ class _Offset(msgspec.Struct):
 # ------------------------------------------------------------------------------------------------ results
 
 ZIP_TYPE = "application/zip"
+NO_LOCKS_ERRNOS = frozenset({errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL})  # of flock on some file systems
 NAME_MAX_CHARS = 100  # of the output's name in the name of the part file; file systems allow 255 bytes in all
 
 ETAG = re.compile(r'(?:W/)?"?([0-9a-f]{64})"?').fullmatch
@@ -306,16 +308,25 @@ def _short(text: str) -> str:
 
 def find_part(target: Path, job_id: str) -> PartFile | None:
     """Return the file that an earlier process left, if it is dead."""
-    return PartFile.claim(part_path(target, job_id), create=False)
+    return _claim(part_path(target, job_id), create=False)
 
 
 def make_part(target: Path, job_id: str) -> PartFile:
     """Return the file of this job, or a file of its own while another process writes to it and where there are no locks."""
     path = part_path(target, job_id)
-    part = PartFile.claim(path, mode=0o666)
+    part = _claim(path, create=True)
     if part is None:
         part = PartFile.create(path.with_name(f"{path.name.removesuffix('.part')}.{secrets.token_hex(4)}.part"), mode=0o666)
     return part
+
+
+def _claim(path: Path, *, create: bool) -> PartFile | None:
+    try:
+        return PartFile.claim(path, create=create, mode=0o666)
+    except OSError as error:
+        if error.errno not in NO_LOCKS_ERRNOS:
+            raise
+        return None
 
 
 class DownloadedResult(msgspec.Struct, frozen=True):
