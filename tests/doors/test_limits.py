@@ -21,7 +21,8 @@ from tasuki.doors import listening
 from tasuki.doors.tcp import TcpDoor
 from tasuki.net import tcp_link
 from tasuki.server import server as server_module
-from tasuki.server.assembly import StorageLocations, make_server, prepare_folder
+from tasuki.server.assembly import StorageLocations, make_server
+from tasuki.server.backup import prepare_folder
 from tasuki.server.server import Server, ServerConfig
 from tasuki.wire.messages import encode
 from tests.doors.raw import RawPeer, bomb

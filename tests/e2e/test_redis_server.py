@@ -285,7 +285,8 @@ import asyncio, sys
 from pathlib import Path
 from tasuki.config import DataFolder
 from tasuki.server.server import ServerConfig
-from tasuki.server.assembly import StorageLocations, make_server, prepare_folder
+from tasuki.server.assembly import StorageLocations, make_server
+from tasuki.server.backup import prepare_folder
 
 async def main():
     folder = DataFolder(Path({str(tmp_path)!r}) / "data")

@@ -176,7 +176,7 @@ def test_a_half_sent_blob_is_dropped_with_its_connection(blobs: FolderBlobs, tmp
         transfers.begin(1, link, BlobPut(5, SHA256, len(DATA)), PLACE)
         await link.wait_for(Reply)
         transfers.piece(1, link, Chunk(5, 0, DATA[:10]))
-        [task] = transfers._uploads._tasks
+        [task] = transfers._tasks
         transfers.forget(1)
         await asyncio.gather(task, return_exceptions=True)
 

@@ -59,7 +59,7 @@ class Scene:
         await self.settled()
 
     async def settled(self) -> None:
-        await asyncio.gather(*self.transfers._uploads._tasks, return_exceptions=True)
+        await asyncio.gather(*self.transfers._tasks, return_exceptions=True)
 
 
 @pytest.fixture

@@ -16,7 +16,6 @@ LONG_FILES: dict[str, str] = {
     "core/failover/plan.py": "one machine",
     "core/store_messages.py": "requests, answers and the table of verbs, which must agree",
     "core/worker/machine.py": "one machine, with its records of leases and slots",
-    "server/transfers.py": "uploads and downloads of blobs, which share their limits",
     "testing/harness.py": "one world for all tests of machines",
     "testing/harness_nodes.py": "the peers of that world",
     "testing/sim/ablations_store.py": "one entry for each safeguard of a store",

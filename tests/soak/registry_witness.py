@@ -13,7 +13,7 @@ from typing import NamedTuple, Self
 from tasuki.cli.agent import REGISTRY_APP as APP
 from tasuki.core.failover.registry_records import DISPATCHER, attempt_of, node_of
 from tasuki.core.job import Job, State
-from tasuki.server.assembly import is_redis, open_postgresql_reader, open_redis_reader
+from tasuki.server.assembly import is_redis, open_postgresql_reader, open_redis
 from tests.soak.exclusive_program import boot_time
 
 LOOK_S = 0.05
@@ -81,7 +81,7 @@ class Witness:
     """Looks again and again, in a thread of its own."""
 
     def __init__(self, url: str, job_ids: Sequence[str]) -> None:
-        self._reader = (open_redis_reader(url, app=APP) if is_redis(url) else open_postgresql_reader(url))()
+        self._reader = open_redis(url, APP, check=False) if is_redis(url) else open_postgresql_reader(url)
         self.stories = {job_id: Story() for job_id in job_ids}
         self.looks = 0
         self._over = threading.Event()

@@ -255,7 +255,7 @@ def _store(url: str) -> Finding:
         check_store(url)
         if is_redis(url):
             return _redis(url)
-        reader = open_postgresql_reader(url)()
+        reader = open_postgresql_reader(url)
         try:
             epoch, holder = reader.epoch()
         finally:

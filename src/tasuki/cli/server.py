@@ -384,7 +384,8 @@ async def serve(options: ServerOptions, events: process.Events, while_open: Call
     """Run a server while `while_open(server)` lasts."""
     from tasuki.config import fault_point
     from tasuki.doors.listening import ServerCertificate
-    from tasuki.server.assembly import kill_at, make_server, open_presigned, prepare_folder
+    from tasuki.server.assembly import kill_at, make_server, open_presigned
+    from tasuki.server.backup import prepare_folder
 
     check(options)
     listen, folder = options.listen, options.places.folder

@@ -90,10 +90,10 @@ def restore(output: Output, file: Path, data: Path | None, force: bool, check: b
         _check_backup(file, output)
         return
     from tasuki.config import data_folder, fault_point
-    from tasuki.server import restore as restoring
+    from tasuki.server import backup as backups
     from tasuki.server.assembly import kill_at
 
-    done = restoring.restore(
+    done = backups.restore(
         file.absolute(), data_folder(data), force=force, progress=output.progress, fault=kill_at(fault_point())
     )
     facts = {
@@ -117,7 +117,7 @@ def restore(output: Output, file: Path, data: Path | None, force: bool, check: b
 
 
 def _check_backup(file: Path, output: Output) -> None:
-    from tasuki.server.restore import check_backup
+    from tasuki.server.backup import check_backup
 
     manifest = check_backup(file.absolute(), progress=output.progress)
     facts = {"file": str(file), "tasuki": manifest.tasuki, **_facts(manifest)}
@@ -166,7 +166,7 @@ def migrate(output: Output, data: Path | None, store: str | None) -> None:
 def _migrate_folder(data: Path | None) -> tuple[str, list[str]]:
     from tasuki.config import data_folder
     from tasuki.django import standalone
-    from tasuki.server.assembly import prepare_folder
+    from tasuki.server.backup import prepare_folder
     from tasuki.stores.sql.sqlite import OwnerLock
 
     folder = data_folder(data)

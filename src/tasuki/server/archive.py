@@ -36,7 +36,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Version of tasuki that made the backup."""
     made_at: float
     schema_version: int
-    migrations: list[str]
+    migrations: tuple[str, ...]
     epoch: int
     holder: str
     jobs: dict[str, int]
@@ -180,14 +180,11 @@ def read_manifest(encoded: bytes) -> Manifest:
     """Decode a manifest; InvalidInput if it is of a format that this code does not know."""
     try:
         format_ = msgspec.json.decode(encoded, type=_Format).format
+        if format_ == FORMAT:
+            return msgspec.json.decode(encoded, type=Manifest)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
         raise Corrupt(f"the backup's manifest cannot be read: {error}") from None
-    if format_ != FORMAT:
-        raise InvalidInput(f"the backup has format {format_}, this tasuki reads format {FORMAT}; use the version that made it")
-    try:
-        return msgspec.json.decode(encoded, type=Manifest)
-    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
-        raise Corrupt(f"the backup's manifest cannot be read: {error}") from None
+    raise InvalidInput(f"the backup has format {format_}, this tasuki reads format {FORMAT}; use the version that made it")
 
 
 class _Format(msgspec.Struct):

@@ -17,9 +17,11 @@ import os
 import secrets
 import signal
 from collections.abc import Callable
+from contextlib import AsyncExitStack
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 
@@ -39,15 +41,10 @@ from tasuki.errors import ConfigError, TasukiError, TooLarge
 from tasuki.event_loop import ignore_result
 from tasuki.server.cluster import Cluster
 from tasuki.server.queries import Reader
-from tasuki.server.restore import finish_publishing
 from tasuki.server.server import Server, ServerConfig
 from tasuki.server.transfers import PresignedTransfers
 from tasuki.stores.batching import StoreThread
 from tasuki.stores.store import Store
-
-if TYPE_CHECKING:
-    from tasuki.stores.redis.store import RedisStore
-
 
 logger = logging.getLogger("tasuki.server")
 JOURNAL_STRETCH_BYTES = 8 * 1024 * 1024  # some hundred jobs at idle; under load many share a commit
@@ -61,15 +58,6 @@ TTL_SLACK_S = 86_400.0  # pruning by the leader comes first; a key's own end is 
 def make_secret(kind: str) -> str:
     """Return a new token: its kind in the prefix, 256 random bits."""
     return TOKEN_PREFIXES[kind] + secrets.token_urlsafe(32)
-
-
-def prepare_folder(folder: DataFolder) -> None:
-    """Make the folder, for this user only, and finish a restore that was killed."""
-    try:
-        folder.root.mkdir(parents=True, exist_ok=True, mode=0o700)
-    except OSError as error:
-        raise ConfigError(f"the data folder {folder.root} cannot be made: {error.strerror or error}") from None
-    finish_publishing(folder)
 
 
 def kill_at(points: str) -> Callable[[str], None]:
@@ -91,74 +79,27 @@ def kill_at(points: str) -> Callable[[str], None]:
     return fault
 
 
-def open_sqlite(folder: DataFolder, fault: Callable[[str], None]) -> Callable[[], Store]:
-    """Return how the store thread opens its store. Django is imported then, not before."""
+def _open_sqlite(folder: DataFolder, fault: Callable[[str], None]) -> Store:
+    from tasuki.stores.sql.store import SqlStore
 
-    def open_store() -> Store:
-        from tasuki.stores.sql.store import SqlStore
-
-        store = SqlStore.open_sqlite(folder.database, fault=fault, stretch_bytes=JOURNAL_STRETCH_BYTES)
-        ensure_admin_token(store, folder.token_file)
-        return store
-
-    return open_store
+    store = SqlStore.open_sqlite(folder.database, fault=fault, stretch_bytes=JOURNAL_STRETCH_BYTES)
+    ensure_admin_token(store, folder.token_file)
+    return store
 
 
-def open_sqlite_reader(folder: DataFolder) -> Callable[[], Reader]:
-    """Return how a reader thread opens its own, read-only connection."""
+def _open_sqlite_reader(folder: DataFolder) -> Reader:
+    from tasuki.stores.sql.read import SqlReader
+    from tasuki.stores.sql.sqlite import SqliteReadOnly
 
-    def open_reader() -> Reader:
-        from tasuki.stores.sql.read import SqlReader
-        from tasuki.stores.sql.sqlite import SqliteReadOnly
-
-        return SqlReader(SqliteReadOnly(folder.database))
-
-    return open_reader
+    return SqlReader(SqliteReadOnly(folder.database))
 
 
-def open_postgresql(
-    url: str, folder: DataFolder | None, fault: Callable[[str], None] = lambda point: None, lock_ttl_s: float = LOCK_TTL_S
-) -> Callable[[], Store]:
-    """Return how the store thread opens a database that servers share, with its tables made or migrated first.
+def open_postgresql_reader(url: str) -> Reader:
+    """Open a read-only connection."""
+    from tasuki.stores.sql.postgres import PostgresReadOnly, connection_parameters
+    from tasuki.stores.sql.read import SqlReader
 
-    Without a folder no admin token is made.
-    """
-
-    def open_store() -> Store:
-        from tasuki.stores.sql.store import SqlStore
-
-        store = SqlStore.open_postgresql(url, fault=fault, lock_ttl_s=lock_ttl_s)
-        if folder is not None:
-            ensure_admin_token(store, folder.token_file)
-        return store
-
-    return open_store
-
-
-def open_postgresql_reader(url: str) -> Callable[[], Reader]:
-    def open_reader() -> Reader:
-        from tasuki.stores.sql.postgres import PostgresReadOnly, connection_parameters
-        from tasuki.stores.sql.read import SqlReader
-
-        return SqlReader(PostgresReadOnly(connection_parameters(url)))
-
-    return open_reader
-
-
-def cluster_on_postgresql(url: str, server_id: str, lock_ttl_s: float = LOCK_TTL_S, *, candidate: bool = True) -> Cluster:
-    """Return the membership among the servers on that database."""
-    from tasuki.coords.sql import SqlCoordination
-    from tasuki.stores.sql.postgres import PostgresWakeups
-    from tasuki.stores.sql.store import SCHEMA_VERSION
-
-    return Cluster(
-        lambda: SqlCoordination(url, ttl_s=lock_ttl_s),
-        PostgresWakeups(url, server_id=server_id),
-        incarnation=secrets.token_hex(8),
-        schema_version=SCHEMA_VERSION,
-        lock_ttl_s=lock_ttl_s,
-        candidate=candidate,
-    )
+    return SqlReader(PostgresReadOnly(connection_parameters(url)))
 
 
 def is_redis(url: str) -> bool:
@@ -166,56 +107,12 @@ def is_redis(url: str) -> bool:
 
 
 def open_redis(
-    url: str,
-    folder: DataFolder | None = None,
-    *,
-    app: str = DEFAULT_APP,
-    retention_s: float = RETENTION_DAYS * 86_400.0,
-    strict: bool = False,
-    check: bool = True,
-) -> Callable[[], Store]:
-    """Return how the store thread opens a Redis that servers share. `app` is the prefix of its keys.
-
-    Settings of Redis that may lose jobs are warned of, or with `strict` refused. Without a folder no admin token is made.
-    """
-
-    def open_store() -> Store:
-        store = _redis_store(url, app, retention_s, strict=strict, check=check)
-        if folder is not None:
-            ensure_admin_token(store, folder.token_file)
-        return store
-
-    return open_store
-
-
-def open_redis_reader(
-    url: str, *, app: str = DEFAULT_APP, retention_s: float = RETENTION_DAYS * 86_400.0
-) -> Callable[[], Reader]:
-    return lambda: _redis_store(url, app, retention_s, check=False)
-
-
-def _redis_store(url: str, app: str, retention_s: float, *, strict: bool = False, check: bool = True) -> RedisStore:
+    url: str, app: str = DEFAULT_APP, retention_s: float = RETENTION_DAYS * 86_400.0, *, strict: bool = False, check: bool = True
+) -> Store:
+    """Open a Redis that servers share. Settings that may lose jobs are warned of, or with `strict` refused."""
     from tasuki.stores.redis.store import RedisStore
 
     return RedisStore.open(url, app=app, result_ttl_s=int(retention_s + TTL_SLACK_S), strict=strict, check=check)
-
-
-def cluster_on_redis(
-    url: str, server_id: str, lock_ttl_s: float = LOCK_TTL_S, *, app: str = DEFAULT_APP, candidate: bool = True
-) -> Cluster:
-    """Return the membership among the servers on that Redis with the same app. Only a candidate can lead."""
-    from tasuki.coords.redis import TIMEOUT_SHARE, RedisCoordination
-    from tasuki.stores.redis.connection import RedisWakeups, connect, name_of
-    from tasuki.stores.redis.store import SCHEMA_VERSION
-
-    return Cluster(
-        lambda: RedisCoordination(connect(url, TIMEOUT_SHARE * lock_ttl_s), where=name_of(url), app=app),
-        RedisWakeups(url, app=app, server_id=server_id),
-        incarnation=secrets.token_hex(8),
-        schema_version=SCHEMA_VERSION,
-        lock_ttl_s=lock_ttl_s,
-        candidate=candidate,
-    )
 
 
 def ensure_admin_token(store: Store, path: Path) -> None:
@@ -261,36 +158,62 @@ def make_server(places: StorageLocations, config: ServerConfig, fault: Callable[
     folder = places.folder
     blobs = open_blobs(places.blobs or folder.blobs, max_blob_bytes=BLOB_MAX_BYTES, floor_free_bytes=config.disk_floor_bytes)
     if not places.store:
-        return Server(config, open_sqlite(folder, fault), open_sqlite_reader(folder), blobs, fault=fault)
+        return Server(config, lambda: _open_sqlite(folder, fault), lambda: _open_sqlite_reader(folder), blobs, fault=fault)
     check_store(places.store)
     own_folder(folder)
     if not places.blobs:
         logger.warning("the blobs of this server are in %s: other servers cannot reach them; give --blobs s3://…", folder.blobs)
     config = msgspec.structs.replace(config, readers=SHARED_READERS)
-    return Server(config, *_open_shared(places, config, folder, fault), blobs, _cluster_on(places, config.server_id), fault)
+    store, reader = partial(_open_shared, places, config, folder, fault), partial(_open_shared_reader, places, config)
+    return Server(config, store, reader, blobs, _cluster_on(places, config.server_id), fault)
 
 
 def _open_shared(
     places: StorageLocations, config: ServerConfig, folder: DataFolder | None, fault: Callable[[str], None] = lambda point: None
-) -> tuple[Callable[[], Store], Callable[[], Reader]]:
-    """Return how to open the store that servers share, and a reader of it."""
-    url = places.store
-    if is_redis(url):
-        return (
-            open_redis(url, folder, app=places.app, retention_s=config.retention_s, strict=places.strict),
-            open_redis_reader(url, app=places.app, retention_s=config.retention_s),
-        )
-    return open_postgresql(url, folder, fault, places.lock_ttl_s), open_postgresql_reader(url)
+) -> Store:
+    """Open the store that servers share, with its tables made or migrated first. Without a folder no admin token is made."""
+    if is_redis(places.store):
+        store = open_redis(places.store, places.app, config.retention_s, strict=places.strict)
+    else:
+        from tasuki.stores.sql.store import SqlStore
+
+        store = SqlStore.open_postgresql(places.store, fault=fault, lock_ttl_s=places.lock_ttl_s)
+    if folder is not None:
+        ensure_admin_token(store, folder.token_file)
+    return store
+
+
+def _open_shared_reader(places: StorageLocations, config: ServerConfig) -> Reader:
+    if is_redis(places.store):
+        return open_redis(places.store, places.app, config.retention_s, check=False)
+    return open_postgresql_reader(places.store)
 
 
 def _cluster_on(places: StorageLocations, server_id: str, *, candidate: bool = True) -> Cluster:
     """Return the membership: heartbeats and election may be in a Redis beside a SQL store, which still decides on epochs."""
-    if is_redis(places.store):
-        return cluster_on_redis(places.store, server_id, places.lock_ttl_s, app=places.app, candidate=candidate)
-    if places.coordination:
-        app = COORDINATION_PREFIX
-        return cluster_on_redis(places.coordination, server_id, places.lock_ttl_s, app=app, candidate=candidate)
-    return cluster_on_postgresql(places.store, server_id, places.lock_ttl_s, candidate=candidate)
+    ttl_s = places.lock_ttl_s
+    cluster = partial(Cluster, incarnation=secrets.token_hex(8), lock_ttl_s=ttl_s, candidate=candidate)
+    in_redis = is_redis(places.store)
+    if in_redis or places.coordination:
+        from tasuki.coords.redis import TIMEOUT_SHARE, RedisCoordination
+        from tasuki.stores.redis import store as redis_store
+        from tasuki.stores.redis.connection import RedisWakeups, connect, name_of
+
+        url, app = (places.store, places.app) if in_redis else (places.coordination, COORDINATION_PREFIX)
+        return cluster(
+            lambda: RedisCoordination(connect(url, TIMEOUT_SHARE * ttl_s), where=name_of(url), app=app),
+            RedisWakeups(url, app=app, server_id=server_id),
+            schema_version=redis_store.SCHEMA_VERSION,
+        )
+    from tasuki.coords.sql import SqlCoordination
+    from tasuki.stores.sql.postgres import PostgresWakeups
+    from tasuki.stores.sql.store import SCHEMA_VERSION
+
+    return cluster(
+        lambda: SqlCoordination(places.store, ttl_s=ttl_s),
+        PostgresWakeups(places.store, server_id=server_id),
+        schema_version=SCHEMA_VERSION,
+    )
 
 
 def open_presigned(blobs: str, endpoint: str = "") -> PresignedTransfers:
@@ -312,7 +235,8 @@ def make_guest(places: StorageLocations, config: ServerConfig, *, candidate: boo
         blobs = open_blobs(places.blobs, max_blob_bytes=BLOB_MAX_BYTES, floor_free_bytes=floor)
     config = msgspec.structs.replace(config, readers=SHARED_READERS, collects_blobs=bool(places.blobs))
     cluster = _cluster_on(places, config.server_id, candidate=candidate)
-    return Server(config, *_open_shared(places, config, None), blobs, cluster), cluster
+    reader = partial(_open_shared_reader, places, config)
+    return Server(config, partial(_open_shared, places, config, None), reader, blobs, cluster), cluster
 
 
 class NoBlobs(FolderBlobs):
@@ -363,38 +287,28 @@ class StoreClient:
         if places.blobs:
             floor = config.disk_floor_bytes
             self.blobs = open_blobs(places.blobs, max_blob_bytes=BLOB_MAX_BYTES, floor_free_bytes=floor)
-        opening, _ = _open_shared(places, config, None)
         self._holder = config.server_id
         self._loop = asyncio.get_running_loop()
-        self._thread = StoreThread(opening, self._deliver)
+        self._thread = StoreThread(partial(_open_shared, places, config, None), self._deliver)
 
     async def open(self) -> None:
         """Open store and blobs. Errors are raised here, and then nothing is left open."""
-        try:
-            await self._open()
-        except BaseException:
+        async with AsyncExitStack() as undo:
             if self.blobs is not None:
-                self.blobs.close()
-            raise
-
-    async def _open(self) -> None:
-        if self.blobs is not None:
-            await asyncio.to_thread(self.blobs.check)
-        await asyncio.to_thread(self._thread.open, self._holder)
-        try:
+                undo.callback(self.blobs.close)
+                await asyncio.to_thread(self.blobs.check)
+            await asyncio.to_thread(self._thread.open, self._holder)
+            undo.push_async_callback(asyncio.to_thread, self._thread.close)
             if self._guest is not None:
                 await self._guest.start()
-        except BaseException:
-            await asyncio.to_thread(self._thread.close)
-            raise
+            undo.pop_all()
 
     async def execute(self, turn: Turn) -> Answers:
         """Execute a turn in one transaction. A caller that is canceled does not stop it: it may still be done."""
         turn.context = waiting = self._loop.create_future()
         waiting.add_done_callback(ignore_result)
         self._thread.submit(turn)
-        answers: Answers = await asyncio.shield(waiting)
-        return answers
+        return await asyncio.shield(waiting)
 
     def on_cancel(self, callback: Callable[[str], None]) -> None:
         """Call `callback` with the worker_id that holds a lease that is to be canceled. Best effort."""

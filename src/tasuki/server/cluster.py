@@ -11,6 +11,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 import msgspec
@@ -22,6 +23,7 @@ from tasuki.core.cluster_messages import Hint, ServerInfo, decode, split
 from tasuki.core.machine import Now, Ticked
 from tasuki.errors import TasukiError
 from tasuki.event_loop import BackgroundTasks
+from tasuki.server.queries import Reader
 from tasuki.stores.wakeups import Wakeups
 
 logger = logging.getLogger("tasuki.server")
@@ -39,28 +41,10 @@ class LocalServer(Protocol):
     @property
     def server_id(self) -> str: ...
     @property
-    def info(self) -> ServerInfo:
-        """The description that other servers get."""
-
+    def info(self) -> ServerInfo: ...
     def now(self) -> Now: ...
     def tell(self, event: Event) -> None: ...
-    async def highest_epoch(self) -> int:
-        """Return the highest epoch that ever led this store."""
-
-
-class ClusterMembership(Protocol):
-    """The part of a server in the cluster that shares its store."""
-
-    async def join(self, server: LocalServer) -> None: ...
-    def address_changed(self) -> None:
-        """Tell the others soon where the server can be reached."""
-
-    def tick(self, now: Now) -> None: ...
-    def carry_out(self, command: TakeoverDone | LeadershipLost | Publish) -> None: ...
-    async def detach(self, command: Detach) -> bool:
-        """Set whether a worker is detached; return whether that was a change."""
-
-    async def leave(self) -> None: ...
+    async def ask(self, question: Callable[[Reader], T]) -> T: ...
 
 
 class SingleServer:
@@ -80,6 +64,7 @@ class SingleServer:
         pass
 
     async def detach(self, command: Detach) -> bool:
+        """Set whether a worker is detached; return whether that was a change."""
         before, one = self._detached, frozenset({command.worker_id})
         self._detached = before | one if command.detached else before - one
         self._server.tell(ClusterView((), self._detached))
@@ -156,6 +141,7 @@ class Cluster:
         self._thread.shutdown(wait=False)
 
     def address_changed(self) -> None:
+        """Tell the others soon where the server can be reached."""
         self._beat_at = 0.0
 
     def tick(self, now: Now) -> None:
@@ -177,9 +163,13 @@ class Cluster:
         self._beating = True
         try:
             await self._beat_once()
-            self._log_change(reachable=True)
+            if not self._reachable:
+                logger.info("the coordination answers again")
+            self._reachable = True
         except TasukiError as error:
-            self._log_change(reachable=False, why=str(error))
+            if self._reachable:
+                logger.warning("the coordination does not answer: %s", error)
+            self._reachable = False
         finally:
             self._beating = False
 
@@ -216,21 +206,10 @@ class Cluster:
 
     async def detach(self, command: Detach) -> bool:
         """Set whether a worker is detached. This server knows at once, the others with their next heartbeat."""
-        changed = await self._call(
-            lambda: self._coordination.set_detached(
-                command.worker_id, command.detached, actor=command.actor, reason=command.reason
-            )
-        )
+        told = {"actor": command.actor, "reason": command.reason}
+        changed = await self._call(partial(self._coordination.set_detached, command.worker_id, command.detached, **told))
         await self._beat()
         return changed
-
-    def _log_change(self, *, reachable: bool, why: str = "") -> None:
-        if reachable != self._reachable:
-            self._reachable = reachable
-            if reachable:
-                logger.info("the coordination answers again")
-            else:
-                logger.warning("the coordination does not answer: %s", why)
 
     # ------------------------------------------------------------------------------------------------ election
 
@@ -269,7 +248,7 @@ class Cluster:
         asked_at = self._server.now().monotonic
         answer: election.Locked | election.Busy | None = None
         try:
-            floor = await self._server.highest_epoch()
+            floor, _ = await self._server.ask(lambda reader: reader.epoch())
             holder = self._server.server_id
             answer = await self._call(self._coordination.acquire, SCOPE, holder, self._lock_ttl_s, floor)
             self.busy = answer if isinstance(answer, election.Busy) else None

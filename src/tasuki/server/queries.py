@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -19,9 +19,11 @@ from tasuki.core.access import Identity
 from tasuki.core.broker.events import Query
 from tasuki.core.explain import ExplainContext, explain
 from tasuki.core.job import Job, JobIncident
+from tasuki.core.machine import Peer
+from tasuki.core.protocol import Message
 from tasuki.core.store_messages import AuditRow, BlobPlace, Filter, GroupCounts, Page, TokenRow
 from tasuki.core.subject import check_pattern
-from tasuki.errors import InvalidInput, NotFound, Unavailable
+from tasuki.errors import InvalidInput, NotFound, TasukiError, Unavailable
 
 PAGE_MAX = 1000
 GET_MAX = 1000
@@ -228,23 +230,33 @@ class Readers:
             thread.pool.shutdown()
 
 
-class QueueConnection(Protocol):
-    """A connection whose peer can be made to wait."""
+class Connection(Protocol):
+    """A door's connection to one peer, which can be made to wait."""
 
+    peer: Peer
+    codec: str | None
+
+    @property
+    def full(self) -> bool: ...
+
+    def send(self, message: Message) -> None: ...
+    def send_together(self, messages: Iterable[Message]) -> None: ...
+    def trust(self, max_bytes: int) -> None: ...
+    def close(self, error: TasukiError | None = None) -> None: ...
     def pause_reading(self, why: object = None) -> None: ...
     def resume_reading(self, why: object = None) -> None: ...
     async def drain(self) -> None: ...
 
 
 class PerConnectionQueue(Generic[T]):
-    """One kind of work, of which `at_once` pieces run at the same time for one connection.
+    """One kind of work, of which `at_once` pieces run at the same time for one connection that is still open.
 
     The next piece is begun only when the peer has taken the answers to the ones before.
     """
 
     def __init__(
         self,
-        work: Callable[[T], Awaitable[None]],
+        work: Callable[[Connection, T], Awaitable[None]],
         spawn: Callable[[Coroutine[Any, Any, None]], object],
         *,
         at_once: int,
@@ -253,7 +265,7 @@ class PerConnectionQueue(Generic[T]):
         self._waiting: dict[int, deque[T]] = {}
         self._running: dict[int, int] = {}
 
-    def add(self, conn: int, link: QueueConnection, piece: T) -> None:
+    def add(self, conn: int, link: Connection, piece: T) -> None:
         """Queue a piece of work for a connection."""
         waiting = self._waiting.setdefault(conn, deque())
         waiting.append(piece)
@@ -268,13 +280,13 @@ class PerConnectionQueue(Generic[T]):
         """Drop the queue of a connection that is gone; pieces that run end by themselves."""
         self._waiting.pop(conn, None)
 
-    async def _run(self, conn: int, link: QueueConnection) -> None:
+    async def _run(self, conn: int, link: Connection) -> None:
         try:
             while waiting := self._waiting.get(conn):
                 piece = waiting.popleft()
                 if len(waiting) <= WAITING_MAX // 2:
                     link.resume_reading(self)
-                await self._work(piece)
+                await self._work(link, piece)
                 await link.drain()
         except Unavailable:
             self.forget(conn)  # the peer left

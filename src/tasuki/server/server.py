@@ -11,51 +11,27 @@ import asyncio
 import itertools
 import logging
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import msgspec
 
 from tasuki.blobs.blob import BlobStore
 from tasuki.clocks import now
 from tasuki.config import DISK_FLOOR_BYTES, DISK_FLOOR_INODES
+from tasuki.core.broker import events
 from tasuki.core.broker.broker import Broker
 from tasuki.core.broker.client_messages import ask_ends, result_of
-from tasuki.core.broker.events import (
-    AskEnded,
-    AskRevoked,
-    BlobArrived,
-    BlobPiece,
-    BlobsDeleted,
-    BlobsUnderWay,
-    BrokerConfig,
-    Command,
-    DeleteBlobs,
-    Detach,
-    DiskSpace,
-    Event,
-    JobSeen,
-    LeadershipLost,
-    Publish,
-    Query,
-    ReceiveBlob,
-    SendBlob,
-    SomeEnded,
-    SomeRevoked,
-    TakeoverDone,
-    TurnDone,
-    TurnFailed,
-)
 from tasuki.core.broker.state import ClientSession, WorkerSession
 from tasuki.core.cluster_messages import ServerInfo
-from tasuki.core.machine import Closed, Hangup, Now, Opened, Peer, Received, Send, Ticked
-from tasuki.core.protocol import BlobPut, Message, Reply, Results, Welcome, batches, error_message, outcome_bytes
-from tasuki.core.store_messages import Answers, BlobPlace, Turn
+from tasuki.core.machine import Closed, Hangup, Now, Opened, Received, Send, Ticked
+from tasuki.core.protocol import Message, Reply, Results, Welcome, batches, error_message, outcome_bytes
+from tasuki.core.store_messages import Answers, Turn
 from tasuki.errors import InternalError, InvalidInput, TasukiError, Unavailable, discreet
 from tasuki.event_loop import BackgroundTasks
-from tasuki.server.cluster import ClusterMembership, SingleServer
-from tasuki.server.queries import PerConnectionQueue, Reader, Readers, answer_query
+from tasuki.server.cluster import Cluster, SingleServer
+from tasuki.server.queries import Connection, PerConnectionQueue, Reader, Readers, answer_query
 from tasuki.server.transfers import BlobTransfers
 from tasuki.stores.batching import StoreThread
 from tasuki.stores.store import Store
@@ -73,25 +49,7 @@ DOWNLOADS_AT_ONCE = 4  # of one connection: each holds a descriptor and a chunk
 STOP_TIMEOUT_S = 3.0  # for a store that cannot write: what workers reported and we never recorded, they keep
 
 
-class Connection(Protocol):
-    """A door's connection to one peer."""
-
-    peer: Peer
-    codec: str | None
-
-    @property
-    def full(self) -> bool: ...
-
-    def send(self, message: Message) -> None: ...
-    def send_together(self, messages: Iterable[Message]) -> None: ...
-    def trust(self, max_bytes: int) -> None: ...
-    def close(self, error: TasukiError | None = None) -> None: ...
-    def pause_reading(self, why: object = None) -> None: ...
-    def resume_reading(self, why: object = None) -> None: ...
-    async def drain(self) -> None: ...
-
-
-class ServerConfig(BrokerConfig, frozen=True, kw_only=True):
+class ServerConfig(events.BrokerConfig, frozen=True, kw_only=True):
     """Settings of a server: those of its broker, and those of its process."""
 
     data: Path
@@ -99,13 +57,6 @@ class ServerConfig(BrokerConfig, frozen=True, kw_only=True):
     readers: int = 1
     disk_floor_bytes: int = DISK_FLOOR_BYTES
     disk_floor_inodes: int = DISK_FLOOR_INODES
-
-
-class _Late(msgspec.Struct, frozen=True):
-    """Jobs whose results a connection gets when its peer has read what was sent before."""
-
-    conn: int
-    job_ids: list[str]
 
 
 class Server:
@@ -117,14 +68,14 @@ class Server:
         open_store: Callable[[], Store],
         open_reader: Callable[[], Reader],
         blobs: BlobStore,
-        cluster: ClusterMembership | None = None,
+        cluster: Cluster | None = None,
         fault: Callable[[str], None] = lambda point: None,
     ) -> None:
         self.config = config
         self.broker: Broker
         self._open_store = open_store
         self._blobs = blobs
-        self._transfers = BlobTransfers(blobs, self._blob_arrived)
+        self._transfers = BlobTransfers(blobs, lambda *arrived: self.tell(events.BlobArrived(*arrived)))
         self._cluster = cluster or SingleServer()
         self._fault = fault
         self._numbers = itertools.count(1)
@@ -192,14 +143,14 @@ class Server:
             if now.monotonic >= touch_at:
                 touch_at = now.monotonic + self.config.blob_grace_s / TOUCHES_PER_GRACE
                 if puts := self._transfers.under_way():
-                    self.tell(BlobsUnderWay(puts))
+                    self.tell(events.BlobsUnderWay(puts))
                 self._transfers.sweep()
             self.tell(Ticked())
             self._cluster.tick(now)
 
-    def tell(self, event: Event) -> None:
+    def tell(self, event: events.Event) -> None:
         """Give the broker an event, and the store its next turn if it is idle."""
-        self._apply(event, self.now())
+        self._apply(event)
         self._pump()
 
     def now(self) -> Now:
@@ -222,14 +173,14 @@ class Server:
             problem = f"{self.config.data} has {free} bytes free, the floor is {self.config.disk_floor_bytes}; make room"
         elif stat.f_files and inodes < self.config.disk_floor_inodes:
             problem = f"{self.config.data} has {inodes} inodes free, the floor is {self.config.disk_floor_inodes}; make room"
-        self._apply(DiskSpace(problem), self.now())
+        self._apply(events.DiskSpace(problem))
 
     # ------------------------------------------------------------------------------------------------ doors
 
     def opened(self, link: Connection) -> int:
         conn = next(self._numbers)
         self._links[conn] = link
-        self._apply(Opened(conn, link.peer), self.now())
+        self._apply(Opened(conn, link.peer))
         if self._throttled:
             link.pause_reading("the store is busy")
         return conn
@@ -237,7 +188,7 @@ class Server:
     def received(self, conn: int, message: Message) -> None:
         if self._stopping:
             return
-        self._apply(Received(conn, message), self.now())
+        self._apply(Received(conn, message))
         if not self._pumping:
             self._pumping = True
             self._loop.call_soon(self._pump)
@@ -248,21 +199,22 @@ class Server:
             self._pump()
 
     def closed(self, conn: int, reason: str) -> None:
-        if self._links.pop(conn, None) is not None:
-            self._leave(conn)
-            self._apply(Closed(conn, reason), self.now())
+        if self._forget(conn) is not None:
+            self._apply(Closed(conn, reason))
             self._tell_about_clients()
 
-    def _leave(self, conn: int) -> None:
-        for part in (self._transfers, self._questions, self._downloads, self._late):
-            part.forget(conn)
+    def _forget(self, conn: int) -> Connection | None:
+        """Drop the work for a connection; return the connection, if it was not dropped before."""
+        link = self._links.pop(conn, None)
+        if link is not None:
+            for part in (self._transfers, self._questions, self._downloads, self._late):
+                part.forget(conn)
+        return link
 
     def _tell_about_clients(self) -> None:
-        if not self._stopping and all(map(self._is_worker, self._links)):
+        sessions = self.broker.sessions
+        if not self._stopping and all(isinstance(sessions.get(conn), WorkerSession) for conn in self._links):
             self.on_last_client()
-
-    def _is_worker(self, conn: int) -> bool:
-        return isinstance(self.broker.sessions.get(conn), WorkerSession)
 
     # ------------------------------------------------------------------------------------------------ turns
 
@@ -291,8 +243,8 @@ class Server:
     def _delivered(self, turn: Turn, answers: Answers | TasukiError) -> None:
         self._busy = False
         self._fault("turn.before_answers")
-        event: Event = TurnDone(turn, answers) if isinstance(answers, Answers) else TurnFailed(turn, answers)
-        if isinstance(event, TurnDone):
+        event: events.Event = events.TurnDone(turn, answers) if isinstance(answers, Answers) else events.TurnFailed(turn, answers)
+        if isinstance(event, events.TurnDone):
             self.on_turn(event.turn, event.answers)
         commands = self.broker.apply(event, self.now())
         if len(self.broker.builder) < BUSY_ITEMS:
@@ -309,12 +261,11 @@ class Server:
         if not self._busy:
             self._idle.set()
 
-    def _apply(self, event: Event, now: Now) -> None:
-        commands = self.broker.apply(event, now)
-        if commands:
+    def _apply(self, event: events.Event) -> None:
+        if commands := self.broker.apply(event, self.now()):
             self._perform(commands)
 
-    def _perform(self, commands: list[Command]) -> None:
+    def _perform(self, commands: list[events.Command]) -> None:
         together: list[Message] = []
         for command, following in itertools.zip_longest(commands, commands[1:]):
             match command:
@@ -324,27 +275,25 @@ class Server:
                         self._send(command.conn, together)
                         together = []
                 case Hangup():
-                    link = self._links.pop(command.conn, None)
-                    if link is not None:
-                        self._leave(command.conn)
+                    if (link := self._forget(command.conn)) is not None:
                         link.close(command.error)
                         self._tell_about_clients()
-                case Query():
+                case events.Query():
                     self._questions.add(command.conn, self._links[command.conn], command)
-                case BlobPiece():
+                case events.BlobPiece():
                     self._transfers.piece(command.conn, self._links[command.conn], command.chunk)
-                case SendBlob():
+                case events.SendBlob():
                     self._downloads.add(command.conn, self._links[command.conn], command)
-                case ReceiveBlob():
+                case events.ReceiveBlob():
                     if (link := self._links.get(command.conn)) is not None:
                         self._transfers.begin(command.conn, link, command.put, command.place, command.uploader)
-                case DeleteBlobs():
+                case events.DeleteBlobs():
                     self._tasks.spawn(self._delete_blobs(command))
-                case AskEnded() | AskRevoked():
+                case events.AskEnded() | events.AskRevoked():
                     self._tasks.spawn(self._ask(command))
-                case TakeoverDone() | LeadershipLost() | Publish():
+                case events.TakeoverDone() | events.LeadershipLost() | events.Publish():
                     self._cluster.carry_out(command)
-                case Detach():
+                case events.Detach():
                     self._tasks.spawn(self._detach(command))
 
     def _send(self, conn: int, messages: list[Message]) -> None:
@@ -353,25 +302,12 @@ class Server:
             return
         first = messages[0]
         if type(first) is Welcome:
-            self._welcomed(link, first)
+            link.trust(self.config.frame_max_bytes)
+            link.codec = first.codecs[0] if first.codecs else link.codec
         if type(first) is Results and link.full:
             self._send_later(conn, link, first)
         else:
             link.send_together(messages)
-
-    def _welcomed(self, link: Connection, welcome: Welcome) -> None:
-        link.trust(self.config.frame_max_bytes)
-        if welcome.codecs:
-            link.codec = welcome.codecs[0]
-
-    # ------------------------------------------------------------------------------------------------ blobs
-
-    def _blob_arrived(self, conn: int, put: BlobPut, place: BlobPlace) -> None:
-        self.tell(BlobArrived(conn, put, place))
-
-    async def _delete_blobs(self, command: DeleteBlobs) -> None:
-        deleted = await self._transfers.delete(command.places)
-        self.tell(BlobsDeleted(command.epoch, deleted))
 
     # ------------------------------------------------------------------------------------------------ reads
 
@@ -379,18 +315,16 @@ class Server:
         """Drop the results for a peer that has not read the earlier ones; they are read again from the store when it has."""
         job_ids = [item.job_id for item in results.items]
         for start in range(0, len(job_ids), LATE_RESULTS):
-            self._late.add(conn, link, _Late(conn, job_ids[start : start + LATE_RESULTS]))
+            self._late.add(conn, link, (conn, job_ids[start : start + LATE_RESULTS]))
 
-    async def _send_late(self, late: _Late) -> None:
-        link = self._links.get(late.conn)
-        if link is None:
-            return
+    async def _send_late(self, link: Connection, late: tuple[int, list[str]]) -> None:
+        conn, job_ids = late
         try:
-            jobs = await self._readers.ask(lambda reader: reader.get(late.job_ids))
+            jobs = await self._readers.ask(lambda reader: reader.get(job_ids))
         except TasukiError as error:  # the client asks for these results again when it reconnects
             link.close(error)
             return
-        session = self.broker.sessions.get(late.conn)
+        session = self.broker.sessions.get(conn)
         if not isinstance(session, ClientSession):
             return
         ended = []
@@ -403,10 +337,7 @@ class Server:
         for some in batches(ended, lambda item: outcome_bytes(item.outcome)):
             link.send(Results(list(some)))
 
-    async def _query(self, query: Query) -> None:
-        link = self._links.get(query.conn)
-        if link is None:
-            return
+    async def _query(self, link: Connection, query: events.Query) -> None:
         try:
             body = await self._readers.ask(lambda reader: answer_query(reader, query))
         except RecursionError:
@@ -418,23 +349,23 @@ class Server:
             link.send(error_message(query.msg_id, discreet(InternalError(""))))
         else:
             if query.question is not None:
-                self.tell(JobSeen(query.conn, query.msg_id, query.question, body))
+                self.tell(events.JobSeen(query.conn, query.msg_id, query.question, body))
             else:
                 link.send(Reply(query.msg_id, body))
 
-    async def _ask(self, command: AskEnded | AskRevoked) -> None:
+    async def _ask(self, command: events.AskEnded | events.AskRevoked) -> None:
         """Ask the store what other servers did. If it cannot be asked now, the broker asks again in a second."""
         try:
-            if isinstance(command, AskEnded):
+            if isinstance(command, events.AskEnded):
                 ended = await self._readers.ask(lambda reader: reader.ended_among(command.job_ids))
-                self.tell(SomeEnded(ended))
+                self.tell(events.SomeEnded(ended))
             else:
                 revoked = await self._readers.ask(lambda reader: reader.revoked_among(command.token_ids))
-                self.tell(SomeRevoked(revoked))
+                self.tell(events.SomeRevoked(revoked))
         except Unavailable as error:
             logger.debug("the store could not be asked for changes by other servers: %s", error)
 
-    async def _detach(self, command: Detach) -> None:
+    async def _detach(self, command: events.Detach) -> None:
         link = self._links.get(command.conn)
         if link is None:
             return
@@ -448,25 +379,21 @@ class Server:
         """Return the answer of a store reader, which has a connection of its own."""
         return await self._readers.ask(question)
 
-    async def highest_epoch(self) -> int:
-        """Return the highest epoch that ever led this store."""
-        return (await self.ask(lambda reader: reader.epoch()))[0]
+    async def _delete_blobs(self, command: events.DeleteBlobs) -> None:
+        self.tell(events.BlobsDeleted(command.epoch, await self._transfers.delete(command.places)))
 
-    async def _send_blob(self, command: SendBlob) -> None:
-        link = self._links.get(command.conn)
-        if link is None:
-            return
+    async def _send_blob(self, link: Connection, command: events.SendBlob) -> None:
+        get = command.get
         try:
-            get = command.get
             job, place = await self._readers.ask(
                 lambda reader: (reader.get([get.job_id])[0], reader.blob_places([get.sha256])[0])
             )
             await self._transfers.send(link, job, command, place)
         except TasukiError as error:
-            link.send(error_message(command.get.msg_id, error))
+            link.send(error_message(get.msg_id, error))
 
 
-def _goes_with(first: Send, following: Command | None) -> bool:
+def _goes_with(first: Send, following: events.Command | None) -> bool:
     """Return whether both messages leave in one write: a worker that gets a record and its next jobs is woken once.
 
     Results are sent alone: after each of them the peer may turn out to be one that does not read.

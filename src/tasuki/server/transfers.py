@@ -21,7 +21,8 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from itertools import islice
-from typing import Any, Protocol, TypeVar
+from operator import methodcaller
+from typing import Any, TypeVar
 
 from msgspec.structs import replace
 
@@ -29,10 +30,11 @@ from tasuki.blobs.blob import RESUMED_MIN_BYTES, BlobReader, BlobStore, BlobWrit
 from tasuki.blobs.s3.presign import PresignedUrl, S3Presign, UploadPlan
 from tasuki.core.broker.events import SendBlob
 from tasuki.core.job import BlobRef, Job
-from tasuki.core.protocol import BlobPut, Chunk, Message, Reply, error_message
+from tasuki.core.protocol import BlobPut, Chunk, Reply, error_message
 from tasuki.core.store_messages import BlobPlace
 from tasuki.errors import Corrupt, InvalidInput, NotFound, Overloaded, ProtocolError, TasukiError, Unavailable, UploadCutOff
 from tasuki.event_loop import BackgroundTasks, ignore_result
+from tasuki.server.queries import Connection
 
 logger = logging.getLogger("tasuki.blobs")
 
@@ -112,20 +114,10 @@ def _for_peer(error: TasukiError | OSError, problem: str) -> TasukiError:
 # ---------------------------------------------------------------------------------------------------- uploads
 
 
-class TransferConnection(Protocol):
-    """A connection that a transfer sends on, and can make wait."""
-
-    def send(self, message: Message) -> None: ...
-    def close(self, error: TasukiError | None = None) -> None: ...
-    def pause_reading(self, why: object = None) -> None: ...
-    def resume_reading(self, why: object = None) -> None: ...
-    async def drain(self) -> None: ...
-
-
 class _IncomingBlob:
     """One upload: a queue of chunks and the task that writes them."""
 
-    def __init__(self, conn: int, link: TransferConnection, put: BlobPut, place: BlobPlace, uploader: str) -> None:
+    def __init__(self, conn: int, link: Connection, put: BlobPut, place: BlobPlace, uploader: str) -> None:
         self.conn, self.link = conn, link
         self.put, self.place = put, place
         resumes = put.resume and put.size_bytes >= RESUMED_MIN_BYTES
@@ -154,23 +146,34 @@ class _IncomingBlob:
         return (now if self.queued else self.heard_at) + SILENT_S
 
 
-class Uploads:
-    """All uploads of one server. `arrived` is called, in the loop, when bytes are durable at their place."""
+class BlobTransfers:
+    """All uploads, downloads and deletions of one server. `arrived` is called, in the loop, when bytes are durable."""
 
-    def __init__(self, blobs: BlobStore, threads: ThreadPoolExecutor, arrived: Arrived) -> None:
+    def __init__(self, blobs: BlobStore, arrived: Arrived) -> None:
         self._blobs = blobs
-        self._threads = threads
         self._arrived = arrived
+        self._upload_threads = ThreadPoolExecutor(blobs.threads, thread_name_prefix="tasuki-blobs-in")
+        self._download_threads = ThreadPoolExecutor(blobs.threads, thread_name_prefix="tasuki-blobs-out")
+        self._delete_thread = ThreadPoolExecutor(1, thread_name_prefix="tasuki-blobs-away")
         self._uploads: dict[tuple[int, int], _IncomingBlob] = {}
         self._latest: dict[tuple[str, str], _IncomingBlob] = {}
         """By key: the upload that the next one has to wait for."""
         self._tasks = BackgroundTasks()
 
     def close(self) -> None:
+        """Suspend or drop all uploads, and end calls that wait for a store that does not answer."""
         self._tasks.cancel()
+        self._blobs.close()
+        for threads in (self._upload_threads, self._download_threads, self._delete_thread):
+            threads.shutdown(wait=False)  # only cleaning up still waits there, which does not take long now
 
-    def begin(self, conn: int, link: TransferConnection, put: BlobPut, place: BlobPlace, uploader: str) -> None:
+    # ------------------------------------------------------------------------------------------------ uploads
+
+    def begin(self, conn: int, link: Connection, put: BlobPut, place: BlobPlace, uploader: str = "") -> None:
         """Begin the upload of a blob to the place that the store chose, and tell the peer whether its bytes are needed."""
+        if put.direct:
+            link.send(Reply(put.msg_id, {"stored": place.stored, "generation": place.generation}))
+            return
         mine = sum(1 for owner, _ in self._uploads if owner == conn)
         try:
             check_sha256(put.sha256)
@@ -192,7 +195,7 @@ class Uploads:
         """Return the uploads that have not ended."""
         return [upload.put for upload in self._uploads.values()]
 
-    def piece(self, conn: int, link: TransferConnection, chunk: Chunk) -> None:
+    def piece(self, conn: int, link: Connection, chunk: Chunk) -> None:
         """Queue the next chunk of an upload."""
         upload = self._uploads.get((conn, chunk.corr_id))
         if upload is None or upload.over:  # it failed, and the peer sent more before it heard of that
@@ -243,37 +246,99 @@ class Uploads:
     async def _keep(self, upload: _IncomingBlob) -> BlobRef | None:
         """Write the bytes that the peer sends to their place; None if they were there."""
         put, generation = upload.put, upload.place.generation
-        call = SerialCalls(self._threads)
+        call = SerialCalls(self._upload_threads)
         # The row may be wrong: somebody may have deleted the bytes. Then they are accepted again.
         if (upload.place.stored or upload.kept == upload.place) and await call(self._blobs.has, put.sha256, generation):
             return None if upload.place.stored else BlobRef(put.sha256, put.size_bytes)
         resume_key = upload.key[0] if upload.key is not None else ""
         while True:
             announced = (put.sha256, put.size_bytes, generation, resume_key)
-            writer: BlobWriter = await call.acquire(_suspend, self._blobs.begin, *announced)
+            writer: BlobWriter = await call.acquire(methodcaller("suspend"), self._blobs.begin, *announced)
             try:
                 if not 0 < put.size_bytes == writer.size_bytes:
                     return await self._receive(upload, writer, call)
                 # All bytes had come before it was cut off. If they are corrupt, they are gone now, and the upload begins at 0.
                 with suppress(Corrupt):
-                    ref: BlobRef = await call(writer.commit)
-                    return ref
+                    return await call(writer.commit)
             except UploadCutOff:
                 await call(writer.suspend)
                 raise
             finally:
-                call.finally_(_suspend, writer)  # harmless after a commit
+                call.finally_(writer.suspend)  # harmless after a commit
 
     async def _receive(self, upload: _IncomingBlob, writer: BlobWriter, call: SerialCalls) -> BlobRef:
         put = upload.put
         if put.resume:
             upload.received = writer.size_bytes
-            upload.link.send(Reply(put.msg_id, {"go": True, "offset": writer.size_bytes}))
-        else:
-            upload.link.send(Reply(put.msg_id, {"go": True}))
+        upload.link.send(Reply(put.msg_id, {"go": True, "offset": writer.size_bytes} if put.resume else {"go": True}))
         await _write(upload, writer, call)
-        ref: BlobRef = await call(writer.commit)
-        return ref
+        return await call(writer.commit)
+
+    # ------------------------------------------------------------------------------------------------ downloads
+
+    async def send(self, link: Connection, job: Job | None, command: SendBlob, place: BlobPlace | None) -> None:
+        """Send the blob of a job from this place; NotFound for a peer that may not read it."""
+        get = command.get
+        check_sha256(get.sha256)
+        if job is None or not may_read_blob(command, job):
+            raise NotFound(f"job {get.job_id[:128]!r} has no blob {get.sha256} that you may read")
+        if place is None:
+            raise NotFound(f"blob {get.sha256} of job {get.job_id[:128]!r} is not stored any more")
+        call = SerialCalls(self._download_threads)
+        try:
+            reader: BlobReader = await call.acquire(
+                methodcaller("close"), self._blobs.open, get.sha256, get.offset, place.generation
+            )
+        except OSError as error:
+            raise _for_peer(error, f"blob {get.sha256} could not be read") from error
+        try:
+            await self._read(link, command, reader, call)
+        finally:
+            call.finally_(reader.close)
+
+    async def _read(self, link: Connection, command: SendBlob, reader: BlobReader, call: SerialCalls) -> None:
+        get, offset = command.get, command.get.offset
+        pieces: Iterator[bytes] = iter(reader)
+        reading = call.start(_some, pieces)
+        while some := await asyncio.wrap_future(reading):
+            reading = call.start(_some, pieces)  # while the peer gets these
+            try:
+                for piece in some:
+                    link.send(Chunk(get.msg_id, offset, piece))
+                    offset += len(piece)
+                    await link.drain()
+            except Unavailable:
+                return  # the peer left
+        link.send(Chunk(get.msg_id, offset, b"", last=True))
+
+    # ------------------------------------------------------------------------------------------------ deletions
+
+    def sweep(self) -> None:
+        """Drop suspended uploads that nobody resumed in time."""
+        self._delete_thread.submit(self._sweep)
+
+    def _sweep(self) -> None:
+        try:
+            self._blobs.sweep()
+        except (TasukiError, OSError) as error:
+            logger.warning("old suspended uploads could not be removed: %s", error)
+
+    async def delete(self, places: Sequence[BlobPlace]) -> list[BlobPlace]:
+        """Delete the bytes at these places, and return those that are gone. The store asks again for the others."""
+        return await asyncio.get_running_loop().run_in_executor(self._delete_thread, self._delete, places)
+
+    def _delete(self, places: Sequence[BlobPlace]) -> list[BlobPlace]:
+        deleted = []
+        for place in places:
+            try:
+                self._blobs.delete(place.sha256, place.generation)
+                deleted.append(place)
+            except Unavailable as error:  # each of the rest would wait as long
+                logger.warning("blobs are deleted later: %s", error)
+                break
+            except (TasukiError, OSError) as error:
+                logger.warning("blob %s (generation %d) cannot be deleted: %s", place.sha256, place.generation, error)
+        return deleted
 
 
 async def _turn(upload: _IncomingBlob, before: _IncomingBlob) -> None:
@@ -329,123 +394,9 @@ def _write_all(writer: BlobWriter, pieces: Sequence[Any]) -> None:
         writer.write(piece)
 
 
-def _suspend(writer: BlobWriter) -> None:
-    writer.suspend()
-
-
-# ---------------------------------------------------------------------------------------------------- both ways
-
-
-class BlobTransfers:
-    """All uploads, downloads and deletions of one server. `arrived` is called, in the loop, when bytes are durable."""
-
-    def __init__(self, blobs: BlobStore, arrived: Arrived) -> None:
-        self._blobs = blobs
-        self._upload_threads = ThreadPoolExecutor(blobs.threads, thread_name_prefix="tasuki-blobs-in")
-        self._download_threads = ThreadPoolExecutor(blobs.threads, thread_name_prefix="tasuki-blobs-out")
-        self._delete_thread = ThreadPoolExecutor(1, thread_name_prefix="tasuki-blobs-away")
-        self._uploads = Uploads(blobs, self._upload_threads, arrived)
-
-    def close(self) -> None:
-        """Suspend or drop all uploads, and end calls that wait for a store that does not answer."""
-        self._uploads.close()
-        self._blobs.close()
-        for threads in (self._upload_threads, self._download_threads, self._delete_thread):
-            threads.shutdown(wait=False)  # only cleaning up still waits there, which does not take long now
-
-    def begin(self, conn: int, link: TransferConnection, put: BlobPut, place: BlobPlace, uploader: str = "") -> None:
-        """Begin the upload of a blob to the place that the store chose, and tell the peer whether its bytes are needed."""
-        if put.direct:
-            link.send(Reply(put.msg_id, {"stored": place.stored, "generation": place.generation}))
-            return
-        self._uploads.begin(conn, link, put, place, uploader)
-
-    def under_way(self) -> list[BlobPut]:
-        """Return the uploads that have not ended."""
-        return self._uploads.under_way()
-
-    def piece(self, conn: int, link: TransferConnection, chunk: Chunk) -> None:
-        """Queue the next chunk of an upload."""
-        self._uploads.piece(conn, link, chunk)
-
-    def forget(self, conn: int) -> None:
-        """Suspend or drop the uploads of a connection that is gone."""
-        self._uploads.forget(conn)
-
-    # ------------------------------------------------------------------------------------------------ downloads
-
-    async def send(self, link: TransferConnection, job: Job | None, command: SendBlob, place: BlobPlace | None) -> None:
-        """Send the blob of a job from this place; NotFound for a peer that may not read it."""
-        get = command.get
-        check_sha256(get.sha256)
-        if job is None or not may_read_blob(command, job):
-            raise NotFound(f"job {get.job_id[:128]!r} has no blob {get.sha256} that you may read")
-        if place is None:
-            raise NotFound(f"blob {get.sha256} of job {get.job_id[:128]!r} is not stored any more")
-        call = SerialCalls(self._download_threads)
-        try:
-            reader: BlobReader = await call.acquire(_close, self._blobs.open, get.sha256, get.offset, place.generation)
-        except OSError as error:
-            raise _for_peer(error, f"blob {get.sha256} could not be read") from error
-        try:
-            await self._read(link, command, reader, call)
-        finally:
-            call.finally_(_close, reader)
-
-    async def _read(self, link: TransferConnection, command: SendBlob, reader: BlobReader, call: SerialCalls) -> None:
-        get, offset = command.get, command.get.offset
-        pieces: Iterator[bytes] = iter(reader)
-        reading = call.start(_some, pieces)
-        while some := await asyncio.wrap_future(reading):
-            reading = call.start(_some, pieces)  # while the peer gets these
-            try:
-                for piece in some:
-                    link.send(Chunk(get.msg_id, offset, piece))
-                    offset += len(piece)
-                    await link.drain()
-            except Unavailable:
-                return  # the peer left
-        link.send(Chunk(get.msg_id, offset, b"", last=True))
-
-    # ------------------------------------------------------------------------------------------------ deletions
-
-    def sweep(self) -> None:
-        """Drop suspended uploads that nobody resumed in time."""
-        self._delete_thread.submit(self._sweep)
-
-    def _sweep(self) -> None:
-        try:
-            self._blobs.sweep()
-        except (TasukiError, OSError) as error:
-            logger.warning("old suspended uploads could not be removed: %s", error)
-
-    async def delete(self, places: Sequence[BlobPlace]) -> list[BlobPlace]:
-        """Delete the bytes at these places, and return those that are gone. The store asks again for the others."""
-        loop = asyncio.get_running_loop()
-        deleted: list[BlobPlace] = await loop.run_in_executor(self._delete_thread, self._delete, places)
-        return deleted
-
-    def _delete(self, places: Sequence[BlobPlace]) -> list[BlobPlace]:
-        deleted = []
-        for place in places:
-            try:
-                self._blobs.delete(place.sha256, place.generation)
-                deleted.append(place)
-            except Unavailable as error:  # each of the rest would wait as long
-                logger.warning("blobs are deleted later: %s", error)
-                break
-            except (TasukiError, OSError) as error:
-                logger.warning("blob %s (generation %d) cannot be deleted: %s", place.sha256, place.generation, error)
-        return deleted
-
-
 def _some(pieces: Iterator[bytes]) -> list[bytes]:
     """Return the next chunks; none at the end."""
     return list(islice(pieces, READ_CHUNKS))
-
-
-def _close(reader: BlobReader) -> None:
-    reader.close()
 
 
 def may_read_blob(command: SendBlob, job: Job) -> bool:

@@ -21,7 +21,8 @@ from tasuki.doors.http.context import HttpConfig
 from tasuki.doors.http.door import HttpDoor
 from tasuki.doors.http.routes import Route
 from tasuki.doors.http.virtual_connection import VirtualConnection
-from tasuki.server.assembly import StorageLocations, make_secret, make_server, prepare_folder
+from tasuki.server.assembly import StorageLocations, make_secret, make_server
+from tasuki.server.backup import prepare_folder
 from tasuki.server.server import ServerConfig
 from tests.support.sqlite_files import with_tables
 
