@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 
 from tasuki.core.broker.cluster import POLL_INTERVAL_S, POLLED_JOBS, SPARE_LOOKERS
-from tasuki.core.broker.events import AskEnded, AskRevoked, ClusterView, Elected, Hinted, LockWon, Publish, SomeEnded, SomeRevoked
+from tasuki.core.broker.events import AskEnded, AskRevoked, ClusterView, Elected, Hinted, Publish, SomeEnded, SomeRevoked
 from tasuki.core.broker.state import READY_SUBJECTS_MAX
 from tasuki.core.cluster_messages import Hint
+from tasuki.core.election import TakeOver
 from tasuki.core.job import JobSpec, State
 from tasuki.core.protocol import (
     CancelJobs,
@@ -269,7 +270,7 @@ def test_a_job_elsewhere_is_looked_for_by_workers_of_every_kind(pair: Pair) -> N
 
 
 def test_delayed_jobs_that_became_ready_are_told_by_their_number(pair: Pair) -> None:
-    pair.a.apply(LockWon(1))
+    pair.a.apply(TakeOver(1))
     pair.a.turns()
     pair.a.apply(Elected(1))
     client = pair.a.client()

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tasuki.core.broker.state import CREDIT_MAX, Account
-from tasuki.core.broker.worker_messages import LEASE_BATCH_MAX, least_load, shares
+from tasuki.core.broker.worker_messages import LEASE_BATCH_MAX, load, shares
 from tasuki.errors import InvalidInput
 
 
@@ -113,14 +113,9 @@ def test_nobody_is_asked_for_more_than_its_credit() -> None:
     assert shares([("a", account(1)), ("b", account(100))], 50) == [("a", 1), ("b", 25)]
 
 
-def test_other_policies_have_their_place() -> None:
-    plan = shares([("a", account(1, running=0)), ("b", account(1, running=9))], 1, policy=lambda one: -one.running)
-    assert plan == [("b", 1)]
-
-
 def test_a_worker_without_places_counts_as_full() -> None:
-    assert least_load(account(0)) == 1.0
-    assert least_load(account(3, running=1)) == 0.25
+    assert load(account(0)) == 1.0
+    assert load(account(3, running=1)) == 0.25
 
 
 def test_credit_that_is_taken_back_while_it_is_reserved_is_gone_when_it_comes_back() -> None:

@@ -12,11 +12,8 @@ from tasuki.core.broker.events import (
     ClusterView,
     DeleteBlobs,
     Elected,
-    LeadershipLost,
-    LockWon,
     Publish,
     ReceiveBlob,
-    TakeoverDone,
     TurnDone,
     TurnFailed,
 )
@@ -31,6 +28,7 @@ from tasuki.core.broker.upkeep import (
     SQUEEZED_GRACE_S,
 )
 from tasuki.core.cluster_messages import ServerInfo
+from tasuki.core.election import EpochFenced, TakeOver, TookOver
 from tasuki.core.job import InputFile, State
 from tasuki.core.protocol import BlobPut, ErrorMessage, GiveCredit, Reply, Results
 from tasuki.core.store_messages import Answers, Promoted, Turn
@@ -105,25 +103,25 @@ def test_a_server_that_does_not_lead_has_no_duties() -> None:
 
 def test_an_epoch_that_was_won_is_registered_and_reported() -> None:
     stage = BrokerStage(shared=True)
-    stage.apply(LockWon(7))
+    stage.apply(TakeOver(7))
     stage.turns()
     assert stage.store.epoch() == (7, "stage")
-    assert stage.others == [TakeoverDone(7, True)]
+    assert stage.others == [TookOver(7, True)]
 
 
 def test_an_epoch_that_came_too_late_is_reported_as_refused() -> None:
     stage = BrokerStage(shared=True)
     stage.store.take_over("another", 9)
-    stage.apply(LockWon(7))
+    stage.apply(TakeOver(7))
     stage.turns()
-    assert stage.others == [TakeoverDone(7, False)]
+    assert stage.others == [TookOver(7, False)]
 
 
 def test_a_takeover_that_the_store_could_not_answer_is_no_takeover() -> None:
     stage = BrokerStage(shared=True)
-    stage.apply(LockWon(7))
+    stage.apply(TakeOver(7))
     stage.apply(TurnFailed(next_duty(stage), Unavailable("gone")))
-    assert stage.others == [TakeoverDone(7, False)]
+    assert stage.others == [TookOver(7, False)]
 
 
 def test_an_elected_server_reaps_and_one_that_stepped_down_does_not() -> None:
@@ -152,7 +150,7 @@ def test_a_refused_epoch_deposes_and_is_not_tried_again() -> None:
     stage.apply(Elected(3))
     duty = next_duty(stage)
     stage.apply(TurnFailed(duty, StaleEpoch("another leads")))
-    assert stage.others == [LeadershipLost(3)]
+    assert stage.others == [EpochFenced(3)]
     stage.apply(Elected(0))
     stage.clock.advance(60)
     assert stage.broker.next_turn(stage.now()) is None
@@ -375,7 +373,7 @@ def test_bytes_that_were_condemned_while_they_came_in_are_deleted_and_asked_for_
 def test_whoever_waits_for_a_job_that_was_skipped_is_told_and_so_are_the_other_servers() -> None:
     # Given a client that waits for a job, which may only start within a second
     stage = BrokerStage(shared=True)
-    stage.apply(LockWon(1))
+    stage.apply(TakeOver(1))
     stage.turns()
     stage.apply(Elected(1))
     stage.apply(ClusterView((ServerInfo(server_id="other"),)))

@@ -18,7 +18,7 @@ import msgspec
 
 from tasuki.coords.coordination import BEAT_INTERVAL_S, ClusterMember, Coordination, View
 from tasuki.core import election
-from tasuki.core.broker.events import ClusterView, Detach, Elected, Event, Hinted, LeadershipLost, LockWon, Publish, TakeoverDone
+from tasuki.core.broker.events import ClusterView, Detach, Elected, Event, Hinted, Publish
 from tasuki.core.cluster_messages import Hint, ServerInfo, decode, split
 from tasuki.core.machine import Now, Ticked
 from tasuki.errors import TasukiError
@@ -60,7 +60,7 @@ class SingleServer:
     def tick(self, now: Now) -> None:
         pass
 
-    def carry_out(self, command: TakeoverDone | LeadershipLost | Publish) -> None:
+    def carry_out(self, command: election.TookOver | election.EpochFenced | Publish) -> None:
         pass
 
     async def detach(self, command: Detach) -> bool:
@@ -213,15 +213,15 @@ class Cluster:
 
     # ------------------------------------------------------------------------------------------------ election
 
-    def carry_out(self, command: TakeoverDone | LeadershipLost | Publish) -> None:
+    def carry_out(self, command: election.TookOver | election.EpochFenced | Publish) -> None:
         match command:
             case Publish():
                 self._wakeups.publish(split(command.hint))
-            case TakeoverDone():
-                self._decide(election.TookOver(command.epoch, command.done))
-            case LeadershipLost():
+            case election.TookOver():
+                self._decide(command)
+            case election.EpochFenced():
                 logger.warning("epoch %d was refused by the store: another server leads", command.epoch)
-                self._decide(election.EpochFenced(command.epoch))
+                self._decide(command)
 
     def _decide(self, event: election.Event) -> None:
         if self._has_left:
@@ -232,7 +232,7 @@ class Cluster:
                 case election.Acquire():
                     self._tasks.spawn(self._acquire())
                 case election.TakeOver():
-                    self._server.tell(LockWon(command.epoch))
+                    self._server.tell(command)
                 case election.Renew():
                     self._tasks.spawn(self._renew(command.epoch))
                 case election.Release():

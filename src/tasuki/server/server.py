@@ -25,6 +25,7 @@ from tasuki.core.broker.broker import Broker
 from tasuki.core.broker.client_messages import ask_ends, result_of
 from tasuki.core.broker.state import ClientSession, WorkerSession
 from tasuki.core.cluster_messages import ServerInfo
+from tasuki.core.election import EpochFenced, TookOver
 from tasuki.core.machine import Closed, Hangup, Now, Opened, Received, Send, Ticked
 from tasuki.core.protocol import Message, Reply, Results, Welcome, batches, error_message, outcome_bytes
 from tasuki.core.store_messages import Answers, Turn
@@ -291,7 +292,7 @@ class Server:
                     self._tasks.spawn(self._delete_blobs(command))
                 case events.AskEnded() | events.AskRevoked():
                     self._tasks.spawn(self._ask(command))
-                case events.TakeoverDone() | events.LeadershipLost() | events.Publish():
+                case TookOver() | EpochFenced() | events.Publish():
                     self._cluster.carry_out(command)
                 case events.Detach():
                     self._tasks.spawn(self._detach(command))

@@ -19,8 +19,9 @@ from typing import Any
 
 from tasuki.core.address import Address
 from tasuki.core.broker.broker import Broker
-from tasuki.core.broker.events import ClusterView, DiskSpace, LockWon
+from tasuki.core.broker.events import ClusterView, DiskSpace
 from tasuki.core.cluster_messages import Hint
+from tasuki.core.election import TakeOver
 from tasuki.core.job import LEASED, READY, Job, JobIncident, OnDisconnect, State
 from tasuki.core.machine import Closed, Now, Opened, Peer, Received, Ticked
 from tasuki.core.protocol import FRAME_MAX_BYTES, Message
@@ -325,7 +326,7 @@ class Harness:
             self._leader_seen_at = now
         elif awake and now - self._leader_seen_at >= LOCK_TTL_S:
             self._leader_seen_at = now
-            self.random.choice(awake).apply(LockWon(epoch + 1))
+            self.random.choice(awake).apply(TakeOver(epoch + 1))
 
     def committed(self, turn: Turn, answers: Answers, before: dict[str, Job | None]) -> None:
         """Check the answers of a turn that is durable now; `before` has the jobs of its reports."""

@@ -22,12 +22,10 @@ from tasuki.core.broker.events import (
     BrokerConfig,
     Elected,
     Hinted,
-    LeadershipLost,
     Publish,
     Query,
     SomeEnded,
     SomeRevoked,
-    TakeoverDone,
     TurnDone,
     TurnFailed,
 )
@@ -37,6 +35,7 @@ from tasuki.core.client_machine import Call, CallAnswered, ClientMachine, Failed
 from tasuki.core.client_machine import Command as ClientCommand
 from tasuki.core.client_machine import Event as ClientEvent
 from tasuki.core.cluster_messages import Hint
+from tasuki.core.election import EpochFenced, TookOver
 from tasuki.core.job import Job, JobSpec, Outcome
 from tasuki.core.machine import Hangup, Now, Peer, Send
 from tasuki.core.protocol import (
@@ -429,7 +428,7 @@ class ServerNode:
                     self._hang_up(command)
                 case Query():
                     self._answer_query(command)
-                case Publish() | TakeoverDone() | LeadershipLost():
+                case Publish() | TookOver() | EpochFenced():
                     self._told(command)
                 case AskEnded() | AskRevoked():
                     self._ask(command)
@@ -441,14 +440,14 @@ class ServerNode:
         last_words = encode(error_message(0, error)) if error else b""
         self.world.hang_up(command.conn, last_words, error.message if error else "")
 
-    def _told(self, command: Publish | TakeoverDone | LeadershipLost) -> None:
+    def _told(self, command: Publish | TookOver | EpochFenced) -> None:
         """Carry out a command that concerns other servers; the harness is also the election, and counts every win."""
         match command:
             case Publish():
                 self.world.hint(self, command.hint)
-            case TakeoverDone():
+            case TookOver():
                 self.apply(Elected(command.epoch if command.done else 0))
-            case LeadershipLost():
+            case EpochFenced():
                 self.apply(Elected(0))
 
     def _ask(self, command: AskEnded | AskRevoked) -> None:

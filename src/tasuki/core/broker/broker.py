@@ -8,29 +8,11 @@ assigned, canceled) is sent from there, that is, after the commit.
 
 from __future__ import annotations
 
-from tasuki.core.broker import authentication, client_messages, cluster, log_reads, worker_messages
-from tasuki.core.broker.events import (
-    BlobArrived,
-    BlobsDeleted,
-    BlobsUnderWay,
-    BrokerConfig,
-    ClusterView,
-    Command,
-    DiskSpace,
-    DriverEvent,
-    Elected,
-    Event,
-    Hinted,
-    JobSeen,
-    LockWon,
-    SomeEnded,
-    SomeRevoked,
-    TurnDone,
-    TurnFailed,
-)
+from tasuki.core.broker import authentication, client_messages, cluster, events, log_reads, worker_messages
 from tasuki.core.broker.state import BrokerState, ClientSession, Session, TransferSession, WorkerSession
 from tasuki.core.broker.turn_builder import TurnBuilder, TurnEffects
 from tasuki.core.broker.upkeep import Upkeep
+from tasuki.core.election import TakeOver
 from tasuki.core.lifecycle import LEASE_MARGIN_S
 from tasuki.core.machine import Closed, Now, Opened, Received, Send, Ticked
 from tasuki.core.protocol import HANDSHAKE_TIMEOUT_S, error_message
@@ -46,7 +28,7 @@ STORE_RETRY_S = 0.2  # after a failed turn
 class Broker(BrokerState):
     """The event loop over the state of one server. See the module's docstring."""
 
-    def __init__(self, config: BrokerConfig) -> None:
+    def __init__(self, config: events.BrokerConfig) -> None:
         super().__init__(config)
         self.upkeep = Upkeep(self)
         self._wait_until = 0.0
@@ -54,12 +36,12 @@ class Broker(BrokerState):
 
     # ------------------------------------------------------------------------------------------------ events
 
-    def apply(self, event: Event, now: Now) -> list[Command]:
+    def apply(self, event: events.Event, now: Now) -> list[events.Command]:
         """Take one event; return what the driver has to do."""
         match event:
             case Received():
                 return self._received(event, now)
-            case TurnDone():
+            case events.TurnDone():
                 return self._turn_done(event, now)
             case Ticked():
                 return self._ticked(now)
@@ -69,40 +51,40 @@ class Broker(BrokerState):
             case Closed():
                 self.forget(event.conn)
                 return []
-            case TurnFailed():
+            case events.TurnFailed():
                 return self._turn_failed(event, now)
-            case JobSeen():
+            case events.JobSeen():
                 return log_reads.job_seen(self, event, now)
             case _:
                 return self._from_driver(event)
 
-    def _from_driver(self, event: DriverEvent) -> list[Command]:
+    def _from_driver(self, event: events.DriverEvent) -> list[events.Command]:
         match event:
-            case DiskSpace():
+            case events.DiskSpace():
                 if self.disk_problem and not event.problem:
                     self.look_everywhere()
                 self.disk_problem = event.problem
-            case BlobArrived():
+            case events.BlobArrived():
                 client_messages.blob_arrived(self, event)
-            case BlobsUnderWay():
+            case events.BlobsUnderWay():
                 client_messages.blobs_under_way(self, event)
-            case BlobsDeleted():
+            case events.BlobsDeleted():
                 self.upkeep.blobs_deleted(event.epoch, event.places)
-            case LockWon():
+            case TakeOver():
                 self.upkeep.claim(event.epoch)
-            case Elected():
+            case events.Elected():
                 self.upkeep.lead(event.epoch)
-            case ClusterView():
+            case events.ClusterView():
                 cluster.met(self, event)
-            case Hinted():
+            case events.Hinted():
                 return cluster.heard(self, event.hint)
-            case SomeEnded():
+            case events.SomeEnded():
                 client_messages.ask_ends(self, event.job_ids)
-            case SomeRevoked():
+            case events.SomeRevoked():
                 return cluster.revoked(self, event.token_ids)
         return []
 
-    def _received(self, event: Received, now: Now) -> list[Command]:
+    def _received(self, event: Received, now: Now) -> list[events.Command]:
         conn, message = event.conn, event.message
         session = self.sessions.get(conn)
         if session is None:  # the broker hung up, and the peer had sent more before it noticed
@@ -143,7 +125,7 @@ class Broker(BrokerState):
         self.builder = following
         return turn
 
-    def _turn_done(self, event: TurnDone, now: Now) -> list[Command]:
+    def _turn_done(self, event: events.TurnDone, now: Now) -> list[events.Command]:
         turn, answers = event.turn, event.answers
         if turn.epoch:
             commands = self.upkeep.done(turn, answers)
@@ -157,7 +139,7 @@ class Broker(BrokerState):
             commands = effects.all_commands()
         return commands + self.cluster.hint(self.config.server_id)
 
-    def _turn_failed(self, event: TurnFailed, now: Now) -> list[Command]:
+    def _turn_failed(self, event: events.TurnFailed, now: Now) -> list[events.Command]:
         turn, error = event.turn, event.error
         self._wait_until = now.monotonic + STORE_RETRY_S
         if turn.epoch:
@@ -173,7 +155,7 @@ class Broker(BrokerState):
 
     # ------------------------------------------------------------------------------------------------ time
 
-    def _ticked(self, now: Now) -> list[Command]:
+    def _ticked(self, now: Now) -> list[events.Command]:
         if now.monotonic >= self._look_at:
             self._look_at = now.monotonic + LOOK_INTERVAL_S
             self.look_everywhere()
@@ -184,7 +166,7 @@ class Broker(BrokerState):
                 commands += self._look_at_session(session, now)
         return commands
 
-    def _look_at_session(self, session: Session, now: Now) -> list[Command]:
+    def _look_at_session(self, session: Session, now: Now) -> list[events.Command]:
         """Hang up on a peer that is silent or whose token has expired; deliver again what a worker may not have got."""
         if session.identity is not None and session.identity.expired(now.wall):
             return self.hang_up(session.conn, Unauthorized(f"token {session.identity.token_id} has expired"))

@@ -1,4 +1,7 @@
-"""Events that a broker gets and commands that it gives to its driver: closed unions of small structs."""
+"""Events that a broker gets and commands that it gives to its driver: closed unions of small structs.
+
+The broker is the store of `core.election`: it takes its TakeOver, and answers with TookOver or EpochFenced.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import msgspec
 
 from tasuki.core.access import Identity
 from tasuki.core.cluster_messages import Hint, ServerInfo
+from tasuki.core.election import EpochFenced, TakeOver, TookOver
 from tasuki.core.job import Job
 from tasuki.core.lifecycle import BLOB_GRACE_S, LEASE_TTL_S, RETENTION_DAYS
 from tasuki.core.machine import Closed, Hangup, Opened, Received, Send, Ticked
@@ -67,12 +71,6 @@ class TurnFailed(msgspec.Struct, frozen=True):
 
 class Elected(msgspec.Struct, frozen=True):
     """This server leads under this epoch, or (0) does not lead any more."""
-
-    epoch: int
-
-
-class LockWon(msgspec.Struct, frozen=True):
-    """This server won the leader's lock; the store must register the epoch before that counts."""
 
     epoch: int
 
@@ -183,19 +181,6 @@ class SendBlob(msgspec.Struct, frozen=True):
     incarnation: str = ""
 
 
-class TakeoverDone(msgspec.Struct, frozen=True):
-    """The store registered the epoch that was won, or refused it."""
-
-    epoch: int
-    done: bool
-
-
-class LeadershipLost(msgspec.Struct, frozen=True):
-    """The store refused a write under this epoch: another server leads."""
-
-    epoch: int
-
-
 class DeleteBlobs(msgspec.Struct, frozen=True):
     """Delete the bytes of these blobs, to which nothing can refer any more; then BlobsDeleted."""
 
@@ -233,7 +218,7 @@ class AskRevoked(msgspec.Struct, frozen=True):
 
 
 DriverEvent = (
-    DiskSpace | Elected | LockWon | ClusterView | Hinted | SomeEnded | SomeRevoked | BlobArrived | BlobsUnderWay | BlobsDeleted
+    DiskSpace | Elected | TakeOver | ClusterView | Hinted | SomeEnded | SomeRevoked | BlobArrived | BlobsUnderWay | BlobsDeleted
 )
 """Events that concern neither a connection nor a turn."""
 
@@ -245,8 +230,8 @@ Command = (
     | ReceiveBlob
     | BlobPiece
     | SendBlob
-    | TakeoverDone
-    | LeadershipLost
+    | TookOver
+    | EpochFenced
     | DeleteBlobs
     | Publish
     | Detach

@@ -60,12 +60,9 @@ class TurnEffects:
     def all_commands(self) -> list[Command]:
         """Return all commands, with the results as the last messages."""
         for conn, items in self.results.items():
-            self.commands += [Send(conn, Results(list(some))) for some in batches(items, _result_bytes)]
+            some_at_a_time = batches(items, lambda ending: outcome_bytes(ending.outcome))
+            self.commands += [Send(conn, Results(list(some))) for some in some_at_a_time]
         return self.commands
-
-
-def _result_bytes(ending: JobResult) -> int:
-    return outcome_bytes(ending.outcome)
 
 
 OnAnswers = Callable[[Sequence[Any], TurnEffects], None]

@@ -16,8 +16,9 @@ from collections.abc import Sequence
 import msgspec
 
 from tasuki.core.broker.client_messages import ask_ends
-from tasuki.core.broker.events import Command, DeleteBlobs, LeadershipLost, TakeoverDone
+from tasuki.core.broker.events import Command, DeleteBlobs
 from tasuki.core.broker.state import BrokerState
+from tasuki.core.election import EpochFenced, TookOver
 from tasuki.core.job import TERMINAL
 from tasuki.core.machine import Now
 from tasuki.core.store_messages import Answers, BlobPlace, Collection, Reaped, Retention, Turn
@@ -113,7 +114,7 @@ class Upkeep:
     def done(self, turn: Turn, answers: Answers) -> list[Command]:
         """Tell the peers concerned by a committed turn, and go on at once if there is more than one batch."""
         if turn.take_over:
-            return [TakeoverDone(turn.epoch, answers.take_over)]
+            return [TookOver(turn.epoch, answers.take_over)]
         self._tell(answers)
         self.counts.reaped += len(answers.reap)
         self.counts.skipped += len(answers.skip)
@@ -170,9 +171,9 @@ class Upkeep:
     def failed(self, turn: Turn, error: TasukiError) -> list[Command]:
         """Make everything in a failed turn due again. A stale epoch is final."""
         if turn.take_over:
-            return [TakeoverDone(turn.epoch, False)]
+            return [TookOver(turn.epoch, False)]
         if isinstance(error, StaleEpoch):
-            return [LeadershipLost(turn.epoch)]
+            return [EpochFenced(turn.epoch)]
         self._deleted[:0] = turn.forget_blobs
         self._duty_at = 0.0 if turn.reap else self._duty_at
         self._prune_at = 0.0 if turn.prune is not None else self._prune_at

@@ -7,7 +7,7 @@ function that gets the answers after the commit.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from itertools import chain, islice
 from typing import NamedTuple
@@ -284,28 +284,25 @@ def _is_silent(worker: WorkerSession, now: Now) -> bool:
     return now.monotonic - worker.heard_at > worker.ttl_s * SILENT_SHARE
 
 
-Policy = Callable[[Account], object]
-
-
-def least_load(account: Account) -> object:
-    """Order accounts by the share of used slots, the smallest first: the default policy."""
+def load(account: Account) -> float:
+    """Return the share of used slots."""
     slots = account.running + account.available + account.reserved
     return (account.running + account.reserved) / slots if slots else 1.0
 
 
-def shares(accounts: Iterable[tuple[str, Account]], wanted: int | None, policy: Policy = least_load) -> list[tuple[str, int]]:
-    """Return which workers ask the store for how many jobs in this turn, in the order of asking.
+def shares(accounts: Iterable[tuple[str, Account]], wanted: int | None) -> list[tuple[str, int]]:
+    """Return which workers ask the store for how many jobs in this turn; those with the smallest load ask first.
 
     `wanted` is how many jobs are thought to be ready: then the workers share them evenly, so that the first asker does not take
     everything while others idle. None: there is a backlog, and every worker fills up.
     """
     able = [(name, account) for name, account in accounts if account.available > 0]
-    if wanted is not None and wanted < len(able) and policy is least_load:
+    if wanted is not None and wanted < len(able):
         # One each for the first that have nothing to do. On a large server these are many more than are looked at here.
         idle = list(islice(((name, 1) for name, account in able if not (account.running or account.reserved)), wanted))
         if len(idle) == wanted:
             return idle
-    able.sort(key=lambda one: policy(one[1]))  # type: ignore[arg-type, return-value]
+    able.sort(key=lambda one: load(one[1]))
     quota, extra = divmod(wanted, len(able)) if wanted is not None and able else (LEASE_BATCH_MAX, 0)
     limits = (min(LEASE_BATCH_MAX, quota + (place < extra)) for place in range(len(able)))
     return [(name, min(limit, account.available)) for (name, account), limit in zip(able, limits, strict=True) if limit]
@@ -319,26 +316,23 @@ def _leased(state: BrokerState, looks: list[_Look], answers: Sequence[list[Grant
 def _granted(state: BrokerState, look: _Look, grants: list[Grant], effects: TurnEffects) -> None:
     """Deliver what was granted to one worker."""
     worker = state.sessions.get(look.conn)
-    if not isinstance(worker, WorkerSession) or not worker.patterns:
-        # It left, or began to drain, while the store was at work. Unseen grants go back, without using up a loss. But if the
-        # worker left for another server, that one may have read these grants and delivered them: there they are its own.
-        if isinstance(worker, WorkerSession):
-            _settle(state, worker, look, 0)
-        if isinstance(worker, WorkerSession) or not state.config.shared:
-            worker_id, incarnation = look.request.worker_id, look.request.incarnation
-            _release(state, [HeldLease(g.job_id, worker_id, incarnation, g.lease_id, g.attempt, g.ttl_s) for g in grants])
-        return
-    _settle(state, worker, look, len(grants))
-    if not grants:
-        return
-    deliveries, sent_at = worker.deliveries, effects.now.monotonic
-    for grant in grants:
-        deliveries[grant.lease_id] = Delivery(Claim(grant.job_id, grant.lease_id, grant.attempt), sent_at)
-    effects.commands += [Send(worker.conn, AssignJobs(worker.ttl_s, list(some))) for some in batches(grants, _spec_bytes)]
+    if isinstance(worker, WorkerSession):
+        _settle(state, worker, look, len(grants) if worker.patterns else 0)
+        if worker.patterns:
+            deliveries, sent_at = worker.deliveries, effects.now.monotonic
+            for grant in grants:
+                deliveries[grant.lease_id] = Delivery(Claim(grant.job_id, grant.lease_id, grant.attempt), sent_at)
+            effects.commands += _assignments(worker, worker.ttl_s, grants)
+            return
+    # It left, or began to drain, while the store was at work. Unseen grants go back, without using up a loss. But if the
+    # worker left for another server, that one may have read these grants and delivered them: there they are its own.
+    if isinstance(worker, WorkerSession) or not state.config.shared:
+        worker_id, incarnation = look.request.worker_id, look.request.incarnation
+        _release(state, [HeldLease(g.job_id, worker_id, incarnation, g.lease_id, g.attempt, g.ttl_s) for g in grants])
 
 
-def _spec_bytes(grant: Grant) -> int:
-    return len(grant.spec)
+def _assignments(worker: WorkerSession, ttl_s: float, grants: Sequence[Grant]) -> list[Command]:
+    return [Send(worker.conn, AssignJobs(ttl_s, list(some))) for some in batches(grants, lambda grant: len(grant.spec))]
 
 
 def _settle(state: BrokerState, worker: WorkerSession, look: _Look, granted: int) -> None:
@@ -400,8 +394,7 @@ def _redelivered(state: BrokerState, conn: int, answers: Sequence[list[Grant]], 
             worker.account.charge()
     again = [grant for grant in grants if not worker.deliveries[grant.lease_id].acked]
     if again:
-        ttl_s = min(grant.ttl_s for grant in again)
-        effects.commands += [Send(conn, AssignJobs(ttl_s, list(some))) for some in batches(again, _spec_bytes)]
+        effects.commands += _assignments(worker, min(grant.ttl_s for grant in again), again)
 
 
 def redeliver(state: BrokerState, worker: WorkerSession, now: Now) -> None:

@@ -28,13 +28,10 @@ from tasuki.core.broker.events import (
     DiskSpace,
     Elected,
     Hinted,
-    LeadershipLost,
-    LockWon,
     Publish,
     Query,
     SomeEnded,
     SomeRevoked,
-    TakeoverDone,
     TurnDone,
     TurnFailed,
 )
@@ -385,14 +382,12 @@ class SimulatedCluster:
         self.server.tell(ClusterView(tuple(info for _, info in seen.values()), view.detached))
 
     # -- who leads ------------------------------------------------------------------------------------------------
-    def told(self, command: Publish | TakeoverDone | LeadershipLost) -> None:
+    def told(self, command: Publish | election.TookOver | election.EpochFenced) -> None:
         match command:
             case Publish():
                 self.node.publish(self.server, split(command.hint))
-            case TakeoverDone():
-                self._decide(election.TookOver(command.epoch, command.done))
-            case LeadershipLost():
-                self._decide(election.EpochFenced(command.epoch))
+            case election.TookOver() | election.EpochFenced():
+                self._decide(command)
 
     def _decide(self, event: election.Event) -> None:
         server = self.server
@@ -401,7 +396,7 @@ class SimulatedCluster:
                 case election.Acquire():
                     self._find_floor(server.now().monotonic)
                 case election.TakeOver():
-                    server.tell(LockWon(command.epoch))
+                    server.tell(command)
                 case election.Renew():
                     self._renew(command.epoch, server.now().monotonic)
                 case election.Release():
@@ -590,7 +585,7 @@ class SimServer(SimProcess, ServerNode):
         last_words = error_message(0, error) if error is not None else None
         self.network.hang_up(command.conn, last_words, error.message if error is not None else "closed")
 
-    def _told(self, command: Publish | TakeoverDone | LeadershipLost) -> None:
+    def _told(self, command: Publish | election.TookOver | election.EpochFenced) -> None:
         if self.cluster is not None:
             self.cluster.told(command)
 
