@@ -37,7 +37,7 @@ from http_transfers import MIB, Curl, Peak, make_file, sha256_of
 
 from tasuki.client.agents.client import AgentResult, AsyncAgentsClient
 from tasuki.client.agents.node import AgentNode
-from tasuki.config import parse_agents
+from tasuki.core.address import parse_agents
 from tasuki.event_loop import loop_factory
 
 PARTS = ("short", "large", "takeover")

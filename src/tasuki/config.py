@@ -8,34 +8,12 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
 
-from tasuki.core.address import DEFAULT_PORT, DEFAULT_PORTS, Address, parse_agents, parse_url
+from tasuki.core.address import DEFAULT_PORT, DEFAULT_PORTS, Address, parse_url
 from tasuki.errors import ConfigError
-
-__all__ = [
-    "DEFAULT_PORT",
-    "DISK_FLOOR_BYTES",
-    "DISK_FLOOR_INODES",
-    "SOCKET_PATH_MAX_BYTES",
-    "TOKEN_MAX_CHARS",
-    "Address",
-    "DataFolder",
-    "check_app",
-    "data_folder",
-    "default_url",
-    "enrol_variable",
-    "fault_point",
-    "find_token",
-    "parse_agents",
-    "parse_http",
-    "parse_listen",
-    "parse_size",
-    "parse_url",
-]
 
 SOCKET_PATH_MAX_BYTES = 107  # sun_path of Linux, without its NUL
 DISK_FLOOR_BYTES = 64 * 1024 * 1024
@@ -112,30 +90,28 @@ class DataFolder(msgspec.Struct, frozen=True):
         return self.runtime / f"tasuki-{name}.socket"
 
 
-def data_folder(given: str | os.PathLike[str] | None = None, environ: Mapping[str, str] | None = None) -> DataFolder:
+def data_folder(given: str | os.PathLike[str] | None = None) -> DataFolder:
     """Return the folder of --data, else TASUKI_DATA, else ./tasuki-data if it exists, else $XDG_DATA_HOME/tasuki."""
-    environ = os.environ if environ is None else environ
-    chosen = str(given) if given else environ.get("TASUKI_DATA")
+    chosen = str(given) if given else os.environ.get("TASUKI_DATA")
     if chosen:
         root = Path(chosen)
     elif Path("tasuki-data").is_dir():
         root = Path("tasuki-data")
     else:
-        root = Path(environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share") / "tasuki"
-    runtime = environ.get("XDG_RUNTIME_DIR")
+        root = Path(os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share") / "tasuki"
+    runtime = os.environ.get("XDG_RUNTIME_DIR")
     return DataFolder(root.absolute(), Path(runtime) if runtime else None)
 
 
-def default_url(environ: Mapping[str, str] | None = None) -> str | None:
+def default_url() -> str | None:
     """Return TASUKI_URL, if set."""
-    return (os.environ if environ is None else environ).get("TASUKI_URL") or None
+    return os.environ.get("TASUKI_URL") or None
 
 
-def find_token(token_file: str | os.PathLike[str] | None = None, environ: Mapping[str, str] | None = None) -> str:
+def find_token(token_file: str | os.PathLike[str] | None = None) -> str:
     """Return the token of --token-file, else TASUKI_TOKEN, else "" (a unix socket of the same user needs none)."""
-    environ = os.environ if environ is None else environ
     if token_file is None:
-        return environ.get("TASUKI_TOKEN", "").strip()
+        return os.environ.get("TASUKI_TOKEN", "").strip()
     try:
         token = Path(token_file).read_text("utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
@@ -150,11 +126,11 @@ def find_token(token_file: str | os.PathLike[str] | None = None, environ: Mappin
     return token
 
 
-def enrol_variable(environ: Mapping[str, str] | None = None) -> str:
+def enrol_variable() -> str:
     """Return TASUKI_ENROLL, the enrol token of a new worker, or ""."""
-    return (os.environ if environ is None else environ).get("TASUKI_ENROLL", "").strip()
+    return os.environ.get("TASUKI_ENROLL", "").strip()
 
 
-def fault_point(environ: Mapping[str, str] | None = None) -> str:
+def fault_point() -> str:
     """Return TASUKI_FAULT, the point at which a server under test kills itself (see docs/decisions), or ""."""
-    return (os.environ if environ is None else environ).get("TASUKI_FAULT", "")
+    return os.environ.get("TASUKI_FAULT", "")

@@ -6,8 +6,6 @@ import asyncio
 from collections.abc import Callable, Coroutine, Iterator
 from typing import Any, TypeVar
 
-__all__ = ["BackgroundTasks", "ignore_result", "loop_factory"]
-
 T = TypeVar("T")
 
 

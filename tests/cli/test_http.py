@@ -15,7 +15,8 @@ import pytest
 
 from tasuki.cli import server
 from tasuki.cli.process import server_config
-from tasuki.config import Address, DataFolder
+from tasuki.config import DataFolder
+from tasuki.core.address import Address
 from tasuki.errors import ConfigError
 from tests.cli.commands import Running, User, running
 

@@ -9,7 +9,8 @@ import pytest
 
 from tasuki.cli.process import server_config
 from tasuki.cli.server import ListenOptions, ServerOptions, check, storage_locations
-from tasuki.config import Address, DataFolder
+from tasuki.config import DataFolder
+from tasuki.core.address import Address
 from tasuki.errors import ConfigError
 from tests.cli.commands import User
 from tests.support.redis_service import RedisService

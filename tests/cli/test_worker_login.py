@@ -17,7 +17,7 @@ import pytest
 
 from tasuki.cli import worker_login
 from tasuki.cli.worker_login import LoginOptions, WorkerLogin, logged_in
-from tasuki.config import parse_url
+from tasuki.core.address import parse_url
 from tasuki.errors import ConfigError, TasukiError, Unauthorized, Unavailable
 from tasuki.worker.credentials import CredentialFile
 from tests.cli.commands import DEADLINE_S, TASUKI, environment

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tasuki import AsyncClient
-from tasuki.config import Address
+from tasuki.core.address import Address
 from tasuki.core.job import BlobRef
 from tasuki.core.protocol import ErrorMessage, HelloClient, Message, Reply, Request, SubmitJobs, Welcome
 from tasuki.errors import Unauthorized, Unavailable

@@ -15,7 +15,6 @@ from tasuki.core.subject import (
     check_pattern,
     check_subject,
     group_of,
-    intersects,
     literal_prefix,
     matches,
 )
@@ -152,42 +151,6 @@ def test_examples_of_matching(pattern: str, subject: str, expected: bool) -> Non
     trie: SubjectTrie[str] = SubjectTrie()
     trie.add(pattern, "worker")
     assert trie.match(subject) == (("worker",) if expected else ())
-
-
-@pytest.mark.parametrize(
-    ("pattern_a", "pattern_b", "expected"),
-    [
-        ("a.*", "*.b", True),
-        ("a.*", "b.*", False),
-        ("a.>", "a", False),
-        ("a.>", "a.*.b", True),
-        ("*.>", "*", False),
-        (">", "*.*.*", True),
-        ("a.b", "a.b", True),
-        ("a.b", "a.B", False),
-        ("a.*.c", "a.>", True),
-        ("a.b.>", "a.c.>", False),
-    ],
-)
-def test_examples_of_intersection(pattern_a: str, pattern_b: str, expected: bool) -> None:
-    assert intersects(pattern_a, pattern_b) is expected
-    assert intersects(pattern_b, pattern_a) is expected
-
-
-ALL_SUBJECTS = every_subject(max_tokens=5)  # one token more than the longest fixed part of a pattern
-
-
-@given(patterns, patterns)
-def test_patterns_intersect_exactly_if_some_subject_matches_both(pattern_a: str, pattern_b: str) -> None:
-    met = any(matches(pattern_a, subject) and matches(pattern_b, subject) for subject in ALL_SUBJECTS)
-
-    assert intersects(pattern_a, pattern_b) is met
-    assert intersects(pattern_b, pattern_a) is met
-
-
-@given(patterns, subjects)
-def test_matching_is_intersection_with_a_pattern_without_wildcards(pattern: str, subject: str) -> None:
-    assert matches(pattern, subject) is intersects(pattern, subject)
 
 
 # --- parts of a subject

@@ -11,8 +11,7 @@ from typing import Any
 
 import httpx
 
-from tasuki.config import parse_agents
-from tasuki.core.address import Address
+from tasuki.core.address import Address, parse_agents
 from tasuki.core.failover.agent_protocol import InputRecord, input_hash
 from tasuki.dispatcher.app import Dispatcher
 from tasuki.dispatcher.settings import DispatcherConfig, Mode

@@ -13,8 +13,7 @@ import httpx
 from tasuki.agent.app import Agent
 from tasuki.agent.input_sources import DispatcherInputs
 from tasuki.agent.settings import AgentConfig
-from tasuki.config import parse_url
-from tasuki.core.address import Address
+from tasuki.core.address import Address, parse_url
 from tasuki.core.failover.agent_protocol import InputRecord, input_hash
 from tasuki.errors import NotFound, Unavailable
 from tasuki.worker.execs import parse_exec_flag

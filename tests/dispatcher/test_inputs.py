@@ -11,7 +11,7 @@ import pytest
 
 from tasuki.agent import input_sources
 from tasuki.agent.input_sources import DispatcherInputs, open_inputs
-from tasuki.config import parse_url
+from tasuki.core.address import parse_url
 from tasuki.errors import ConfigError, Unavailable
 from tests.client.agent_stand_in import Asked, Reply, StandIn, http
 from tests.dispatcher.stage import BOOK, code_of, dispatching, sha256_of, tell, two_nodes

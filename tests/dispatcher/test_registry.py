@@ -17,8 +17,7 @@ import pytest
 from tasuki.agent import registry_queries
 from tasuki.cli.agent import REGISTRY_APP as APP
 from tasuki.cli.agent import RegistryOptions, make_dispatcher_registry
-from tasuki.config import parse_agents
-from tasuki.core.address import Address
+from tasuki.core.address import Address, parse_agents
 from tasuki.core.failover import registry_records
 from tasuki.core.failover.agent_protocol import InputRecord, input_hash
 from tasuki.core.job import Job, JobSpec, State, body_hash

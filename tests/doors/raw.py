@@ -9,7 +9,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Self
 
-from tasuki.config import parse_url
+from tasuki.core.address import parse_url
 from tasuki.core.protocol import (
     FRAME_MAX_BYTES,
     ErrorMessage,

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from tasuki import AsyncClient
-from tasuki.config import Address, DataFolder
+from tasuki.config import DataFolder
+from tasuki.core.address import Address
 from tasuki.core.broker import authentication, broker
 from tasuki.core.broker.turn_builder import ignore
 from tasuki.core.job import JobSpec

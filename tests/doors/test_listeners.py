@@ -16,7 +16,8 @@ from typing import NamedTuple
 import pytest
 
 from tasuki import Client
-from tasuki.config import Address, parse_listen
+from tasuki.config import parse_listen
+from tasuki.core.address import Address
 from tasuki.core.protocol import ErrorMessage, Welcome
 from tasuki.doors.listening import check_listener, server_tls
 from tasuki.errors import ConfigError, Unavailable

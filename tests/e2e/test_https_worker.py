@@ -15,8 +15,8 @@ import pytest
 
 from tasuki import Client
 from tasuki.cli.output import ExitCode
-from tasuki.config import parse_url
 from tasuki.core.access import token_sha256
+from tasuki.core.address import parse_url
 from tasuki.server.assembly import make_secret
 from tests.e2e.stage import SOON_S, Ledger, command_worker, stdout_of
 from tests.e2e.wire import Wire

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tasuki.config import parse_url
+from tasuki.core.address import parse_url
 from tests.support.processes import ServerProcess, start_servers, start_worker
 
 pytestmark = pytest.mark.e2e

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from tasuki.config import parse_url
+from tasuki.core.address import parse_url
 from tests.e2e.metered import Metered
 from tests.support.processes import ChildProcess, ServerProcess, start_server
 from tests.support.waiting import until

@@ -7,7 +7,7 @@ import ssl
 from collections.abc import Awaitable, Callable, Mapping
 from typing import NamedTuple
 
-from tasuki.config import Address
+from tasuki.core.address import Address
 from tasuki.core.protocol import FRAME_MAX_BYTES, FRAMES_TYPE, HelloClient, Message, Welcome
 from tasuki.wire.messages import FrameDecoder, decode, encode
 from tests.support.waiting import Watched

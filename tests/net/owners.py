@@ -6,7 +6,7 @@ import asyncio
 import ssl
 from typing import Any
 
-from tasuki.config import Address
+from tasuki.core.address import Address
 from tasuki.core.protocol import Message
 from tasuki.net.http.base_link import BaseHttpLink
 

@@ -9,8 +9,7 @@ import pytest
 
 from tasuki.client.agents.client import AsyncAgentsClient
 from tasuki.client.agents.node import AgentNode
-from tasuki.config import parse_url
-from tasuki.core.address import Address
+from tasuki.core.address import Address, parse_url
 from tasuki.core.failover.nodes import Nodes
 from tasuki.errors import ConfigError, NoConnection
 from tasuki.net.http.early_response import proxy_of

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tasuki.config import Address
+from tasuki.core.address import Address
 from tasuki.core.job import JobSpec, Outcome, State
 from tasuki.core.protocol import (
     Accepted,

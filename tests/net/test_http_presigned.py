@@ -18,7 +18,7 @@ import pytest
 from tasuki.blobs.s3 import presign
 from tasuki.blobs.s3.presign import LINK_S, S3Presign
 from tasuki.blobs.s3.requests import S3Address, S3Requests
-from tasuki.config import Address
+from tasuki.core.address import Address
 from tasuki.core.job import BlobRef, InputFile, JobSpec
 from tasuki.core.protocol import SubmitJobs
 from tasuki.errors import Corrupt, NotFound

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tasuki.config import Address
+from tasuki.core.address import Address
 from tasuki.core.protocol import ErrorMessage, GiveCredit, Heartbeat, HeartbeatAnswer, HelloWorker, Message, Welcome
 from tasuki.net.http import worker_link
 from tasuki.net.http.worker_link import HttpWorkerLink

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from tasuki.config import Address
+from tasuki.core.address import Address
 from tasuki.core.protocol import FRAME_MAX_BYTES, ErrorMessage, Heartbeat, Message, Reply
 from tasuki.errors import Unavailable
 from tasuki.net import TcpLink, connect

@@ -19,9 +19,9 @@ def test_turns_and_answers_have_the_verbs_of_the_table_in_its_order() -> None:
 
 @pytest.mark.parametrize("store", [Store, MemoryStore, SqlStore, RedisStore])
 def test_every_store_has_every_verb(store: type) -> None:
-    assert [verb.method for verb in VERBS if not callable(getattr(store, verb.method, None))] == []
+    assert [verb.name for verb in VERBS if not callable(getattr(store, verb.method or verb.name, None))] == []
 
 
 def test_the_script_of_redis_has_a_call_for_every_verb() -> None:
-    assert [verb.name for verb in VERBS if verb.name not in _SPECIAL and not hasattr(verbs, verb.method)] == []
+    assert [verb.name for verb in VERBS if verb.name not in _SPECIAL and not hasattr(verbs, verb.method or verb.name)] == []
     assert set(_SPECIAL) <= set(NAMES)

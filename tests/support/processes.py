@@ -27,8 +27,9 @@ from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from tasuki import AsyncClient, Client
-from tasuki.config import DataFolder, parse_url
+from tasuki.config import DataFolder
 from tasuki.core.access import token_sha256
+from tasuki.core.address import parse_url
 from tasuki.server.assembly import make_secret
 from tests.support.sqlite_files import with_tables
 from tests.support.waiting import until

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from tasuki.clocks import now
-from tasuki.config import parse_url
 from tasuki.core.access import WORKER_TOKEN_S, token_sha256
+from tasuki.core.address import parse_url
 from tasuki.core.machine import Closed, Opened, Peer, Received
 from tasuki.core.protocol import ErrorMessage, Message, Reply, Welcome
 from tasuki.errors import TasukiError

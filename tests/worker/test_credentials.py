@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tasuki.config import parse_url
-from tasuki.core.address import Address
+from tasuki.core.address import Address, parse_url
 from tasuki.errors import ConfigError, Unavailable
 from tasuki.worker.credentials import Credential, CredentialFile, CredentialToken, file_name, read_credential
 from tests.support.processes import SOURCE
@@ -162,7 +161,7 @@ def test_what_a_killed_process_had_is_free(tmp_path: Path) -> None:
     program = f"""
         import os, signal
         from pathlib import Path
-        from tasuki.config import parse_url
+        from tasuki.core.address import parse_url
         from tasuki.worker.credentials import CredentialFile
         seat = CredentialFile(Path({str(tmp_path)!r}), parse_url("https://control.example")[0])
         os.kill(os.getpid(), signal.SIGKILL)

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from tasuki.clocks import now
-from tasuki.config import parse_url
-from tasuki.core.address import Address
+from tasuki.core.address import Address, parse_url
 from tasuki.core.broker import authentication
 from tasuki.doors.tcp import TcpDoor
 from tasuki.errors import TasukiError, Unauthorized

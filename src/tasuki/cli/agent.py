@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from tasuki.agent.app import Agent
     from tasuki.agent.settings import AgentConfig
     from tasuki.agent.store_registry import StoreRegistry
-    from tasuki.config import Address
+    from tasuki.core.address import Address
     from tasuki.dispatcher.app import Dispatcher
     from tasuki.dispatcher.registry import DispatcherRegistry
     from tasuki.doors.listening import ServerCertificate
@@ -321,7 +321,8 @@ class RegistryOptions(NamedTuple):
         cls, url: str | None, results: str | None, app: str, advertise: str | None, lease_ttl_s: float
     ) -> RegistryOptions | None:
         """Return the options, checked; None without --registry."""
-        from tasuki.config import check_app, parse_url
+        from tasuki.config import check_app
+        from tasuki.core.address import parse_url
 
         if url is None:
             if results or advertise:

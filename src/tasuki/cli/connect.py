@@ -24,7 +24,8 @@ from tasuki.errors import ConfigError
 
 if TYPE_CHECKING:
     from tasuki.client import AsyncClient
-    from tasuki.config import Address, DataFolder
+    from tasuki.config import DataFolder
+    from tasuki.core.address import Address
     from tasuki.server.assembly import StorageLocations
     from tasuki.server.server import Server
 
@@ -86,7 +87,7 @@ def read_token(token_file: str | None) -> str:
 
 def own_token(folder: DataFolder, url: str) -> str:
     """Return the folder's token if the address is that of the folder's running server, else ""."""
-    from tasuki.config import parse_url
+    from tasuki.core.address import parse_url
 
     addresses = parse_url(url)
     if any(address.scheme == "unix" for address in addresses) or not _owner_is_alive(folder):
@@ -107,7 +108,7 @@ def _is_noted(address: Address, noted: list[Address]) -> bool:
 
 def listening(folder: DataFolder) -> list[Address]:
     """Return the addresses that the folder's server noted."""
-    from tasuki.config import parse_url
+    from tasuki.core.address import parse_url
 
     try:
         lines = (folder.root / LISTENING_NAME).read_text("utf-8").split()

@@ -112,7 +112,8 @@ def _config(
     keep_inputs_days: float,
     timeout_s: float,
 ) -> DispatcherConfig:
-    from tasuki.config import find_token, parse_agents, parse_size
+    from tasuki.config import find_token, parse_size
+    from tasuki.core.address import parse_agents
     from tasuki.dispatcher.settings import UPLOAD_MAX_BYTES, DispatcherConfig, Mode
     from tasuki.net.tls import client_tls
 

@@ -23,7 +23,8 @@ from tasuki.core.lifecycle import BLOB_GRACE_S, HTTP_LEASE_TTL_S, LEASE_TTL_S, R
 from tasuki.errors import ConfigError
 
 if TYPE_CHECKING:
-    from tasuki.config import Address, DataFolder
+    from tasuki.config import DataFolder
+    from tasuki.core.address import Address
     from tasuki.doors.http.door import HttpDoor
     from tasuki.doors.listening import ServerCertificate
     from tasuki.server.assembly import StorageLocations
@@ -136,7 +137,8 @@ def server(
     log_level: str,
 ) -> int:
     """SIGTERM or Ctrl-C ends it in order, a second one at once. SIGHUP makes it read --tls-cert and --tls-key again."""
-    from tasuki.config import data_folder, parse_http, parse_listen, parse_size, parse_url
+    from tasuki.config import data_folder, parse_http, parse_listen, parse_size
+    from tasuki.core.address import parse_url
 
     process.configure_log(log_level, json=output.json)
     folder, apps = data_folder(data), tuple(dict.fromkeys(app))
@@ -245,7 +247,7 @@ def _check_presign(listen: ListenOptions, blobs: str) -> None:
     from urllib.parse import urlsplit
 
     from tasuki.blobs.s3.requests import parse_s3_url
-    from tasuki.config import Address
+    from tasuki.core.address import Address
 
     if not listen.presign:
         if listen.presign_endpoint:

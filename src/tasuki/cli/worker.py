@@ -19,7 +19,8 @@ from tasuki.errors import ConfigError
 
 if TYPE_CHECKING:
     from tasuki.cli.worker_login import WorkerLogin
-    from tasuki.config import Address, DataFolder
+    from tasuki.config import DataFolder
+    from tasuki.core.address import Address
     from tasuki.worker import Worker
     from tasuki.worker.execs import Exec
     from tasuki.worker.logs import LogCaps
@@ -181,7 +182,8 @@ worker.add_command(worker_status.status)
 
 def where_to(to: str | None, folder: DataFolder) -> tuple[str, list[Address], bool]:
     """Return the address for the worker, the servers in it (none, if it is a store's), and whether it is HTTP."""
-    from tasuki.config import default_url, parse_url
+    from tasuki.config import default_url
+    from tasuki.core.address import parse_url
 
     url = to or default_url() or f"unix://{folder.socket}"
     addresses = [] if is_store(url) else parse_url(url)

@@ -176,7 +176,8 @@ def _check_secrets(given: Mapping[str, Any], file: Path) -> None:
 
 def _is_new(chosen: InstallOptions, folder: DataFolder) -> bool:
     """Return whether the worker has to enrol first, which is better done now, while a person is here."""
-    from tasuki.config import default_url, enrol_variable, parse_url
+    from tasuki.config import default_url, enrol_variable
+    from tasuki.core.address import parse_url
     from tasuki.worker.credentials import FOLDER, file_name, read_credential
 
     url = chosen.given.get("to") or default_url() or ""

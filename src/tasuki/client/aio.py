@@ -19,7 +19,8 @@ from typing import Any, Self
 from tasuki.client.embedded import ensure_server
 from tasuki.client.logs import LogFollower
 from tasuki.clocks import now
-from tasuki.config import DataFolder, data_folder, default_url, find_token, parse_url
+from tasuki.config import DataFolder, data_folder, default_url, find_token
+from tasuki.core.address import parse_url
 from tasuki.core.client_machine import (
     Call,
     CallAnswered,

@@ -364,20 +364,13 @@ def unpack_log(path: Path, stream: str) -> tuple[BinaryIO, _CutLog]:
         with path.open("rb") as source:
             for entry in read_directory(source, limits):
                 if entry.name == f"{stream}.log":
-                    unpack_entry(source, entry, meter, _into(kept))
+                    unpack_entry(source, entry, meter, kept.write)
                 elif entry.name == "result.json" and entry.claimed_bytes <= REPORT_MAX_BYTES:
                     unpack_entry(source, entry, meter, report.extend)
         return kept, _cut_of(bytes(report), stream, kept.seek(0, os.SEEK_END))
     except BaseException:
         kept.close()
         raise
-
-
-def _into(kept: BinaryIO) -> Callable[[bytes], None]:
-    def take(data: bytes) -> None:
-        kept.write(data)
-
-    return take
 
 
 def _cut_of(report: bytes, stream: str, size_bytes: int) -> _CutLog:

@@ -22,11 +22,6 @@ assert NOTES_MAX_BYTES + APP_META_MAX_BYTES < META_MAX_BYTES
 _WHOLE = "document"  # in the notes: the bytes are the document of all three
 
 
-def payload_of(payload: bytes) -> Any:
-    """Return a job's payload for JSON as it was sent; a payload that is not JSON as base64."""
-    return _json_or_base64(payload)
-
-
 def outcome_of(result: Any, summary_text: str, freqs_csv: str, meta: dict[str, Any]) -> tuple[Outcome, bytes | None]:
     """Return the outcome of a result, and the bytes of a blob if the result is too large for the row."""
     if len(msgspec.json.encode(meta)) > APP_META_MAX_BYTES:
@@ -52,14 +47,15 @@ def result_of(data: bytes, notes: dict[str, Any]) -> dict[str, Any]:
     if notes.get(_WHOLE):
         return {**msgspec.json.decode(data), "meta": meta}
     return {
-        "result": _json_or_base64(data),
+        "result": json_or_base64(data),
         "summary_text": notes.get("summary_text", ""),
         "freqs_csv": notes.get("freqs_csv", ""),
         "meta": meta,
     }
 
 
-def _json_or_base64(data: bytes) -> Any:
+def json_or_base64(data: bytes) -> Any:
+    """Return bytes of a job for a JSON document: JSON as it was sent, other bytes as base64."""
     if not data:
         return None
     try:

@@ -201,17 +201,6 @@ class Election:
     # ------------------------------------------------------------------------------------------------ for the driver
 
     @property
-    def next_at(self) -> float | None:
-        """Time of the next tick; None: not before an answer comes."""
-        match self.state:
-            case Following(ask_at=ask_at):
-                return ask_at
-            case Leading(until=until, renew_at=renew_at, renewing=renewing):
-                return until if renewing else min(until, renew_at)
-            case _:
-                return None
-
-    @property
     def asking(self) -> bool:
         """True while a request is out. A server that closes waits for the answer a while, to give back a lock that it brings."""
         match self.state:

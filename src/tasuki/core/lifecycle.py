@@ -124,11 +124,9 @@ def after_failure(
 ) -> Disposition:
     """Return the disposition of a job whose worker reported a failed attempt."""
     what = outcome.message or outcome.error_code or "failed"
-    if outcome.error_code == "CANCELED" and cancel_requested:
-        return Disposition(Event.CANCEL, after(state, Event.CANCEL), 0.0, failures, losses, what)
-    if cancel_requested:
-        # The attempt failed by itself before the cancel reached it; after a cancel there is no retry.
-        return Disposition(Event.CANCEL, after(state, Event.CANCEL), 0.0, failures, losses, f"canceled; last attempt: {what}")
+    if cancel_requested:  # there is no retry, also if the attempt failed by itself before the cancel reached it
+        reason = what if outcome.error_code == "CANCELED" else f"canceled; last attempt: {what}"
+        return Disposition(Event.CANCEL, after(state, Event.CANCEL), 0.0, failures, losses, reason)
     failures += 1
     if not outcome.permanent and failures <= max_retries:
         delay_s = retry_delay_s(backoff_s, failures - 1)
@@ -153,9 +151,8 @@ def after_loss(
 ) -> Disposition:
     """Return the disposition of a job whose lease ran out. The first loss is tried again at once, unless `delay_first`."""
     if cancel_requested:
-        return Disposition(
-            Event.CANCEL, after(state, Event.CANCEL), 0.0, failures, losses, f"canceled; worker {worker_id} was lost"
-        )
+        reason = f"canceled; worker {worker_id} was lost"
+        return Disposition(Event.CANCEL, after(state, Event.CANCEL), 0.0, failures, losses, reason)
     losses += 1
     what = f"worker {worker_id} was lost (loss {losses} of {max_losses})"
     if losses > max_losses:

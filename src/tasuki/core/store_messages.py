@@ -502,10 +502,6 @@ class StoreVerb(msgspec.Struct, frozen=True):
     lasting: bool = True
     """True if the answer promises that a power cut cannot undo it."""
 
-    def __post_init__(self) -> None:
-        if not self.method:
-            msgspec.structs.force_setattr(self, "method", self.name)
-
 
 VERBS: tuple[StoreVerb, ...] = (
     StoreVerb("finish"),

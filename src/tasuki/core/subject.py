@@ -12,7 +12,6 @@ Subjects and patterns are checked at the door (`check_subject`, `check_pattern`)
 
 from collections.abc import Hashable
 from functools import lru_cache
-from itertools import zip_longest
 from typing import Generic, TypeVar
 
 from tasuki.errors import InvalidInput, quoted
@@ -79,18 +78,6 @@ def matches(pattern: str, subject: str) -> bool:
     elif len(given) != len(wanted):
         return False
     return all(token in ("*", there) for token, there in zip(wanted, given, strict=False))
-
-
-def intersects(pattern_a: str, pattern_b: str) -> bool:
-    """Return True if some subject matches both patterns (limits on its length aside)."""
-    for one, other in zip_longest(pattern_a.split("."), pattern_b.split(".")):
-        if one is None or other is None:
-            return False
-        if one == ">" or other == ">":
-            return True
-        if one != other and one != "*" and other != "*":
-            return False
-    return True
 
 
 @lru_cache(_CHECKED_CACHE_SIZE)

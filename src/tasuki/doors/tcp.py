@@ -10,7 +10,7 @@ import ssl
 from pathlib import Path
 from typing import Any
 
-from tasuki.config import Address
+from tasuki.core.address import Address
 from tasuki.core.protocol import HANDSHAKE_TIMEOUT_S, Message
 from tasuki.doors.listening import connections_max
 from tasuki.errors import ConfigError, Overloaded

@@ -14,7 +14,7 @@ import struct
 from collections.abc import Callable, Iterable
 from typing import Any, cast
 
-from tasuki.config import Address
+from tasuki.core.address import Address
 from tasuki.core.machine import Peer
 from tasuki.core.protocol import FRAME_MAX_BYTES, UNAUTHENTICATED_FRAME_MAX_BYTES, ErrorMessage, Message, Reply
 from tasuki.core.reconnect import CONNECT_TIMEOUT_S

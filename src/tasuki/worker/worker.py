@@ -28,7 +28,8 @@ from typing import Any, TypeVar
 import msgspec
 
 from tasuki.clocks import now
-from tasuki.config import data_folder, default_url, find_token, parse_url
+from tasuki.config import data_folder, default_url, find_token
+from tasuki.core.address import parse_url
 from tasuki.core.job import OnDisconnect
 from tasuki.core.lifecycle import HTTP_LEASE_TTL_S
 from tasuki.core.machine import Closed, Hangup, Opened, Received, Send, Ticked

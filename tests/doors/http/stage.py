@@ -14,8 +14,9 @@ from typing import Any, Self, TypeVar
 import httpx
 import pytest
 
-from tasuki.config import Address, DataFolder
+from tasuki.config import DataFolder
 from tasuki.core.access import token_sha256
+from tasuki.core.address import Address
 from tasuki.core.protocol import HelloClient, Request
 from tasuki.doors.http.context import HttpConfig
 from tasuki.doors.http.door import HttpDoor

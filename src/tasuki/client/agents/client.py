@@ -28,7 +28,8 @@ from tasuki.client.agents.run import AgentResult, AgentRun, RunProgress
 from tasuki.client.agents.transfer import NodeRefused, read_upload
 from tasuki.client.sync import LoopThread
 from tasuki.clocks import now
-from tasuki.config import find_token, parse_agents
+from tasuki.config import find_token
+from tasuki.core.address import parse_agents
 from tasuki.core.failover.events import LIMIT_S, LONGER_THAN_THE_JOB_S, PATIENCE_S, SILENT_S, FailoverJob, TimePassed
 from tasuki.core.failover.nodes import DEFAULT_RULES, BreakerNote, BreakerRules, Nodes, Ranked
 from tasuki.core.job import IdMaker, check_job_id

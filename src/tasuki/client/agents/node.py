@@ -31,7 +31,7 @@ from tasuki.client.agents.transfer import (
     read_refusal,
 )
 from tasuki.clocks import now
-from tasuki.config import Address, parse_url
+from tasuki.core.address import Address, parse_url
 from tasuki.core.failover.agent_protocol import INPUT_NOT_FOUND
 from tasuki.core.failover.events import TOKEN_STATUSES, JobStatus, Refusal, not_trusted
 from tasuki.core.failover.nodes import Capacity, Nodes

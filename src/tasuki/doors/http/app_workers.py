@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from starlette.responses import Response
 
 from tasuki.core.access import ENROL_TOKEN_S, token_sha256
-from tasuki.core.apps import WORDS, outcome_of, payload_of
+from tasuki.core.apps import WORDS, json_or_base64, outcome_of
 from tasuki.core.job import LEASED, Job, JobSpec, Outcome, State
 from tasuki.core.protocol import Claim, check_outcome
 from tasuki.core.store_messages import Grant, LeaseStatus
@@ -180,7 +180,7 @@ async def lease(context: RequestContext, body: LeaseOptions) -> Leased | LeasedM
 
 
 def _leased(grant: Grant, worker: HttpWorker) -> Leased:
-    payload = payload_of(_decode_spec(grant.spec).payload)
+    payload = json_or_base64(_decode_spec(grant.spec).payload)
     return Leased(job_id=grant.job_id, payload=payload, lease_id=shown_lease_id(grant), lease_ttl_seconds=worker.ttl_s)
 
 

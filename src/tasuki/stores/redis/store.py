@@ -173,7 +173,8 @@ class RedisStore:
         """Return the call of one verb of a Turn, or a list if the verb takes one call for each item."""
         if (build := _SPECIAL.get(verb.name)) is not None:
             return build(self, asked)
-        calls: ScriptCall[Any] | list[ScriptCall[Any]] = verb.call(getattr(verbs, verb.method), asked, epoch, self.clock.wall)
+        method = getattr(verbs, verb.method or verb.name)
+        calls: ScriptCall[Any] | list[ScriptCall[Any]] = verb.call(method, asked, epoch, self.clock.wall)
         return calls
 
     def _do(self, call: ScriptCall[T]) -> T:
