@@ -15,9 +15,10 @@ import pytest
 from botocore.exceptions import ClientError
 
 from tasuki.blobs.s3 import presign as presign_module
-from tasuki.blobs.s3.presign import LINK_S, PresignedUrl, S3Presign, UploadPlan
+from tasuki.blobs.s3.presign import LINK_S, S3Presign, UploadPlan
 from tasuki.blobs.s3.store import PROBE, S3Blobs
 from tasuki.core.job import BlobRef
+from tasuki.core.presigned import BlobLink
 from tasuki.errors import Corrupt, TooLarge, Unavailable
 from tests.support.s3_service import BUCKET, S3Service
 
@@ -102,7 +103,7 @@ class Bench(NamedTuple):
             writer.write(data)
             return writer.commit()
 
-    def link_to(self, ref: BlobRef) -> PresignedUrl:
+    def link_to(self, ref: BlobRef) -> BlobLink:
         return self.presign.download(ref.sha256, ref.size_bytes, self.generation)
 
     def has(self, data: bytes) -> bool:
@@ -124,15 +125,15 @@ class Bench(NamedTuple):
         return self.blobs.address.key(name(LARGE), self.generation)
 
 
-def send(link: PresignedUrl, data: bytes, **headers: str) -> int:
+def send(link: BlobLink, data: bytes, **headers: str) -> int:
     return httpx.put(link.url, content=data, headers={**link.headers, **headers}, timeout=20.0).status_code
 
 
-def part(link: PresignedUrl, data: bytes) -> bytes:
+def part(link: BlobLink, data: bytes) -> bytes:
     return data[link.offset : link.offset + link.size_bytes]
 
 
-def send_all(links: tuple[PresignedUrl, ...], data: bytes) -> None:
+def send_all(links: tuple[BlobLink, ...], data: bytes) -> None:
     assert [send(link, part(link, data)) for link in links] == [200] * len(links)
 
 

@@ -20,11 +20,12 @@ from tasuki.blobs.s3.presign import LINK_S, S3Presign
 from tasuki.blobs.s3.requests import S3Address, S3Requests
 from tasuki.core.address import Address
 from tasuki.core.job import BlobRef, InputFile, JobSpec
+from tasuki.core.presigned import BlobDownload, BlobLink
 from tasuki.core.protocol import SubmitJobs
 from tasuki.errors import Corrupt, NotFound
 from tasuki.net.blob_transfer import BlobClient
 from tasuki.net.http import blobs
-from tasuki.net.http.blobs import BucketUnusable, HttpBlobs, PresignedBlobs, _Download, _PresignedUrl, _trusting
+from tasuki.net.http.blobs import BucketUnusable, HttpBlobs, PresignedBlobs, _trusting
 from tasuki.net.http.transport import HttpTransport
 from tasuki.server.assembly import open_presigned
 from tasuki.wire.messages import encode
@@ -336,8 +337,8 @@ def test_no_link_and_no_token_of_ours_is_told_to_anybody_else(
 
 
 def test_a_bucket_in_the_clear_behind_a_server_with_tls_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def link(self: PresignedBlobs, path: str, body: Any, kind: Any) -> _Download:
-        return _Download(_PresignedUrl("http://127.0.0.1:1/bucket/key?X-Amz-Signature=0", 900, 0, LARGE_BYTES))
+    async def link(self: PresignedBlobs, path: str, body: Any, kind: Any) -> BlobDownload:
+        return BlobDownload(BlobLink("http://127.0.0.1:1/bucket/key?X-Amz-Signature=0", 900, 0, LARGE_BYTES))
 
     monkeypatch.setattr(PresignedBlobs, "_ask", link)
 

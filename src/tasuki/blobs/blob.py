@@ -22,31 +22,16 @@ threads at once; one writer or reader belongs to one thread at a time.
 from __future__ import annotations
 
 import hashlib
-import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Protocol, Self
 
-from tasuki.core.job import BlobRef
+from tasuki.core.job import BlobRef, check_sha256
 from tasuki.errors import Corrupt, InvalidInput, NotFound, TooLarge
 
 CHUNK_BYTES = 256 * 1024  # of one chunk that a reader yields: four default pipes full, and small beside any memory limit
 RESUMED_MIN_BYTES = 1024 * 1024 + 1  # a blob that fits into the smallest request that proxies accept (1 MiB) is sent again whole
-
-_SHA256 = re.compile(r"[0-9a-f]{64}")
-
-
-def is_sha256(text: str) -> bool:
-    """Return whether the text is 64 lower-case hex digits."""
-    return _SHA256.fullmatch(text) is not None
-
-
-def check_sha256(sha256: str) -> str:
-    """Return the hash if it is 64 lower-case hex digits, else raise InvalidInput: it becomes part of paths and keys."""
-    if not is_sha256(sha256):
-        raise InvalidInput(f"not a sha256: {sha256[:80]!r}; it must be 64 lower-case hex digits")
-    return sha256
 
 
 def name_of(sha256: str, generation: int) -> str:

@@ -26,9 +26,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from tasuki.blobs.blob import RESUMED_MIN_BYTES, BlobReader, BlobStore, BlobWriter, StreamCheck, is_sha256, name_of
+from tasuki.blobs.blob import RESUMED_MIN_BYTES, BlobReader, BlobStore, BlobWriter, StreamCheck, name_of
 from tasuki.blobs.files import PartFile, check_free, disk_full_as_error, sync_folder
-from tasuki.core.job import BlobRef
+from tasuki.core.job import BlobRef, is_sha256
 from tasuki.errors import Corrupt, DiskFull, NotFound
 
 TEMPORARY_GRACE_S = 3600.0  # since the last write; a live upload writes far more often, so only crashes are swept

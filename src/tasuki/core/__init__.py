@@ -10,5 +10,5 @@ number or I/O. Every part may import `core`; `core` imports `tasuki.errors` and 
     failover/                                one job over several node agents
     election, cluster_messages               the leader's election; messages between servers that share a store
     explain, reconnect, backoff              reasons for a job's state; when and where to connect again
-    address, ranges, apps                    addresses; HTTP ranges; jobs of apps
+    address, ranges, presigned, apps         addresses; HTTP ranges; answers about presigned URLs; jobs of apps
 """

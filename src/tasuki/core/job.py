@@ -404,6 +404,13 @@ def is_sha256(text: str) -> bool:
     return _SHA256(text) is not None
 
 
+def check_sha256(sha256: str) -> str:
+    """Return the hash if it is 64 lower-case hex digits, else raise InvalidInput: it becomes part of paths and keys."""
+    if not is_sha256(sha256):
+        raise InvalidInput(f"not a sha256: {sha256[:80]!r}; it must be 64 lower-case hex digits")
+    return sha256
+
+
 def _check_file(file: InputFile) -> None:
     check_file_name(file.name)
     given = (file.data is not None) + (file.sha256 is not None) + (file.cache_id is not None)

@@ -32,12 +32,12 @@ from starlette.responses import Response, StreamingResponse
 from tasuki.agent.input_sources import PIECE_BYTES, StoredInputs
 from tasuki.agent.refusals import input_not_found
 from tasuki.agent.upload import PATIENCE_S, SLOWEST_BYTES_PER_S, Upload, UploadForm
-from tasuki.blobs.blob import CHUNK_BYTES, BlobStore, BlobWriter, check_sha256
+from tasuki.blobs.blob import CHUNK_BYTES, BlobStore, BlobWriter
 from tasuki.blobs.files import disk_full_as_error
 from tasuki.blobs.folder import FolderBlobs
 from tasuki.core.failover.agent_protocol import InputRecord
 from tasuki.core.failover.nodes import InputRef
-from tasuki.core.job import BlobRef
+from tasuki.core.job import BlobRef, check_sha256
 from tasuki.core.ranges import BodyRange, body_range, content_range, parse_range
 from tasuki.dispatcher.metrics import DispatcherMetrics
 from tasuki.dispatcher.proxying import StoredForm

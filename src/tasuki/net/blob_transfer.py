@@ -18,7 +18,7 @@ from tasuki.core.backoff import Backoff
 from tasuki.core.job import BlobRef
 from tasuki.core.protocol import CHUNK_BYTES, BlobGet, BlobPut, Chunk, ErrorMessage, Message, Reply
 from tasuki.errors import Corrupt, DiskFull, Overloaded, ProtocolError, TasukiError, Unavailable, from_wire
-from tasuki.net.streams import FileSink, FileSource
+from tasuki.net.streams import FileSink, FileSource, OnProgress
 from tasuki.net.tcp_link import TcpLink
 
 FIRST_MSG_ID = 1 << 40  # above what a machine's own counter reaches, so that the two never meet
@@ -30,7 +30,7 @@ WAITING_CHUNKS_MAX = 32  # of one download (8 MiB); past this the link is not re
 class BlobTransport(Protocol):
     """Carries blobs to and from one server. After Unavailable a transfer may be tried again."""
 
-    async def put(self, source: FileSource, ref: BlobRef, progress: Callable[[int], None] | None) -> None: ...
+    async def put(self, source: FileSource, ref: BlobRef, progress: OnProgress) -> None: ...
 
     def pieces(self, ref: BlobRef, job_id: str, offset: int) -> AsyncGenerator[bytes, None]: ...
 
@@ -85,7 +85,7 @@ class BlobClient:
             conversation.hear(message)
         return True
 
-    async def put(self, file: BinaryIO, ref: BlobRef, progress: Callable[[int], None] | None = None) -> None:
+    async def put(self, file: BinaryIO, ref: BlobRef, progress: OnProgress = None) -> None:
         """Make sure that the server has this blob; only missing bytes are sent. Resumed after a lost connection."""
         async with FileSource(file) as source:
             await self._retry(lambda transport: transport.put(source, ref, progress))
@@ -151,7 +151,7 @@ class _ChunkTransport:
         self._client = client
         self._link = link
 
-    async def put(self, source: FileSource, ref: BlobRef, progress: Callable[[int], None] | None) -> None:
+    async def put(self, source: FileSource, ref: BlobRef, progress: OnProgress) -> None:
         started_at = 0
         try:
             with self._ask(lambda msg_id: BlobPut(msg_id, ref.sha256, ref.size_bytes, resume=True)) as conversation:
@@ -181,7 +181,7 @@ class _ChunkTransport:
             self._link.resume_reading(conversation)
 
     async def _send(
-        self, conversation: _Conversation, source: FileSource, ref: BlobRef, offset: int, progress: Callable[[int], None] | None
+        self, conversation: _Conversation, source: FileSource, ref: BlobRef, offset: int, progress: OnProgress
     ) -> None:
         async with contextlib.aclosing(source.pieces(offset, ref.size_bytes)) as pieces:
             async for piece in pieces:

@@ -50,7 +50,11 @@ async def _register_at(address: Address, tls: ssl.SSLContext | None, enrol_token
     lost = ""
     for _ in range(2):  # the second try tells whether the first was done, though its answer was lost
         try:
-            return _registered(address, await _ask(address, tls, enrol_token, "POST", REGISTER_PATH, body))
+            answer = await _ask(address, tls, enrol_token, "POST", REGISTER_PATH, body)
+            return msgspec.json.decode(answer, type=Registration)
+        except msgspec.DecodeError:
+            problem = f"{address} answered a registration with something else; is this a tasuki server? {ASK_AGAIN}"
+            raise NotTasuki(problem) from None
         except NoConnection:
             if not lost:
                 raise
@@ -65,13 +69,6 @@ async def _register_at(address: Address, tls: ssl.SSLContext | None, enrol_token
     raise Unavailable(
         f"{lost}; it is not known whether the enrol token was used: try it again, and if it is refused, {ASK_AGAIN}"
     )
-
-
-def _registered(address: Address, answer: bytes) -> Registration:
-    try:
-        return msgspec.json.decode(answer, type=Registration)
-    except msgspec.DecodeError:
-        raise NotTasuki(f"{address} answered a registration with something else; is this a tasuki server? {ASK_AGAIN}") from None
 
 
 async def is_good(addresses: Sequence[Address], tls: ssl.SSLContext | None, token: str) -> bool:

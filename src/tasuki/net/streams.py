@@ -17,6 +17,8 @@ from tasuki.event_loop import ignore_result
 AT_ONCE_BYTES = 1024 * 1024  # of one call on a thread, which costs as much as hashing some 100 KiB
 SMALL_BYTES = 16 * 1024  # a piece below this is written in place, which is faster than a call on a thread
 
+OnProgress = Callable[[int], None] | None  # gets the number of bytes that were sent so far
+
 
 class FileSource:
     """A file that is sent, from any offset, with the next piece read ahead."""

@@ -26,10 +26,11 @@ from typing import Any, TypeVar
 
 from msgspec.structs import replace
 
-from tasuki.blobs.blob import RESUMED_MIN_BYTES, BlobReader, BlobStore, BlobWriter, check_sha256
-from tasuki.blobs.s3.presign import PresignedUrl, S3Presign, UploadPlan
+from tasuki.blobs.blob import RESUMED_MIN_BYTES, BlobReader, BlobStore, BlobWriter
+from tasuki.blobs.s3.presign import S3Presign, UploadPlan
 from tasuki.core.broker.events import SendBlob
-from tasuki.core.job import BlobRef, Job
+from tasuki.core.job import BlobRef, Job, check_sha256
+from tasuki.core.presigned import BlobLink
 from tasuki.core.protocol import BlobPut, Chunk, Reply, error_message
 from tasuki.core.store_messages import BlobPlace
 from tasuki.errors import Corrupt, InvalidInput, NotFound, Overloaded, ProtocolError, TasukiError, Unavailable, UploadCutOff
@@ -428,7 +429,7 @@ class PresignedTransfers:
         """Raise an error for the operator if the bucket cannot be used with presigned URLs."""
         await self._on_thread(self._presign.check)
 
-    async def download(self, place: BlobPlace) -> PresignedUrl:
+    async def download(self, place: BlobPlace) -> BlobLink:
         return await self._on_thread(lambda: self._presign.download(place.sha256, place.size_bytes, place.generation))
 
     async def upload(self, place: BlobPlace, owner: str) -> UploadPlan:

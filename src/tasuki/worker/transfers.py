@@ -17,9 +17,8 @@ import time
 from pathlib import Path
 from typing import BinaryIO
 
-from tasuki.blobs.blob import check_sha256
 from tasuki.blobs.files import PartFile, disk_full_as_error
-from tasuki.core.job import BlobRef
+from tasuki.core.job import BlobRef, check_sha256
 from tasuki.errors import Corrupt, Unavailable
 from tasuki.net.blob_transfer import BlobClient
 from tasuki.worker.attempt import StopReason, first_of

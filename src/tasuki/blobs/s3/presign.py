@@ -22,9 +22,10 @@ from typing import Any
 
 import msgspec
 
-from tasuki.blobs.blob import check_sha256
 from tasuki.blobs.s3.requests import S3Requests, parse_s3_url, s3_digest
 from tasuki.blobs.s3.store import BESIDE, CHECK_RETRY_S, PART_BYTES, PROBE, S3Reader
+from tasuki.core.job import check_sha256
+from tasuki.core.presigned import BlobLink
 from tasuki.errors import Corrupt, InvalidInput, NotFound, TooLarge, Unavailable
 
 LINK_S = 900.0
@@ -34,24 +35,10 @@ LINKS_AT_ONCE = 32
 COPY_BYTES = 256 * 1024 * 1024  # inside the bucket, by one request: a few seconds
 
 
-class PresignedUrl(msgspec.Struct, frozen=True):
-    """A URL to send some bytes to, or to get all of them from. `url` is a secret while it lasts."""
-
-    url: str
-    expires_s: float
-    offset: int
-    size_bytes: int
-    headers: dict[str, str] = {}
-    """Headers of the signature, to be sent unchanged."""
-
-    def __repr__(self) -> str:
-        return f"Link(offset={self.offset}, size_bytes={self.size_bytes})"
-
-
 class UploadPlan(msgspec.Struct, frozen=True):
     """The missing parts of an upload: the next URLs, and all missing bytes. Without URLs, `take` it."""
 
-    links: tuple[PresignedUrl, ...]
+    links: tuple[BlobLink, ...]
     missing_bytes: int
 
 
@@ -88,10 +75,10 @@ class S3Presign:
 
     # ------------------------------------------------------------------------------------------------ downloads
 
-    def download(self, sha256: str, size_bytes: int, generation: int) -> PresignedUrl:
+    def download(self, sha256: str, size_bytes: int, generation: int) -> BlobLink:
         """Return a URL to read a stored blob. Its holder may read it for that long, whatever becomes of the job."""
         url = self._signer.presigned("get_object", self._link_s, Key=self._address.key(sha256, generation))
-        return PresignedUrl(url, self._link_s, 0, size_bytes)
+        return BlobLink(url, self._link_s, 0, size_bytes)
 
     # ------------------------------------------------------------------------------------------------ uploads
 
@@ -146,19 +133,19 @@ class S3Presign:
             raise Corrupt(f"a blob announced with {size_bytes} bytes has {found_bytes}")
         return True
 
-    def _whole_link(self, sha256: str, size_bytes: int, generation: int) -> PresignedUrl:
+    def _whole_link(self, sha256: str, size_bytes: int, generation: int) -> BlobLink:
         digest, link_s = s3_digest(sha256), min(WHOLE_LINK_S, self._link_s)
         url = self._signer.presigned(
             "put_object", link_s, Key=self._address.key(sha256, generation), ChecksumSHA256=digest, ContentLength=size_bytes
         )
-        return PresignedUrl(url, link_s, 0, size_bytes, {"x-amz-checksum-sha256": digest})
+        return BlobLink(url, link_s, 0, size_bytes, {"x-amz-checksum-sha256": digest})
 
-    def _part_link(self, upload: _MultipartUpload, number: int, size_bytes: int) -> PresignedUrl:
+    def _part_link(self, upload: _MultipartUpload, number: int, size_bytes: int) -> BlobLink:
         length = _length(number, size_bytes)
         url = self._signer.presigned(
             "upload_part", self._link_s, Key=upload.key, UploadId=upload.upload_id, PartNumber=number, ContentLength=length
         )
-        return PresignedUrl(url, self._link_s, (number - 1) * PART_BYTES, length)
+        return BlobLink(url, self._link_s, (number - 1) * PART_BYTES, length)
 
     # ------------------------------------------------------------------------------------------------ unfinished uploads
 

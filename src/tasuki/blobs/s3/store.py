@@ -24,9 +24,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tasuki.blobs.blob import RESUMED_MIN_BYTES, BlobReader, BlobStore, BlobWriter, StreamCheck, is_sha256
+from tasuki.blobs.blob import RESUMED_MIN_BYTES, BlobReader, BlobStore, BlobWriter, StreamCheck
 from tasuki.blobs.s3.requests import RETRY_S, S3Requests, parse_s3_url, s3_digest
-from tasuki.core.job import BlobRef
+from tasuki.core.job import BlobRef, is_sha256
 from tasuki.core.ranges import range_headers
 from tasuki.errors import Corrupt, InvalidInput, NotFound, TasukiError, Unavailable
 

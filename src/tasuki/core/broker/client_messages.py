@@ -25,7 +25,7 @@ from tasuki.core.broker.events import (
 from tasuki.core.broker.log_reads import question_of
 from tasuki.core.broker.state import BrokerState, ClientSession, Session, TransferSession, WorkerSession
 from tasuki.core.broker.turn_builder import TurnEffects, ignore
-from tasuki.core.job import TERMINAL, Job, Outcome, State, body_hash, check_name, check_spec, is_sha256
+from tasuki.core.job import TERMINAL, Job, Outcome, State, body_hash, check_name, check_sha256, check_spec
 from tasuki.core.machine import Send
 from tasuki.core.protocol import (
     BATCH_MAX,
@@ -386,8 +386,7 @@ def transferred(state: BrokerState, session: Session, message: Message) -> list[
 
 def _put_blob(state: BrokerState, conn: int, put: BlobPut) -> list[Command]:
     """Ask the store for the place of a blob that a peer brings; from then on collection leaves it alone."""
-    if not is_sha256(put.sha256):
-        raise InvalidInput(f"not a sha256: {put.sha256[:80]!r}; it must be 64 lower-case hex digits")
+    check_sha256(put.sha256)
     if not 0 <= put.size_bytes <= NUMBER_MAX:
         raise InvalidInput(f"a blob cannot have {put.size_bytes} bytes")
     if state.blob_problem:

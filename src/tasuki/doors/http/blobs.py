@@ -18,13 +18,13 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 
 from tasuki.core.access import Identity
-from tasuki.core.job import BlobRef, is_sha256
+from tasuki.core.job import BlobRef, check_sha256
+from tasuki.core.presigned import BlobCommitted, BlobDownload, BlobUpload
 from tasuki.core.ranges import BodyRange, body_range, content_range, parse_range
 from tasuki.doors.http.context import RequestContext
 from tasuki.doors.http.exchange import BODY_TIMEOUT_S, JobId
 from tasuki.doors.http.v1 import stream
 from tasuki.errors import BlobMismatch, Corrupt, InvalidInput, NotFound, OffsetConflict, Unavailable
-from tasuki.server.transfers import PresignedUrl
 
 COMMIT_WAIT_S = 20.0  # for one answer; a longer verification is asked for again
 
@@ -178,17 +178,6 @@ async def _cut(pieces: AsyncGenerator[bytes, None], size_bytes: int) -> AsyncGen
 # ---------------------------------------------------------------------------------------------------- presigned URLs
 
 
-class BlobLink(msgspec.Struct, omit_defaults=True):
-    """A presigned URL to GET all bytes, or PUT these bytes, of a blob: a secret, valid for `expires_s` seconds."""
-
-    url: str
-    expires_s: float
-    offset: int
-    size_bytes: int
-    headers: dict[str, str] = {}
-    """To be sent exactly so."""
-
-
 class BlobRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """A blob that the caller is about to read."""
 
@@ -196,31 +185,9 @@ class BlobRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """The job whose input or result the blob is."""
 
 
-class BlobDownload(msgspec.Struct, omit_defaults=True):
-    """Without a link: this server gives none, GET the blob here."""
-
-    link: BlobLink | None = None
-
-
-class BlobUpload(msgspec.Struct, omit_defaults=True):
-    """The bytes still to be sent. `have`: none, the blob is stored. Not `direct`: this server gives no links, PUT it here."""
-
-    have: bool = False
-    direct: bool = False
-    links: list[BlobLink] = []
-    """The next parts; send them and ask again. None: commit."""
-    missing_bytes: int = 0
-
-
-class BlobCommitted(msgspec.Struct):
-    """`stored`: the blob is verified and durable; if not, ask again."""
-
-    stored: bool
-
-
 async def download(context: RequestContext, body: BlobRequest) -> BlobDownload:
     """Return a URL to read a job's input or result from the bucket, if this server gives such URLs."""
-    presigned, sha256 = context.http.config.presigned, _checked_sha256(context)
+    presigned, sha256 = context.http.config.presigned, check_sha256(_sha256(context))
     if presigned is None:
         return BlobDownload()
     [place] = await context.http.server.ask(lambda reader: reader.blob_places([sha256]))
@@ -230,12 +197,12 @@ async def download(context: RequestContext, body: BlobRequest) -> BlobDownload:
     async with context.transfer() as connection, aclosing(connection.blob(sha256, body.job_id, place.size_bytes)) as pieces:
         async for _ in pieces:
             raise Corrupt(f"blob {sha256} has more than its {place.size_bytes} bytes in the bucket")
-    return BlobDownload(_link(await presigned.download(place)))
+    return BlobDownload(await presigned.download(place))
 
 
 async def upload(context: RequestContext, body: BlobOffer) -> BlobUpload:
     """Return URLs to send a blob to the bucket, if this server gives such URLs. Asked again: the parts still missing."""
-    presigned, ref = context.http.config.presigned, BlobRef(_checked_sha256(context), body.size_bytes)
+    presigned, ref = context.http.config.presigned, BlobRef(check_sha256(_sha256(context)), body.size_bytes)
     if presigned is None:
         return BlobUpload()
     async with context.transfer() as connection:
@@ -244,12 +211,12 @@ async def upload(context: RequestContext, body: BlobOffer) -> BlobUpload:
         plan = await presigned.upload(place, owner_of(context.caller.identity))
     if place.stored and not plan.links:
         return BlobUpload(have=True)
-    return BlobUpload(direct=True, links=[_link(link) for link in plan.links], missing_bytes=plan.missing_bytes)
+    return BlobUpload(direct=True, links=list(plan.links), missing_bytes=plan.missing_bytes)
 
 
 async def commit(context: RequestContext, body: BlobOffer) -> BlobCommitted:
     """Have the bytes that were sent to the bucket verified and recorded."""
-    presigned, ref = context.http.config.presigned, BlobRef(_checked_sha256(context), body.size_bytes)
+    presigned, ref = context.http.config.presigned, BlobRef(check_sha256(_sha256(context)), body.size_bytes)
     if presigned is None:
         raise InvalidInput("this server gives no links; send the blob itself: PUT it here")
     async with context.transfer() as connection:
@@ -265,14 +232,3 @@ def owner_of(identity: Identity) -> str:
     """Return the owner of an unfinished upload: the worker, whichever token it has by now; else the token."""
     name = f"worker:{identity.worker_id}" if identity.worker_id else identity.name
     return hashlib.sha256(name.encode()).hexdigest()[:16]
-
-
-def _checked_sha256(context: RequestContext) -> str:
-    sha256 = _sha256(context)
-    if not is_sha256(sha256):
-        raise InvalidInput(f"not a sha256: {sha256[:80]!r}; it must be 64 lower-case hex digits")
-    return sha256
-
-
-def _link(url: PresignedUrl) -> BlobLink:
-    return BlobLink(url.url, url.expires_s, url.offset, url.size_bytes, url.headers)

@@ -24,11 +24,12 @@ import httpx
 import msgspec
 
 from tasuki.core.job import BlobRef
+from tasuki.core.presigned import BlobCommitted, BlobDownload, BlobLink, BlobUpload
 from tasuki.core.protocol import BLOBS_PATH
 from tasuki.core.ranges import content_range, range_headers
 from tasuki.errors import Conflict, Corrupt, ResponseLost, TasukiError, TooLarge, Unauthorized, Unavailable
 from tasuki.net.http.transport import HttpTransport, read_body
-from tasuki.net.streams import FileSource
+from tasuki.net.streams import FileSource, OnProgress
 
 logger = logging.getLogger("tasuki.blobs")
 
@@ -53,32 +54,9 @@ class BucketUnusable(Exception):
 class _BucketFailed(Exception):
     """A request to the bucket failed. `off`: another try soon would fail too."""
 
-    def __init__(self, url: _PresignedUrl, why: str, *, off: bool = False) -> None:
+    def __init__(self, url: BlobLink, why: str, *, off: bool = False) -> None:
         super().__init__(f"the bucket at {urlsplit(url.url).netloc} {why}")
         self.off = off
-
-
-class _PresignedUrl(msgspec.Struct):
-    url: str
-    expires_s: float
-    offset: int
-    size_bytes: int
-    headers: dict[str, str] = {}
-
-
-class _Download(msgspec.Struct):
-    link: _PresignedUrl | None = None
-
-
-class _Upload(msgspec.Struct):
-    have: bool = False
-    direct: bool = False
-    links: list[_PresignedUrl] = []
-    missing_bytes: int = 0
-
-
-class _Taken(msgspec.Struct):
-    stored: bool
 
 
 class _HidePresignedUrls(logging.Filter):
@@ -109,7 +87,7 @@ class PresignedBlobs:
 
     async def pieces(self, ref: BlobRef, job_id: str, offset: int) -> AsyncGenerator[bytes, None]:
         """Yield the bytes from an offset on, unverified; BucketUnusable, perhaps after some of them."""
-        found = await self._ask(f"{ref.sha256}/download", {"job_id": job_id}, _Download)
+        found = await self._ask(f"{ref.sha256}/download", {"job_id": job_id}, BlobDownload)
         if found.link is None:
             raise self._unusable()
         left = ref.size_bytes - offset
@@ -130,7 +108,7 @@ class PresignedBlobs:
 
     # ------------------------------------------------------------------------------------------------ into the bucket
 
-    async def put(self, source: FileSource, ref: BlobRef, progress: Callable[[int], None] | None) -> None:
+    async def put(self, source: FileSource, ref: BlobRef, progress: OnProgress) -> None:
         """Upload the blob; only the parts that the bucket does not have are sent. BucketUnusable: the blob is not stored."""
         plan = await self._plan(ref)
         if plan.links:
@@ -142,21 +120,16 @@ class PresignedBlobs:
                         raise self._error_after(_BucketFailed(before.links[0], "accepts parts and does not have them", off=True))
         while not plan.have:
             # The server reads and verifies the blob; each answer comes after some seconds.
-            plan.have = (await self._ask(f"{ref.sha256}/commit", {"size_bytes": ref.size_bytes}, _Taken)).stored
+            plan.have = (await self._ask(f"{ref.sha256}/commit", {"size_bytes": ref.size_bytes}, BlobCommitted)).stored
 
-    async def _plan(self, ref: BlobRef) -> _Upload:
-        plan = await self._ask(f"{ref.sha256}/upload", {"size_bytes": ref.size_bytes}, _Upload)
+    async def _plan(self, ref: BlobRef) -> BlobUpload:
+        plan = await self._ask(f"{ref.sha256}/upload", {"size_bytes": ref.size_bytes}, BlobUpload)
         if not plan.have and not plan.direct:
             raise self._unusable()
         return plan
 
     async def _send_all(
-        self,
-        bucket: httpx.AsyncClient,
-        source: FileSource,
-        urls: list[_PresignedUrl],
-        sent_bytes: int,
-        progress: Callable[[int], None] | None,
+        self, bucket: httpx.AsyncClient, source: FileSource, urls: list[BlobLink], sent_bytes: int, progress: OnProgress
     ) -> None:
         waiting = deque(urls)
 
@@ -179,7 +152,7 @@ class PresignedBlobs:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _send(self, bucket: httpx.AsyncClient, url: _PresignedUrl, source: FileSource) -> None:
+    async def _send(self, bucket: httpx.AsyncClient, url: BlobLink, source: FileSource) -> None:
         # The bucket refuses a damaged part. All buckets know MD5; the server compares the sha256 of the whole later.
         own = {"Content-MD5": await _md5(source, url), "Content-Length": str(url.size_bytes)}
         data = source.pieces(url.offset, url.offset + url.size_bytes)
@@ -217,7 +190,7 @@ class PresignedBlobs:
         self,
         bucket: httpx.AsyncClient,
         method: str,
-        url: _PresignedUrl,
+        url: BlobLink,
         headers: Mapping[str, str],
         data: AsyncIterable[bytes] | None = None,
     ) -> AsyncIterator[httpx.Response]:
@@ -247,7 +220,7 @@ class PresignedBlobs:
         return BucketUnusable()
 
 
-async def _md5(source: FileSource, url: _PresignedUrl) -> str:
+async def _md5(source: FileSource, url: BlobLink) -> str:
     """Return the MD5 of the bytes that a URL is for. They are read twice, and never all in memory."""
     loop = asyncio.get_running_loop()
     digest, left = hashlib.md5(usedforsecurity=False), url.size_bytes
@@ -287,7 +260,7 @@ class HttpBlobs:
         """True for a worker, whose token may be rotated during a transfer: a refused token is tried again, the link decides."""
         self._bucket = PresignedBlobs(transport, lambda: self.params)
 
-    async def put(self, source: FileSource, ref: BlobRef, progress: Callable[[int], None] | None) -> None:
+    async def put(self, source: FileSource, ref: BlobRef, progress: OnProgress) -> None:
         """Make sure that the server has this blob; nothing is sent if it does, and only the rest if it has a part."""
         if self._bucket.wanted(ref):
             with suppress(BucketUnusable):
@@ -307,7 +280,7 @@ class HttpBlobs:
             # The part that the server had was of other bytes. The server has dropped it now.
             await self.put(source, ref, progress)
 
-    async def _put_pieces(self, source: FileSource, ref: BlobRef, offset: int, progress: Callable[[int], None] | None) -> None:
+    async def _put_pieces(self, source: FileSource, ref: BlobRef, offset: int, progress: OnProgress) -> None:
         """Send the rest in pieces that grow until something on the way refuses one as too large."""
         while offset < ref.size_bytes:
             stop = min(offset + self._piece_bytes, ref.size_bytes)
@@ -329,13 +302,7 @@ class HttpBlobs:
                 self._piece_bytes = min(2 * self._piece_bytes, self._piece_max_bytes)
 
     async def _put(
-        self,
-        source: FileSource,
-        ref: BlobRef,
-        start: int,
-        stop: int,
-        headers: Mapping[str, str],
-        progress: Callable[[int], None] | None,
+        self, source: FileSource, ref: BlobRef, start: int, stop: int, headers: Mapping[str, str], progress: OnProgress
     ) -> None:
         headers = {**headers, "Content-Type": "application/octet-stream", "Content-Length": str(stop - start)}
         async with self._exchange("PUT", ref, headers=headers, content=_read(source, start, stop, progress)):
@@ -389,7 +356,7 @@ class HttpBlobs:
                 raise ResponseLost(f"a blob ended {left} bytes before its end")
 
 
-async def _read(source: FileSource, start: int, stop: int, progress: Callable[[int], None] | None) -> AsyncGenerator[bytes, None]:
+async def _read(source: FileSource, start: int, stop: int, progress: OnProgress) -> AsyncGenerator[bytes, None]:
     async for data in source.pieces(start, stop):
         yield data
         start += len(data)
