@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from tasuki.agent import fsync_batch
-from tasuki.agent.fsync_batch import FsyncBatch, sync_now
+from tasuki.agent import folders
+from tasuki.agent.folders import FsyncBatch, sync_now
 from tasuki.errors import DiskFull
 from tests.support.waiting import until
 
@@ -41,11 +41,11 @@ def batches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many waited for each hop into a thread."""
     sizes = []
 
-    def synced(batch: Any, root: Any, real: Callable[[Any, Any], Any] = fsync_batch._synced) -> Any:
+    def synced(batch: Any, root: Any, real: Callable[[Any, Any], Any] = folders._synced) -> Any:
         sizes.append(len(batch))
         return real(batch, root)
 
-    monkeypatch.setattr(fsync_batch, "_synced", synced)
+    monkeypatch.setattr(folders, "_synced", synced)
     return sizes
 
 
@@ -71,7 +71,7 @@ def test_all_that_wait_go_in_one_hop_and_are_closed(tmp_path: Path, batches: lis
 def test_what_comes_while_one_is_under_way_goes_in_the_next(
     tmp_path: Path, batches: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fsync_batch, "THREADS", 1)
+    monkeypatch.setattr(folders, "FSYNC_THREADS", 1)
 
     async def test(syncer: FsyncBatch) -> None:
         first = syncer.sync([opened(tmp_path, "first")])

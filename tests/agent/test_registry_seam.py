@@ -11,10 +11,10 @@ import pytest
 from starlette.responses import Response
 
 from tasuki.agent.folders import JobFolders
-from tasuki.agent.jobs import RemovalResult, ResultElsewhere
 from tasuki.agent.refusals import is_running
+from tasuki.agent.results import ResultElsewhere
 from tasuki.core.address import Address
-from tasuki.core.failover.agent_protocol import EndedMarker, RunningMarker
+from tasuki.core.failover.agent_protocol import EndedMarker, RemovalResult, RunningMarker
 from tasuki.worker.attempt import StopReason
 from tests.agent.stage import AgentStage, Started, code_of
 from tests.support.waiting import until

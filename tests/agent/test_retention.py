@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from tasuki.agent.app import DAY_S, JobRetention
+from tasuki.agent.jobs import DAY_S
 from tests.agent.stage import AgentStage
 from tests.support.waiting import until
 
@@ -13,8 +13,7 @@ from tests.support.waiting import until
 def clean_after(stage: AgentStage, days: float, keep_days: float = 7.0) -> int:
     import time
 
-    cleaner = JobRetention(stage.agent.jobs, keep_days, lambda: time.time() + days * DAY_S)
-    return stage.await_(cleaner.clean())
+    return stage.await_(stage.agent.jobs.remove_old(keep_days, time.time() + days * DAY_S))
 
 
 def test_ended_jobs_are_kept_for_some_days_and_then_removed(make_stage: Callable[..., AgentStage]) -> None:

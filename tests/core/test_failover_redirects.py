@@ -141,4 +141,4 @@ def test_what_a_node_keeps_is_known_from_its_last_answer() -> None:
     table.capacity[A] = Capacity(0, 4, inputs=True)
     table.begin()
 
-    assert [table.nodes.keeps_inputs(node) for node in (A, B)] == [True, False]
+    assert [(table.nodes.capacity(node) or Capacity(0, 0)).inputs for node in (A, B)] == [True, False]

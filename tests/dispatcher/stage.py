@@ -39,7 +39,7 @@ class DispatcherStage:
     async def close(self) -> None:
         """At once. The orderly end, which takes uvicorn 0.2 s, has a test of its own."""
         await self.http.aclose()
-        serving, self.dispatcher._serving = self.dispatcher._serving, None
+        serving, self.dispatcher.http.serving = self.dispatcher.http.serving, None
         assert serving is not None
         assert serving._serving is not None
         for listener in serving._server.servers:

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from tasuki.agent.app import DAY_S, JobRetention
-from tasuki.agent.jobs import AgentMetrics
+from tasuki.agent.jobs import DAY_S, AgentMetrics
 from tasuki.dispatcher.metrics import DispatcherMetrics
 from tests.agent.stage import AgentStage
 from tests.client.agent_stand_in import Asked, Reply, result
@@ -60,7 +59,7 @@ def test_what_an_agent_counts(tmp_path: Path) -> None:
         stage.run("b", "exit 3")
         assert code_of(stage.run("a", "echo other")) == (409, "CONFLICT")
         stage.http.get("/result/a")
-        stage.await_(JobRetention(stage.agent.jobs, 7.0, lambda: time.time() + 8 * DAY_S).clean())
+        stage.await_(stage.agent.jobs.remove_old(7.0, time.time() + 8 * DAY_S))
 
         found = figures(stage.http.get("/metrics").text)
 

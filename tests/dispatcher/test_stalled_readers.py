@@ -35,7 +35,7 @@ def agent(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AgentStage]:
     with AgentStage(tmp_path_factory.mktemp("agent")) as stage:
         for job_id, size_bytes in (("large", SIZE_BYTES), ("removed", SIZE_BYTES), ("small", 50_000)):
             assert stage.run(job_id, SCRIPT.format(size_bytes)).status_code == 200
-        little_is_taken_over(stage.agent._serving)
+        little_is_taken_over(stage.agent.http.serving)
         yield stage
 
 
@@ -123,7 +123,7 @@ def test_a_dispatcher_cuts_off_who_reads_nothing_and_lets_go_of_the_node(agent: 
 
     async def story() -> None:
         async with dispatching(agent.url, tls=authority.serving(), trusting=authority.trusted()) as stage:
-            little_is_taken_over(stage.dispatcher._serving)
+            little_is_taken_over(stage.dispatcher.http.serving)
             sock = await asyncio.to_thread(asking, stage.port, tls=authority.trusted())
 
             await asyncio.to_thread(until, lambda: is_cut_off(sock), what="the connection is cut")

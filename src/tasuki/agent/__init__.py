@@ -9,9 +9,8 @@ So every folder there has a marker, whenever the process dies. The executor runs
 nothing. The end is written and synced, then the result is sent.
 
     app.py               routes, retention, life of the process     jobs.py              slots, repeats, running, ending; metrics
-    upload.py            forms (RFC 7578) and their files           folders.py           job folders and markers
-    results.py           responses with results                     fsync_batch.py       fsync for many jobs at once
-    refusals.py          refusals, guard of requests, log context   input_sources.py     stored inputs that an agent fetches
-    settings.py          settings and tokens                        store_registry.py    registry shared by agents, in a store
-    registry_queries.py  questions to the registry                  registry_leases.py   renewal of the leases there
+    upload.py            forms (RFC 7578) and their files           folders.py           job folders and markers; batched fsync
+    results.py           responses with results                     refusals.py          refusals, guarded server, log context
+    settings.py          settings and tokens                        input_sources.py     stored inputs that an agent fetches
+    registry_queries.py  questions to the registry, and leases      store_registry.py    registry shared by agents, in a store
 """

@@ -14,97 +14,42 @@ import ssl
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from fastapi import FastAPI
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from starlette.requests import Request
 from starlette.responses import Response
 
 from tasuki.agent import refusals
 from tasuki.agent.folders import AgentRunFolders, JobFolders
-from tasuki.agent.jobs import AgentJobs, AgentMetrics, Registry, ResultElsewhere, SlotJob
-from tasuki.agent.refusals import Tokens, body_was_read, guarded, log_context
-from tasuki.agent.results import EarlyResponse, ResultResponse
+from tasuki.agent.jobs import DAY_S, AgentJobs, AgentMetrics
+from tasuki.agent.refusals import GuardedServer, log_context
+from tasuki.agent.results import ResultElsewhere, ResultResponse
 from tasuki.agent.settings import AgentConfig
 from tasuki.agent.upload import InputSource, Upload, UploadWithStoredInputs, boundary_of
 from tasuki.core.address import Address
 from tasuki.core.failover.agent_protocol import (
     AgentOutcome,
     EndedMarker,
-    InterruptedMarker,
-    Marker,
-    RunningMarker,
     check_input_hash,
     input_hash,
+    job_view,
     only_running,
 )
 from tasuki.core.job import check_job_id
-from tasuki.doors.http.exchange import REQUESTS_MAX, json_answer
-from tasuki.doors.http.uvicorn_server import Handler, UvicornServer, application
+from tasuki.doors.http.exchange import json_answer
 from tasuki.doors.listening import bound
-from tasuki.errors import KeeperLost, NotFound, Overloaded, TooLarge
+from tasuki.errors import KeeperLost, NotFound, TooLarge
 from tasuki.worker.folder import remove_tree
 from tasuki.worker.keeper.client import Keeper
 from tasuki.worker.keeper.linux import sweep
 from tasuki.worker.runner import CommandRunner, RunLimits
 
-# ------------------------------------------------------------------------------------------------ retention
-
-DAY_S = 86_400.0
-INTERRUPTED_DAYS = 1.0  # they have no result; a day is for users who look for an explanation
-
-
-def is_old(marker: Marker, wall: float, keep_days: float) -> bool:
-    match marker:
-        case EndedMarker():
-            return wall - marker.ended_at > keep_days * DAY_S
-        case InterruptedMarker():
-            return wall - marker.interrupted_at > min(INTERRUPTED_DAYS, keep_days) * DAY_S
-        case RunningMarker():  # AgentJobs knows whether it really runs
-            return wall - marker.started_at > min(INTERRUPTED_DAYS, keep_days) * DAY_S
-
-
-class JobRetention:
-    """Removal of old jobs, at the start and every day. Folders are read in a thread, and removed in the loop: no running job is
-    met."""
-
-    def __init__(self, jobs: AgentJobs, keep_days: float, clock: Callable[[], float] = time.time) -> None:
-        self._jobs = jobs
-        self._keep_days = keep_days
-        self._clock = clock
-
-    async def clean(self) -> int:
-        """Remove old jobs; return how many."""
-        wall = self._clock()
-        removed = 0
-        for job_id in await asyncio.to_thread(self._old, wall):
-            removed += self._jobs.discard_ended(job_id, lambda marker: is_old(marker, wall, self._keep_days))
-            await asyncio.sleep(0)  # there may be very many, and other tasks wait
-        if removed:
-            self._jobs.metrics.cleaned.inc(removed)
-            logger.info("removed %d jobs older than %g days", removed, self._keep_days)
-        return removed
-
-    def _old(self, wall: float) -> list[str]:
-        folders = self._jobs.folders
-        markers = ((job_id, folders.read(job_id)) for job_id in folders.job_ids())
-        return [job_id for job_id, marker in markers if marker is not None and is_old(marker, wall, self._keep_days)]
-
-    async def daily(self) -> None:
-        """Remove old jobs once a day, until canceled."""
-        while True:
-            try:
-                await self.clean()
-            except OSError:
-                logger.exception("old jobs could not be removed; another try tomorrow")
-            await asyncio.sleep(DAY_S)
-
+if TYPE_CHECKING:
+    from tasuki.agent.store_registry import StoreRegistry
 
 logger = logging.getLogger("tasuki.agent")
 FREE_SHARE = 4  # without a configured limit, an upload may use a quarter of the free space
-CLOSE_TIMEOUT_S = 60  # for downloads that are under way at the end
-HURRIED_CLOSE_S = 2
 _digits = re.compile(r"[0-9]{1,18}").fullmatch
 
 
@@ -117,14 +62,13 @@ class Agent:
         incarnation: str,
         *,
         keeper: Keeper | None = None,
-        registry: Registry | None = None,
+        registry: StoreRegistry | None = None,
         inputs: InputSource | None = None,
         fault: Callable[[str], None] = lambda point: None,
         on_lost: Callable[[KeeperLost], None] = lambda error: None,
     ) -> None:
         """`on_lost` is called when the keeper is gone: all runs were stopped, and nothing can be started any more."""
         self._config = config
-        self._tokens = Tokens(config.tokens)
         self._inputs = inputs
         self.folders = JobFolders(config.data, fault)
         self._metrics = AgentMetrics(config.slots)
@@ -142,11 +86,16 @@ class Agent:
             folders=AgentRunFolders(config.data, incarnation, self.folders),
         )
         self.jobs = AgentJobs(config, incarnation, self.folders, self._runner, self._metrics, registry)
-        self.cleaner = JobRetention(self.jobs, config.keep_days)
-        self._under_way = 0
-        self._serving: UvicornServer | None = None
         self._cleaning: asyncio.Task[None] | None = None
-        self.app = self._application()
+        routes = (
+            ("POST", "/run/{job_id}", self._run),
+            ("GET", "/result/{job_id}", self._result),
+            ("GET", "/jobs/{job_id}", self._job),
+            ("DELETE", "/jobs/{job_id}", self._delete),
+            ("GET", "/capacity", self._capacity),
+            ("GET", "/metrics", self._scrape),
+        )
+        self.http = GuardedServer("agent", config.tokens, routes, self._health, self._count_refusal)
 
     # ------------------------------------------------------------------------------------------------ life
 
@@ -162,9 +111,8 @@ class Agent:
         here = Address("https" if tls is not None else "http", address.host, sock.getsockname()[1])
         if self.jobs.registry is not None:
             await self.jobs.registry.open(self.folders, here, renewed=self._runner.renewed, sent=self._metrics.sent.inc)
-        self._serving = UvicornServer(self.app, tls, CLOSE_TIMEOUT_S)
-        await self._serving.open(sock)
-        self._cleaning = asyncio.create_task(self.cleaner.daily())
+        await self.http.open(sock, tls)
+        self._cleaning = asyncio.create_task(self._clean_daily())
         return here
 
     def _dispose(self, left: Path) -> None:
@@ -184,16 +132,15 @@ class Agent:
     def hurry(self) -> None:
         """Stop running jobs, and cut downloads soon."""
         self.jobs.stop_all()
-        if self._serving is not None:
-            self._serving.hurry(HURRIED_CLOSE_S)
+        self.http.hurry()
 
     async def close(self) -> None:
         """Stop running jobs, and release everything."""
         self.jobs.stop_all()
         await self.jobs.drain(None)
-        if self._serving is not None and self._cleaning is not None:
+        if self._cleaning is not None:
             self._cleaning.cancel()
-            await self._serving.close()
+            await self.http.close()
             await asyncio.gather(self._cleaning, return_exceptions=True)
         self._runner.kill_all()
         self._runner.close()
@@ -203,42 +150,23 @@ class Agent:
         if self._inputs is not None:
             await self._inputs.close()
 
+    async def _clean_daily(self) -> None:
+        while True:
+            try:
+                await self.jobs.remove_old(self._config.keep_days, time.time())
+            except OSError:
+                logger.exception("old jobs could not be removed; another try tomorrow")
+            await asyncio.sleep(DAY_S)
+
     def _lost(self, error: KeeperLost) -> None:
         self.jobs.stop_all()
         self._on_lost(error)
 
-    # ------------------------------------------------------------------------------------------------ the application
-
-    def _application(self) -> FastAPI:
-        routes: tuple[tuple[str, str, Handler], ...] = (
-            ("POST", "/run/{job_id}", self._run),
-            ("GET", "/result/{job_id}", self._result),
-            ("GET", "/jobs/{job_id}", self._job),
-            ("DELETE", "/jobs/{job_id}", self._delete),
-            ("GET", "/capacity", self._capacity),
-            ("GET", "/metrics", self._scrape),
-        )
-        guarded = [(method, path, self._endpoint(handler)) for method, path, handler in routes]
-        return application("tasuki agent", [*guarded, ("GET", "/health", self._health)])
-
-    def _endpoint(self, handler: Handler) -> Handler:
-        async def endpoint(request: Request) -> Response:
-            if self._under_way >= REQUESTS_MAX:
-                return refusals.refusal_answer(Overloaded(f"this agent is busy with {self._under_way} requests; try again"))
-            self._under_way += 1
-            try:
-                with log_context(request.path_params.get("job_id", "")):
-                    answer, code = await guarded(handler, request, self._tokens, "agent", logger)
-            finally:
-                self._under_way -= 1
-            if request.method != "POST" or code is None:
-                return answer
-            self._metrics.refused.labels(code).inc()
-            return answer if body_was_read(request) else EarlyResponse(answer)
-
-        return endpoint
-
     # ------------------------------------------------------------------------------------------------ the routes
+
+    def _count_refusal(self, answer: Response, code: str | None) -> None:
+        if code is not None:
+            self._metrics.refused.labels(code).inc()
 
     async def _run(self, request: Request) -> Response:
         try:
@@ -310,7 +238,7 @@ class Agent:
         job_id = check_job_id(request.path_params["job_id"])
         held = self.jobs.held(job_id)
         if held is not None:
-            return json_answer(_described_held(held, self._config.node))
+            return json_answer(held.view(self._config.node))
         registry = self.jobs.registry
         if registry is not None and not self.jobs.is_done(job_id):
             described = await registry.describe(job_id)
@@ -319,14 +247,13 @@ class Agent:
         marker = self.jobs.look(job_id)
         if marker is None:
             raise NotFound(f"there is no job {job_id} at this node")
-        return json_answer(_described(marker))
+        return json_answer(job_view(marker.common, marker.state, ended_at=marker.ended_at, ended=marker))
 
     async def _delete(self, request: Request) -> Response:
         job_id = check_job_id(request.path_params["job_id"])
         removed = await self.jobs.delete(job_id, only_running=only_running(request.query_params.get("state")))
         logger.info("job %s: removed, it was %s", job_id, removed.state.value)
-        left = {"left_at": removed.left_at} if removed.left_at else {}
-        return json_answer({"job_id": job_id, "state": removed.state.value, "removed": True, **left})
+        return json_answer(removed.view(job_id))
 
     async def _capacity(self, request: Request) -> Response:
         pulls = {"pulls": True} if self._inputs is not None else {}
@@ -352,41 +279,3 @@ def _announced(request: Request) -> int:
     if not _digits(text):
         raise TooLarge("the upload is larger than any limit")
     return int(text)
-
-
-def _described(marker: Marker) -> dict[str, Any]:
-    facts: dict[str, Any] = {
-        "job_id": marker.job_id,
-        "state": marker.state.value,
-        "exec": marker.exec,
-        "input": marker.input,
-        "attempt": marker.attempt,
-        "started_at": marker.started_at,
-        "ended_at": None,
-        "exit_code": None,
-        "progress": None,
-        "node": marker.node,
-    }
-    if isinstance(marker, EndedMarker):
-        facts |= {"ended_at": marker.ended_at, "exit_code": marker.exit_code}
-        facts |= {"error_code": marker.error_code, "message": marker.message}
-        facts |= {"result_sha256": marker.result_sha256, "result_bytes": marker.result_bytes}
-    elif isinstance(marker, InterruptedMarker):
-        facts["ended_at"] = marker.interrupted_at
-    return facts
-
-
-def _described_held(held: SlotJob, node: str) -> dict[str, Any]:
-    progress = held.progress
-    return {
-        "job_id": held.job_id,
-        "state": "running",
-        "exec": held.exec or None,
-        "input": held.input,
-        "attempt": held.attempt,
-        "started_at": held.running.started_at if held.running is not None else None,
-        "ended_at": None,
-        "exit_code": None,
-        "progress": None if progress is None else {"fraction": progress.fraction, "message": progress.text},
-        "node": node,
-    }

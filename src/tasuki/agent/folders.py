@@ -10,13 +10,14 @@ A folder is renamed into `jobs` with `.running` in it. `.done` and `.failed` fol
 fsync, rename, fsync of the folder. If there are several markers, an end counts if its result is there; a marker that cannot be
 read does not count.
 
-Methods return what has to be fsynced as open descriptors, so that one thread can do it for many jobs at once (`fsync_batch.py`);
+Methods return what has to be fsynced as open descriptors, so that one thread can do it for many jobs at once (`FsyncBatch`);
 everything else is a few system calls for a job of ordinary size. `conclude`, `interrupt` and `recover` sync by themselves, and
 block.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import fcntl
 import itertools
@@ -26,21 +27,108 @@ import secrets
 import stat
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from io import FileIO
 from pathlib import Path
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 import msgspec
 
-from tasuki.agent.fsync_batch import Unsynced, sync_now
 from tasuki.agent.upload import UploadFolder
-from tasuki.blobs.files import disk_full_as_error
+from tasuki.blobs.files import disk_full_as_error, disk_full_or
 from tasuki.core.failover.agent_protocol import AgentOutcome, EndedMarker, InterruptedMarker, Marker, RunningMarker
 from tasuki.core.job import check_job_id
 from tasuki.errors import ConfigError, DiskFull, InvalidInput
+from tasuki.event_loop import ignore_result
 from tasuki.worker.attempt import Attempt
 from tasuki.worker.folder import RunFolder, RunFolders, is_part_as_made, remove_tree
+
+# ------------------------------------------------------------------------------------------------ batched fsync
+
+FSYNC_THREADS = 4
+"""Threads at once: a file system commits for several waiters together, and the next commit may begin during one."""
+Unsynced: TypeAlias = Sequence[int]
+"""Open descriptors of files and folders, to be fsynced in this order and closed."""
+
+
+def sync_now(descriptors: Unsynced) -> None:
+    """Sync these descriptors in this thread."""
+    problem = _synced([descriptors], None)[0]
+    if problem is not None:
+        raise problem
+
+
+class FsyncBatch:
+    """Batched fsync: one call in a thread, and one commit of the file system's journal, serve all jobs that wait meanwhile.
+
+    Made inside the running loop. Descriptors are closed here in any case: a caller who stops waiting does not stop the thread.
+    """
+
+    def __init__(self, place: str, root: int | None = None) -> None:
+        """`place` is named when its disk is full. `root` is synced after all others, and stays open."""
+        self._place = place
+        self._root = root
+        self._loop = asyncio.get_running_loop()
+        self._waiting: list[tuple[Unsynced, asyncio.Future[None]]] = []
+        self._under_way = 0
+        self._is_woken = False
+
+    def sync(self, descriptors: Unsynced) -> asyncio.Future[None]:
+        """Sync and close descriptors; done when they are durable. OSError, DiskFull."""
+        synced: asyncio.Future[None] = self._loop.create_future()
+        synced.add_done_callback(ignore_result)
+        self._waiting.append((descriptors, synced))
+        if not self._is_woken and self._under_way < FSYNC_THREADS:
+            self._is_woken = True
+            self._loop.call_soon(self._next)  # callers that are ready in this turn of the loop join
+        return synced
+
+    def _next(self) -> None:
+        self._is_woken = False
+        batch, self._waiting = self._waiting, []
+        self._under_way += 1
+        syncing = self._loop.run_in_executor(None, _synced, [descriptors for descriptors, _ in batch], self._root)
+
+        def tell(syncing: asyncio.Future[list[OSError | None]]) -> None:
+            self._under_way -= 1
+            if self._waiting and not self._is_woken:
+                self._next()
+            for (_, synced), problem in zip(batch, syncing.result(), strict=True):
+                if synced.done():  # its caller has stopped waiting
+                    continue
+                if problem is None:
+                    synced.set_result(None)
+                else:
+                    synced.set_exception(disk_full_or(problem, self._place))
+
+        syncing.add_done_callback(tell)
+
+
+def _synced(batch: Sequence[Unsynced], root: int | None) -> list[OSError | None]:
+    """Return the problem of each. A failed fsync is not repeated: the next one would report success."""
+    problems = [_problem_of(descriptors) for descriptors in batch]
+    try:
+        if root is not None:
+            os.fsync(root)
+    except OSError as error:
+        return [problem or error for problem in problems]
+    return problems
+
+
+def _problem_of(descriptors: Unsynced) -> OSError | None:
+    problem = None
+    for descriptor in descriptors:
+        try:
+            if problem is None:
+                os.fsync(descriptor)
+        except OSError as error:
+            problem = error
+        try:
+            os.close(descriptor)
+        except OSError as error:
+            problem = problem or error
+    return problem
+
 
 # ------------------------------------------------------------------------------------------------ the pool of empty folders
 
@@ -226,10 +314,10 @@ class JobFolders:
     def marked(self, job_id: str) -> Unsynced:
         """Return the descriptors that make the marker of a running job durable."""
         folder = self.at(job_id)
-        with _Opened() as opened:
-            opened.add(os.open(f"{folder}/{RUNNING}", _MARKER))
-            opened.add(os.open(folder, _FOLDER))
-            return opened.given()
+        with _closed_on_error() as opened:
+            opened.append(os.open(f"{folder}/{RUNNING}", _MARKER))
+            opened.append(os.open(folder, _FOLDER))
+            return opened
 
     def conclude(self, marker: EndedMarker, result: bytes | Path) -> None:
         """Record an end: both steps, durable when this returns."""
@@ -241,29 +329,29 @@ class JobFolders:
     def write_end(self, marker: EndedMarker, result: bytes | Path) -> Unsynced:
         """Write the result and the marker of an end beside `.running`, after the program has ended."""
         folder = self.at(marker.job_id)
-        with disk_full_as_error(folder), _Opened() as opened:
+        with disk_full_as_error(folder), _closed_on_error() as opened:
             self._take_back(folder)
             new = f"{folder}/{RESULT}{_TMP}"
             if isinstance(result, bytes):
-                opened.add(_written(new, result))
+                opened.append(_written(new, result))
             else:
                 os.rename(result, new)  # noqa: PTH104
-                opened.add(os.open(new, os.O_RDONLY | os.O_CLOEXEC))
+                opened.append(os.open(new, os.O_RDONLY | os.O_CLOEXEC))
             self._fault("agent.zipped")
             name = _name_of(marker)
-            opened.add(_written(f"{folder}/{name}{_TMP}", _encode(marker)))
+            opened.append(_written(f"{folder}/{name}{_TMP}", _encode(marker)))
             self._fault(f"agent{name}.written")
-            return opened.given()
+            return opened
 
     def show_end(self, marker: EndedMarker) -> Unsynced:
         """Rename result and marker into place, after they were synced. The end is durable when the returned descriptors are
         synced."""
         folder, name = self.at(marker.job_id), _name_of(marker)
-        with disk_full_as_error(folder), _Opened() as opened:
+        with disk_full_as_error(folder), _closed_on_error() as opened:
             os.rename(f"{folder}/{RESULT}{_TMP}", f"{folder}/{RESULT}")  # noqa: PTH104
-            opened.add(os.open(folder, _FOLDER))
+            opened.append(os.open(folder, _FOLDER))
             self._show(folder, name)
-            return opened.given()
+            return opened
 
     def has_ended(self) -> None:
         """Pass the last fault point: only the response is left."""
@@ -272,15 +360,7 @@ class JobFolders:
     def interrupt(self, running: RunningMarker, at: float) -> None:
         """Mark a job as interrupted, of which no process is alive."""
         folder = self.at(running.job_id)
-        marker = InterruptedMarker(
-            job_id=running.job_id,
-            node=running.node,
-            exec=running.exec,
-            input=running.input,
-            attempt=running.attempt,
-            started_at=running.started_at,
-            interrupted_at=at,
-        )
+        marker = InterruptedMarker(**running.common, interrupted_at=at)
         with disk_full_as_error(folder):
             self._take_back(folder)
             sync_now([_written(f"{folder}/{INTERRUPTED}{_TMP}", _encode(marker))])
@@ -451,23 +531,13 @@ def _written(path: str, data: bytes) -> int:
     return descriptor
 
 
-class _Opened:
-    """Descriptors that are closed if the step that opened them fails."""
-
-    def __init__(self) -> None:
-        self._descriptors: list[int] = []
-
-    def add(self, descriptor: int) -> None:
-        self._descriptors.append(descriptor)
-
-    def given(self) -> Unsynced:
-        """Pass the descriptors on to a caller who syncs and closes them."""
-        given, self._descriptors = self._descriptors, []
-        return given
-
-    def __enter__(self) -> _Opened:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        for descriptor in self._descriptors:
+@contextlib.contextmanager
+def _closed_on_error() -> Iterator[list[int]]:
+    """Yield a list for the descriptors that a step opens; they are closed if it fails."""
+    opened: list[int] = []
+    try:
+        yield opened
+    except BaseException:
+        for descriptor in opened:
             os.close(descriptor)
+        raise

@@ -12,23 +12,20 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import AsyncIterable, Callable, Sequence
+from collections.abc import AsyncIterable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from msgspec.structs import replace
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from starlette.responses import Response
 
 from tasuki.agent import refusals
-from tasuki.agent.folders import JobFolders
-from tasuki.agent.fsync_batch import FsyncBatch
+from tasuki.agent.folders import FsyncBatch, JobFolders
 from tasuki.agent.refusals import log_context
 from tasuki.agent.settings import AgentConfig
 from tasuki.agent.upload import Upload, UploadForm
 from tasuki.blobs.files import check_free
 from tasuki.config import DISK_FLOOR_BYTES, DISK_FLOOR_INODES
-from tasuki.core.address import Address
 from tasuki.core.failover.agent_protocol import (
     EXEC_NOT_ALLOWED,
     AgentOutcome,
@@ -37,9 +34,12 @@ from tasuki.core.failover.agent_protocol import (
     IdDecision,
     InputRecord,
     InterruptedMarker,
+    LastMarker,
     Marker,
+    RemovalResult,
     RunningMarker,
     input_hash,
+    job_view,
     judge,
 )
 from tasuki.core.job import InputFile, JobSpec, Outcome, Progress
@@ -48,6 +48,9 @@ from tasuki.event_loop import ignore_result
 from tasuki.worker.attempt import Attempt, RunResult, StopReason
 from tasuki.worker.execs import FILE, FILES, Exec
 from tasuki.worker.runner import CommandRunner
+
+if TYPE_CHECKING:
+    from tasuki.agent.store_registry import StoreRegistry
 
 # ------------------------------------------------------------------------------------------------ a job with a slot
 
@@ -99,6 +102,18 @@ class SlotJob:
     def canceled(self) -> bool:
         return self.stop.done() and self.stop.result() is StopReason.CANCELED
 
+    def view(self, node: str) -> dict[str, Any]:
+        """Return the answer to `GET /jobs/{job_id}`."""
+        common = {
+            "job_id": self.job_id,
+            "node": node,
+            "exec": self.exec or None,
+            "input": self.input,
+            "attempt": self.attempt,
+            "started_at": self.running.started_at if self.running is not None else None,
+        }
+        return job_view(common, AgentState.RUNNING, progress=self.progress)
+
     def end(self, reason: StopReason) -> None:
         """Stop the job in any stage."""
         if not self.stop.done():
@@ -119,71 +134,6 @@ def no_result(outcome: Outcome, *, started: bool) -> TasukiError:
     if not started and outcome.error_code in _SENDERS_MISTAKES:
         return InvalidInput(outcome.message)
     return AgentRefusal(500, outcome.error_code or "INTERNAL", outcome.message)
-
-
-# ------------------------------------------------------------------------------------------------ the registry
-
-
-class ResultElsewhere(Exception):
-    """Another node has the result: this is the response to the request, and nothing is run."""
-
-    def __init__(self, answer: Response) -> None:
-        super().__init__("done at another node")
-        self.answer = answer
-
-
-class RemovalResult(NamedTuple):
-    """End of a removal, at any node."""
-
-    state: AgentState
-    """State of the job before."""
-    left_at: str = ""
-    """Node that could not be told, and still has the folder."""
-
-
-class Registry(Protocol):
-    """Registry that several agents share. Answers such as "running elsewhere" or "other input" are raised as `AgentRefusal`."""
-
-    async def open(
-        self, folders: JobFolders, address: Address, *, renewed: Callable[[], None], sent: Callable[[int], None]
-    ) -> None:
-        """Settle what an earlier process of this node left, before the port opens. `address` is for other nodes. `renewed` is
-        called when a `deadline` has moved, `sent` with the number of bytes of results sent."""
-
-    async def close(self) -> None: ...
-
-    def hurry(self) -> None:
-        """Stop waiting for a registry that is away; the next start settles what could not be recorded."""
-
-    def deadline(self, job_id: str) -> float | None:
-        """Return when the processes of a job must be gone (CLOCK_BOOTTIME)."""
-
-    async def look(self, job_id: str, sent_input: str | None) -> None:
-        """Raise what `claim` would raise, as far as that is known before an upload is read."""
-
-    async def claim(self, running: RunningMarker, lost: Callable[[StopReason], None]) -> int:
-        """Claim a job for this node; return the number of the attempt. Raises if another node runs it (423) or has its result
-        (ResultElsewhere). The registry renews the claim until `record` or `release`; `lost` is called when that fails, or when
-        the job is canceled in the registry."""
-
-    async def record(self, ended: EndedMarker, result: Path) -> bool:
-        """Record the durable end of a job; the result may be copied from the file. Ends the claim. False: the claim was lost
-        before, and this end does not count."""
-
-    async def release(self, job_id: str) -> None:
-        """End the claim of a job without a result: other nodes may run it. Without a claim, do nothing."""
-
-    async def forget(self, job_id: str) -> None:
-        """Drop the result of a job whose run here was stopped to remove it, if it had ended here before."""
-
-    async def remove(self, job_id: str) -> RemovalResult | None:
-        """Stop and remove a job that does not run here, wherever it is; None if nobody knows it."""
-
-    async def find(self, job_id: str) -> Response | None:
-        """Return the result from elsewhere, or raise where the job runs; None: only this node can have it."""
-
-    async def describe(self, job_id: str) -> dict[str, Any] | None:
-        """Return the answer to `GET /jobs/{job_id}` from the registry."""
 
 
 # ------------------------------------------------------------------------------------------------ all jobs
@@ -223,6 +173,8 @@ MARK_S = 0.05
 """After this time the marker of a running job is made durable. Of a shorter job only the end is: after a power cut its id is
 unknown and runs again, as an interrupted job does."""
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+DAY_S = 86_400.0
+INTERRUPTED_DAYS = 1.0  # they have no result; a day is for users who look for an explanation
 _INTERRUPTED = frozenset({StopReason.SHUTDOWN.value, StopReason.LEASE_LOST.value})
 
 
@@ -244,7 +196,7 @@ class AgentJobs:
         folders: JobFolders,
         runner: CommandRunner,
         metrics: AgentMetrics,
-        registry: Registry | None = None,
+        registry: StoreRegistry | None = None,
     ) -> None:
         self._config = config
         self._incarnation = incarnation
@@ -275,20 +227,12 @@ class AgentJobs:
     def held(self, job_id: str) -> SlotJob | None:
         return self._held.get(job_id)
 
-    def look(self, job_id: str) -> Marker | None:
+    def look(self, job_id: str) -> LastMarker | None:
         """Read the marker of a job without a slot. A `.running` then means that the disk was full when the job ended."""
         marker = self.folders.read(job_id)
         if not isinstance(marker, RunningMarker):
             return marker
-        return InterruptedMarker(
-            job_id=job_id,
-            node=marker.node,
-            exec=marker.exec,
-            input=marker.input,
-            attempt=marker.attempt,
-            started_at=marker.started_at,
-            interrupted_at=marker.started_at,
-        )
+        return InterruptedMarker(**marker.common, interrupted_at=marker.started_at)
 
     def is_done(self, job_id: str) -> bool:
         """Return whether a job is done here. With a registry too it is answered from here: its end was recorded before."""
@@ -496,16 +440,11 @@ class AgentJobs:
             raise no_result(outcome, started=held.started)
         size_bytes = len(archive) if isinstance(archive, bytes) else archive.stat().st_size
         marker = EndedMarker(
-            job_id=held.job_id,
+            **running.common,
             outcome=_OUTCOMES.get(outcome.error_code, AgentOutcome.FAILED),
             exit_code=outcome.exit_code,
             error_code=outcome.error_code,
             message=outcome.message,
-            node=running.node,
-            exec=running.exec,
-            input=running.input,
-            attempt=running.attempt,
-            started_at=running.started_at,
             ended_at=time.time(),
             result_sha256=outcome.result_sha256,
             result_bytes=size_bytes,
@@ -580,12 +519,24 @@ class AgentJobs:
             await self._syncer.sync(())  # the list of jobs
         return removed
 
-    def discard_ended(self, job_id: str, is_old: Callable[[Marker], bool]) -> bool:
-        """Remove an old job, for the retention, if it has no slot and is still old."""
-        if job_id in self._held:
-            return False
-        marker = self.look(job_id)
-        return (marker is None or is_old(marker)) and self.folders.discard(job_id)
+    async def remove_old(self, keep_days: float, wall: float) -> int:
+        """Remove jobs that are old at this time; return how many. Their folders are read in a thread, and removed in the loop:
+        no running job is met."""
+
+        def is_old(job_id: str) -> bool:
+            marker = self.look(job_id)
+            days = keep_days if isinstance(marker, EndedMarker) else min(INTERRUPTED_DAYS, keep_days)
+            return marker is not None and wall - marker.ended_at > days * DAY_S
+
+        removed = 0
+        for job_id in await asyncio.to_thread(lambda: list(filter(is_old, self.folders.job_ids()))):
+            if job_id not in self._held and is_old(job_id):
+                removed += self.folders.discard(job_id)
+            await asyncio.sleep(0)  # there may be very many, and other tasks wait
+        if removed:
+            self.metrics.cleaned.inc(removed)
+            logger.info("removed %d jobs older than %g days", removed, keep_days)
+        return removed
 
     async def drain(self, timeout_s: float | None) -> None:
         """Take no more jobs; wait for those that run, at most `timeout_s`."""

@@ -6,22 +6,26 @@ error out as it is. The log context puts `job_id` into every line that is logged
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import contextvars
 import hashlib
 import hmac
 import logging
-from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple
+import socket
+import ssl
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import Message, Receive, Scope, Send
 
 from tasuki.core.failover import agent_protocol
 from tasuki.doors.http import exchange as http_answers
-from tasuki.doors.http.exchange import discreet, envelope, error_answer, json_answer, secret_of
-from tasuki.doors.http.uvicorn_server import Handler
-from tasuki.errors import AgentRefusal, InternalError, NotFound, RegistryUnavailable, TasukiError, Unauthorized
+from tasuki.doors.http.exchange import REQUESTS_MAX, discreet, envelope, error_answer, json_answer, secret_of
+from tasuki.doors.http.uvicorn_server import Handler, UvicornServer, application
+from tasuki.errors import AgentRefusal, InternalError, NotFound, Overloaded, RegistryUnavailable, TasukiError, Unauthorized
 
 RETRY_AFTER_S = 1
 LOCKED = 423
@@ -122,6 +126,9 @@ DRAINED_BODY_BYTES = 1024 * 1024
 """An unread body up to this size is read by uvicorn, and the connection stays open."""
 BODY_READ = "tasuki.body_over"
 """Key in a request's scope: the body was read to its end, though not through the request."""
+DISCARD_S = 2.0
+CLOSE_TIMEOUT_S = 60  # for downloads that are under way at the end
+HURRIED_CLOSE_S = 2
 
 
 class Tokens:
@@ -139,27 +146,81 @@ class Tokens:
         return sum([hmac.compare_digest(given, digest) for digest in self._digests]) > 0
 
 
-class GuardedResponse(NamedTuple):
-    """Response, and the code if it is a refusal."""
+class GuardedServer:
+    """HTTP server of an agent or a dispatcher: every request needs a token, and no error gets out as it is."""
 
-    response: Response
-    code: str | None = None
+    def __init__(
+        self,
+        who: str,
+        tokens: Iterable[str],
+        routes: Iterable[tuple[str, str, Handler]],
+        health: Handler,
+        on_post: Callable[[Response, str | None], None],
+        *,
+        results_end_uploads: bool = False,
+    ) -> None:
+        """`who`: the process, in words. `on_post` is called with the response to each POST, and the code if it is a refusal.
+        `results_end_uploads`: not only a refusal is an EarlyResponse, but every response."""
+        self._who = who
+        self.tokens = Tokens(tokens)
+        self._on_post = on_post
+        self._results_end_uploads = results_end_uploads
+        self._logger = logging.getLogger(f"tasuki.{who}")
+        self._under_way = 0
+        self.idle = asyncio.Event()
+        self.idle.set()
+        guarded = [(method, path, self._guarded(handler)) for method, path, handler in routes]
+        self._app = application(f"tasuki {who}", [*guarded, ("GET", "/health", health)])
+        self.serving: UvicornServer | None = None
 
+    async def open(self, sock: socket.socket, tls: ssl.SSLContext | None) -> None:
+        self.serving = UvicornServer(self._app, tls, CLOSE_TIMEOUT_S)
+        await self.serving.open(sock)
 
-async def guarded(handler: Handler, request: Request, tokens: Tokens, who: str, logger: logging.Logger) -> GuardedResponse:
-    """Return the response of a handler, or the refusal for its error. `who`: the process, in words."""
-    try:
-        if tokens and not tokens.admit(secret_of(request)):
-            raise Unauthorized(f"this token is not one of this {who}'s")
-        return GuardedResponse(await handler(request))
-    except TasukiError as error:
-        shown = error if isinstance(error, AgentRefusal) else discreet(error)
-        if shown is not error:
-            logger.warning("%s %s: %s", request.method, request.url.path[:200], error.message)
-    except Exception:
-        logger.exception("%s %s failed", request.method, request.url.path[:200])
-        shown = discreet(InternalError(""))
-    return GuardedResponse(refusal_answer(shown), code_of(shown))
+    def hurry(self) -> None:
+        """Cut downloads soon."""
+        self.idle.set()
+        if self.serving is not None:
+            self.serving.hurry(HURRIED_CLOSE_S)
+
+    async def close(self) -> None:
+        if self.serving is not None:
+            await self.serving.close()
+
+    def _guarded(self, handler: Handler) -> Handler:
+        async def endpoint(request: Request) -> Response:
+            if self._under_way >= REQUESTS_MAX:
+                return refusal_answer(Overloaded(f"this {self._who} is busy with {self._under_way} requests; try again"))
+            self._under_way += 1
+            self.idle.clear()
+            try:
+                with log_context(request.path_params.get("job_id", "")):
+                    answer, code = await self._answer(handler, request)
+            finally:
+                self._under_way -= 1
+                if not self._under_way:
+                    self.idle.set()
+            if request.method == "POST":
+                self._on_post(answer, code)
+            may_be_early = request.method in ("POST", "PUT") and (code is not None or self._results_end_uploads)
+            return EarlyResponse(answer) if may_be_early and not body_was_read(request) else answer
+
+        return endpoint
+
+    async def _answer(self, handler: Handler, request: Request) -> tuple[Response, str | None]:
+        """Return the response of a handler, or the refusal for its error, with its code."""
+        try:
+            if self.tokens and not self.tokens.admit(secret_of(request)):
+                raise Unauthorized(f"this token is not one of this {self._who}'s")
+            return await handler(request), None
+        except TasukiError as error:
+            shown = error if isinstance(error, AgentRefusal) else discreet(error)
+            if shown is not error:
+                self._logger.warning("%s %s: %s", request.method, request.url.path[:200], error.message)
+        except Exception:
+            self._logger.exception("%s %s failed", request.method, request.url.path[:200])
+            shown = discreet(InternalError(""))
+        return refusal_answer(shown), code_of(shown)
 
 
 def body_was_read(request: Request) -> bool:
@@ -169,6 +230,37 @@ def body_was_read(request: Request) -> bool:
     length = request.headers.get("content-length", "0")
     small = length.isdecimal() and len(length) < 8 and int(length) <= DRAINED_BODY_BYTES
     return small and "transfer-encoding" not in request.headers
+
+
+class EarlyResponse(Response):
+    """Response to a client that may still be sending. The rest of the body is discarded for a moment before the connection is
+    closed: a peer whose connection is cut while it sends may never read the response."""
+
+    def __init__(self, answer: Response) -> None:
+        super().__init__(status_code=answer.status_code)
+        answer.headers["Connection"] = "close"
+        self._answer = answer
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        is_unread = True
+
+        async def note_end() -> Message:
+            nonlocal is_unread
+            message = await receive()
+            is_unread = is_unread and bool(message.get("more_body"))  # the end must not be waited for again
+            return message
+
+        async def hold_back(message: Message) -> None:
+            if message["type"] == "http.response.body" and not message.get("more_body"):
+                await send({**message, "more_body": True})
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(DISCARD_S):
+                        while is_unread:
+                            await note_end()
+                message = {"type": "http.response.body", "body": b""}
+            await send(message)
+
+        await self._answer(scope, note_end, hold_back)
 
 
 # ------------------------------------------------------------------------------------------------ the log context

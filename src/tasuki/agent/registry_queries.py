@@ -1,5 +1,4 @@
-"""Queries of agents and dispatchers to their registry, for requests that wait: the state of a job, its result, a claim, a
-removal.
+"""Queries of agents and dispatchers to their registry (the state of a job, its result, a claim, a removal), and their leases.
 
 Theory of operation. Every query is a turn of the store, and every write is conditional on what was read: a claim on the lease
 that it releases, a requeue on the generation. A lease that is granted to a request which does not wait any more is given back.
@@ -7,31 +6,191 @@ that it releases, a requeue on the generation. A lease that is granted to a requ
 A job is removed in two steps. One that has not ended is canceled: its holder is told, stops it and reports that. One that ended
 with a result is set going again and ended at once as removed, in two turns with one lease. No verb of the store deletes one job:
 its record stays, as that of a job without a result, until it is old.
+
+One loop renews all leases, and ends those that it cannot renew in time. The holder counts from before it asked, the store from
+its commit: a job is gone here before another node may be granted it. The keeper is given every deadline too, and enforces it if
+this process hangs.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, NamedTuple
 
 from starlette.responses import Response
 
 from tasuki.agent import refusals
-from tasuki.agent.registry_leases import Holder, report_of
-from tasuki.agent.results import BlobSource, RemoteResultResponse, ResultResponse, ResultSource
+from tasuki.agent.refusals import log_context
+from tasuki.agent.results import RemoteResultResponse, ResultResponse, ResultSource, blob_source
 from tasuki.clocks import boot_time
 from tasuki.core.failover import registry_records
-from tasuki.core.failover.agent_protocol import AgentState, EndedMarker
+from tasuki.core.failover.agent_protocol import AgentState, EndedMarker, job_view
 from tasuki.core.failover.registry_records import RegistryState, attempt_of, held_of, registry_state_of, result_location_of
 from tasuki.core.job import Job, Outcome
-from tasuki.core.store_messages import Answers, BlobClaim, Grant, RequeueOrder, Submission, Turn
+from tasuki.core.lifecycle import lease_deadline
+from tasuki.core.store_messages import (
+    Answers,
+    BlobClaim,
+    Grant,
+    HeldLease,
+    LeaseRequest,
+    LeaseStatus,
+    Report,
+    RequeueOrder,
+    Submission,
+    Turn,
+)
 from tasuki.errors import ConfigError, Conflict, InternalError, NotFound, TasukiError, Unavailable
 from tasuki.event_loop import ignore_result
 from tasuki.server.assembly import StoreClient
 
 logger = logging.getLogger("tasuki.agent")
+
+# ------------------------------------------------------------------------------------------------ leases
+
+RENEWALS_PER_TTL = 3
+CHECKS_PER_TTL = 24
+
+Execute = Callable[[Turn], Awaitable[Answers]]
+LeaseEnded = Callable[[LeaseStatus], None]
+"""Called with LOST or CANCEL."""
+
+
+class Holder(NamedTuple):
+    """Identity under which an agent or a dispatcher asks for leases."""
+
+    worker_id: str
+    incarnation: str
+    ttl_s: float
+    name: str
+
+    def request(self, job_id: str) -> LeaseRequest:
+        return LeaseRequest(worker_id=self.worker_id, incarnation=self.incarnation, job_ids=(job_id,), limit=1, ttl_s=self.ttl_s)
+
+    def held(self, grant: Grant) -> HeldLease:
+        return HeldLease(grant.job_id, self.worker_id, self.incarnation, grant.lease_id, grant.attempt, self.ttl_s)
+
+
+def report_of(held: HeldLease, outcome: Outcome, started_at: float | None = None) -> Report:
+    """Return the report that ends an attempt."""
+    return Report(held.job_id, held.worker_id, held.lease_id, held.attempt, outcome, started_at)
+
+
+class RegistryLease:
+    """One lease of this process."""
+
+    def __init__(self, held: HeldLease, deadline: float, on_end: LeaseEnded, *, is_started: bool = False) -> None:
+        """`on_end` is called once, if the lease was lost or its job canceled. A lease that `is_started` is only renewed."""
+        self.held = held
+        self.deadline = deadline
+        self._on_end = on_end
+        self.is_started = is_started
+        self.is_reported = False
+        """The end of the job is on its way to the store, whose answer counts; or `on_end` was called."""
+
+    def end(self, status: LeaseStatus, why: str) -> None:
+        if not self.is_reported:
+            self.is_reported = True
+            with log_context(self.held.job_id):
+                logger.info("job %s: the lease of %s has ended: %s", self.held.job_id, self.held.worker_id, why)
+            self._on_end(status)
+
+    def heed(self, status: LeaseStatus) -> None:
+        """Act on the store's answer to a renewal."""
+        if status is not LeaseStatus.GO_ON:
+            is_lost = status is LeaseStatus.LOST
+            self.end(status, "another process holds the job" if is_lost else "the job was canceled in the registry")
+
+
+class RegistryLeases:
+    """All leases of one agent or dispatcher."""
+
+    def __init__(self, execute: Execute, ttl_s: float, renew_every_s: float | None = None) -> None:
+        self._execute = execute
+        self._ttl_s = ttl_s
+        self._renew_every_s = renew_every_s or ttl_s / RENEWALS_PER_TTL
+        self.renewed: Callable[[], None] = lambda: None
+        """Called when deadlines have moved."""
+        self._leases: dict[str, RegistryLease] = {}
+        self._renew_at = 0.0
+        self._wake = asyncio.Event()
+        self._asking: asyncio.Task[None] | None = None
+        self._is_away = False
+
+    def get(self, job_id: str) -> RegistryLease | None:
+        return next((lease for lease in self._leases.values() if lease.held.job_id == job_id), None)
+
+    def all(self) -> list[RegistryLease]:
+        return list(self._leases.values())
+
+    def add(self, lease: RegistryLease) -> None:
+        self._leases[lease.held.lease_id] = lease
+        self._wake.set()
+
+    def drop(self, lease: RegistryLease) -> bool:
+        """Stop renewing a lease; return whether it was still renewed."""
+        return self._leases.pop(lease.held.lease_id, None) is not None
+
+    def renew_now(self) -> None:
+        """Renew all leases at once: one of them may have been canceled."""
+        self._renew_at = 0.0
+        self._wake.set()
+
+    async def keep_renewing(self) -> None:
+        """Renew until canceled. A turn that waits for a store that is away does not delay the check of deadlines."""
+        try:
+            while True:
+                self._check(boot_time())
+                try:
+                    async with asyncio.timeout(min(self._ttl_s / CHECKS_PER_TTL, self._renew_every_s)):
+                        await self._wake.wait()
+                except TimeoutError:
+                    continue
+                self._wake.clear()
+        finally:
+            if self._asking is not None:
+                self._asking.cancel()
+
+    def _check(self, now: float) -> None:
+        for lease in self.all():
+            if now >= lease.deadline:
+                lease.end(LeaseStatus.LOST, "the registry did not renew it in time")
+        if self._asking is not None and not self._asking.done():
+            return
+        fresh = [lease for lease in self._leases.values() if not lease.is_started]
+        due = [lease for lease in self._leases.values() if lease.is_started] if now >= self._renew_at else []
+        if now >= self._renew_at:
+            self._renew_at = now + self._renew_every_s
+        if fresh or due:
+            self._asking = asyncio.ensure_future(self._renew(fresh, due, now))
+
+    async def _renew(self, fresh: list[RegistryLease], due: list[RegistryLease], asked_at: float) -> None:
+        turn = Turn(start=[lease.held for lease in fresh], renew=[lease.held for lease in due])
+        try:
+            answers = await self._execute(turn)
+        except TasukiError as error:
+            if not self._is_away:
+                logger.warning("the registry does not renew leases; jobs go on while theirs last: %s", error.message)
+            self._is_away = True
+            return
+        if self._is_away:
+            logger.info("the registry answers again")
+            self._is_away = False
+        for lease, status in zip(fresh, answers.start, strict=True):
+            lease.is_started = True
+            lease.heed(status)
+        for lease, status in zip(due, answers.renew, strict=True):
+            if status is LeaseStatus.GO_ON:
+                lease.deadline = max(lease.deadline, lease_deadline(asked_at, self._ttl_s))
+            lease.heed(status)
+        if due:
+            self.renewed()
+
+
+# ------------------------------------------------------------------------------------------------ queries
+
 ANSWER_S = 5.0  # for a request that waits
 CLAIM_TRIES = 4  # an expired lease ends first, and the next try gets the job; another node may come in between
 STOP_S = 30.0  # until a canceled job has ended: its program may take a while, or its node be dead
@@ -114,7 +273,7 @@ class RegistryQueries:
         if outcome.result_ref is None or self._share.blobs is None:
             return None
         claims = [BlobClaim(place.ended.result_sha256, place.ended.result_bytes)]
-        return place.ended, BlobSource(self._share.blobs, (await self.ask(Turn(place_blobs=claims))).place_blobs[0])
+        return place.ended, blob_source(self._share.blobs, (await self.ask(Turn(place_blobs=claims))).place_blobs[0])
 
     async def opened(self, ended: EndedMarker, source: ResultSource, cache: str | None) -> Response | None:
         """Return the response with a result after its source was opened; None if the result is gone."""
@@ -255,21 +414,14 @@ def described(job: Job) -> dict[str, Any] | None:
     """Return the answer to `GET /jobs/{job_id}`."""
     if job.assigned_worker_id is None:
         return None
-    state, place, progress = registry_records.state_of(job), result_location_of(job), job.progress
-    facts: dict[str, Any] = {
+    state, place = registry_records.state_of(job), result_location_of(job)
+    common = {
         "job_id": job.job_id,
-        "state": state.value,
+        "node": registry_records.node_of(job.assigned_worker_id),
         "exec": job.spec.exec,
         "input": registry_records.input_of(job),
         "attempt": attempt_of(job),
         "started_at": None if state is AgentState.QUEUED else job.started_at or job.assigned_at,
-        "ended_at": job.finished_at,
-        "exit_code": None,
-        "progress": None if progress is None else {"fraction": progress.fraction, "message": progress.text},
-        "node": registry_records.node_of(job.assigned_worker_id),
     }
-    if place is not None:
-        ended = place.ended
-        facts |= {"exit_code": ended.exit_code, "error_code": ended.error_code, "message": ended.message}
-        facts |= {"result_sha256": ended.result_sha256, "result_bytes": ended.result_bytes}
-    return facts
+    ended = None if place is None else place.ended
+    return job_view(common, state, ended_at=job.finished_at, ended=ended, progress=job.progress)

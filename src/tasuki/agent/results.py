@@ -8,14 +8,13 @@ differs, the connection is cut. A part of a result cannot be verified here; its 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hashlib
 import logging
 import ssl
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from io import FileIO
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from starlette.datastructures import Headers
 from starlette.responses import Response
@@ -39,7 +38,6 @@ logger = logging.getLogger("tasuki.agent")
 AT_ONCE_MAX_BYTES = 512 * 1024  # a longer response is stopped when its reader disconnects
 CONNECT_TIMEOUT_S = 2.0
 READ_S = 30.0
-DISCARD_S = 2.0
 
 Pieces = AsyncIterator[bytes]
 
@@ -121,54 +119,33 @@ class ResultResponse(Response):
                 yield piece
 
 
-class EarlyResponse(Response):
-    """Response to a request whose body was not read. The rest of the body is discarded for a moment before the connection is
-    closed: a peer whose connection is cut while it sends may never read the response."""
-
-    def __init__(self, answer: Response) -> None:
-        super().__init__(answer.body, answer.status_code, dict(answer.headers))
-        self.headers["Connection"] = "close"
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        await send({"type": "http.response.body", "body": self.body, "more_body": True})
-        await discard_body(receive)
-        await send({"type": "http.response.body", "body": b""})
-
-
-async def discard_body(receive: Receive) -> None:
-    """Read the rest of a request's body and drop it, for DISCARD_S at most."""
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(DISCARD_S):
-            while (message := await receive())["type"] == "http.request" and message.get("more_body"):
-                """The rest of the body."""
-
-
 # ------------------------------------------------------------------------------------------------ results from elsewhere
 
 
-class ResultSource(Protocol):
-    """Place from which a result can be read."""
+class ResultElsewhere(Exception):
+    """Another node has the result: this is the response to the request, and nothing is run."""
 
-    async def open(self, stack: AsyncExitStack, offset: int) -> Pieces:
-        """Return the bytes from `offset` on. NotFound: the result is gone; Unavailable: it cannot be read now."""
+    def __init__(self, answer: Response) -> None:
+        super().__init__("done at another node")
+        self.answer = answer
 
 
-class BlobSource:
-    """Result in the blob store."""
+ResultSource = Callable[[AsyncExitStack, int], Awaitable[Pieces]]
+"""Opens a result, and returns its bytes from an offset on. NotFound: the result is gone; Unavailable: it cannot be read now."""
 
-    def __init__(self, blobs: BlobStore, place: BlobPlace) -> None:
-        self._blobs = blobs
-        self._place = place
 
-    async def open(self, stack: AsyncExitStack, offset: int) -> Pieces:
-        place = self._place
+def blob_source(blobs: BlobStore, place: BlobPlace) -> ResultSource:
+    """Return the source of a result in the blob store."""
+
+    async def open_at(stack: AsyncExitStack, offset: int) -> Pieces:
         try:
-            reader = await asyncio.to_thread(self._blobs.open, place.sha256, offset, place.generation)
+            reader = await asyncio.to_thread(blobs.open, place.sha256, offset, place.generation)
         except OSError as error:
             raise Unavailable(f"blob {place.sha256} cannot be read: {error}") from error
         stack.push_async_callback(asyncio.to_thread, reader.close)
         return pieces_from(iter(reader))
+
+    return open_at
 
 
 class Peers:
@@ -195,31 +172,25 @@ class Peers:
             if not response.is_success and response.status_code != 404:
                 raise Unavailable(f"{address} answered {response.status_code}")
 
+    def source(self, address: str, ended: EndedMarker) -> ResultSource:
+        """Return the source of a result at the node where the job ran."""
+        etag = f'"{ended.result_sha256}"'
+
+        async def open_at(stack: AsyncExitStack, offset: int) -> Pieces:
+            headers = range_headers(offset, etag)
+            asking = self.at(address).answer("GET", f"/result/{ended.job_id}", headers=headers, answer_s=READ_S)
+            response = await stack.enter_async_context(asking)
+            if response.status_code == 404 or (response.is_success and response.headers.get("etag") != etag):
+                raise NotFound(f"node {ended.node} does not have the result of job {ended.job_id} any more")
+            if response.status_code != (206 if offset else 200):
+                raise Unavailable(f"node {ended.node} at {address} answered {response.status_code}")
+            return response.aiter_bytes()
+
+        return open_at
+
     async def close(self) -> None:
         for transport in self._transports.values():
             await transport.close()
-
-
-class PeerSource:
-    """Result at the node where the job ran."""
-
-    def __init__(self, peers: Peers, address: str, ended: EndedMarker) -> None:
-        self._peers = peers
-        self._address = address
-        self._ended = ended
-
-    async def open(self, stack: AsyncExitStack, offset: int) -> Pieces:
-        ended = self._ended
-        etag = f'"{ended.result_sha256}"'
-        asking = self._peers.at(self._address).answer(
-            "GET", f"/result/{ended.job_id}", headers=range_headers(offset, etag), answer_s=READ_S
-        )
-        response = await stack.enter_async_context(asking)
-        if response.status_code == 404 or (response.is_success and response.headers.get("etag") != etag):
-            raise NotFound(f"node {ended.node} does not have the result of job {ended.job_id} any more")
-        if response.status_code != (206 if offset else 200):
-            raise Unavailable(f"node {ended.node} at {self._address} answered {response.status_code}")
-        return response.aiter_bytes()
 
 
 class RemoteResultResponse(ResultResponse):
@@ -236,7 +207,7 @@ class RemoteResultResponse(ResultResponse):
         """Open the source before this is used as a response; NotFound, Unavailable."""
         stack = AsyncExitStack()
         try:
-            self._opened = stack, await self._from.open(stack, 0)
+            self._opened = stack, await self._from(stack, 0)
         except BaseException:
             await stack.aclose()
             raise
@@ -261,7 +232,7 @@ class RemoteResultResponse(ResultResponse):
         self._opened = None
         async with stack:
             try:
-                opened: Pieces | TasukiError = pieces if pieces is not None and not first else await self._from.open(stack, first)
+                opened: Pieces | TasukiError = pieces if pieces is not None and not first else await self._from(stack, first)
             except TasukiError as error:
                 opened = error
             yield opened

@@ -6,7 +6,7 @@ lease, which counts only if the lease is still current; until the store has conf
 a claim is requested, a note of it is on this node's disk; a node that was killed settles its notes at the next start,
 before its port opens.
 
-While the store is away, nothing new is run. A running job goes on until its lease expires (`registry_leases.py`), and one that
+While the store is away, nothing new is run. A running job goes on until its lease expires, and one that
 ended meanwhile waits for the store.
 """
 
@@ -26,16 +26,24 @@ from starlette.responses import Response
 
 from tasuki.agent import refusals
 from tasuki.agent.folders import JobFolders
-from tasuki.agent.jobs import RemovalResult, ResultElsewhere
 from tasuki.agent.refusals import log_context
-from tasuki.agent.registry_leases import Holder, RegistryLease, RegistryLeases, report_of
-from tasuki.agent.registry_queries import RegistryGrant, RegistryQueries, described, done_or_refused, is_held
-from tasuki.agent.results import Peers, PeerSource, RemoteResultResponse, ResultSource
+from tasuki.agent.registry_queries import (
+    Holder,
+    RegistryGrant,
+    RegistryLease,
+    RegistryLeases,
+    RegistryQueries,
+    described,
+    done_or_refused,
+    is_held,
+    report_of,
+)
+from tasuki.agent.results import Peers, RemoteResultResponse, ResultElsewhere, ResultSource
 from tasuki.blobs.blob import BlobStore
 from tasuki.blobs.files import disk_full_as_error, durable_write, sync_folder
 from tasuki.core.address import Address
 from tasuki.core.failover import registry_records
-from tasuki.core.failover.agent_protocol import AgentOutcome, EndedMarker, RunningMarker
+from tasuki.core.failover.agent_protocol import AgentOutcome, EndedMarker, RemovalResult, RunningMarker
 from tasuki.core.failover.registry_records import (
     RegistryState,
     ResultLocation,
@@ -101,7 +109,7 @@ class ClaimJournal:
 
 
 class StoreRegistry:
-    """Registry of one agent. Made inside the running loop."""
+    """Registry of one agent. Made inside the running loop. Answers such as "running elsewhere" are raised as `AgentRefusal`."""
 
     _records: RegistryQueries
     _holder: Holder
@@ -135,6 +143,8 @@ class StoreRegistry:
     async def open(
         self, folders: JobFolders, address: Address, *, renewed: Callable[[], None], sent: Callable[[int], None]
     ) -> None:
+        """Settle what an earlier process of this node left, before the port opens. `address` is for other nodes. `renewed` is
+        called when a `deadline` has moved, `sent` with the number of bytes of results sent."""
         self._address = self._address or str(address if address.reachable else replace(address, host=socket.gethostname()))
         own_id = registry_records.worker_id_of(self._node, await asyncio.to_thread(self._notes.prepare))
         self._holder = Holder(own_id, self._incarnation, self._ttl_s, self._node)
@@ -160,9 +170,11 @@ class StoreRegistry:
         await self._peers.close()
 
     def hurry(self) -> None:
+        """Stop waiting for a registry that is away; the next start settles what could not be recorded."""
         self._hurried.set()
 
     def deadline(self, job_id: str) -> float | None:
+        """Return when the processes of a job must be gone (CLOCK_BOOTTIME)."""
         lease = self._leases.get(job_id)
         return None if lease is None else lease.deadline
 
@@ -198,11 +210,13 @@ class StoreRegistry:
     # ------------------------------------------------------------------------------------------------ questions
 
     async def look(self, job_id: str, sent_input: str | None) -> None:
+        """Raise what `claim` would raise, as far as that is known before an upload is read."""
         done = done_or_refused(await self._records.look(job_id), sent_input)
         if done is not None and (answer := await self._answer(done, cache="hit")) is not None:
             raise ResultElsewhere(answer)
 
     async def find(self, job_id: str) -> Response | None:
+        """Return the result from elsewhere, or raise where the job runs; None: only this node can have it."""
         job = await self._records.get(job_id)
         if job is None:
             return None
@@ -233,7 +247,7 @@ class StoreRegistry:
         place = result_location_of(job)
         if found is not None or place is None or self._is_ours(job, place):
             return found
-        return place.ended, PeerSource(self._peers, place.address, place.ended)
+        return place.ended, self._peers.source(place.address, place.ended)
 
     def _is_ours(self, job: Job, place: ResultLocation) -> bool:
         return place.address == self._address or job.assigned_worker_id == self._holder.worker_id
@@ -241,6 +255,9 @@ class StoreRegistry:
     # ------------------------------------------------------------------------------------------------ claims
 
     async def claim(self, running: RunningMarker, lost: Callable[[StopReason], None]) -> int:
+        """Claim a job for this node; return the number of the attempt. Raises if another node runs it (423) or has its result
+        (ResultElsewhere). The claim is renewed until `record` or `release`; `lost` is called when that fails, or when the job is
+        canceled in the registry."""
         job_id = running.job_id
         await asyncio.to_thread(self._notes.write, job_id)
         try:
@@ -275,6 +292,7 @@ class StoreRegistry:
     # ------------------------------------------------------------------------------------------------ ends
 
     async def record(self, ended: EndedMarker, result: Path) -> bool:
+        """Record the durable end of a job, and end its claim. False: the claim was lost before, and this end does not count."""
         lease = self._leases.get(ended.job_id)
         assert lease is not None
         try:
@@ -340,11 +358,13 @@ class StoreRegistry:
         await asyncio.to_thread(self._notes.remove, job_id)
 
     async def forget(self, job_id: str) -> None:
+        """Drop the result of a job whose run here was stopped to remove it, if it had ended here before."""
         job = await self._records.get(job_id)
         if job is not None and job.assigned_worker_id == self._holder.worker_id:
             await self._records.forget(job)
 
     async def remove(self, job_id: str) -> RemovalResult | None:
+        """Stop and remove a job that does not run here, wherever it is; None if nobody knows it."""
         job = await self._records.remove(job_id)
         if job is None:
             return None

@@ -14,16 +14,14 @@ import logging
 import ssl
 from urllib.parse import quote
 
-from fastapi import FastAPI
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from starlette.requests import Request
 from starlette.responses import Response
 
 from tasuki.agent import refusals
 from tasuki.agent.input_sources import open_store
-from tasuki.agent.refusals import Tokens, body_was_read, guarded, log_context
+from tasuki.agent.refusals import GuardedServer
 from tasuki.agent.registry_queries import described
-from tasuki.agent.results import EarlyResponse
 from tasuki.agent.upload import boundary_of
 from tasuki.client.agents.node import JobView
 from tasuki.config import DISK_FLOOR_BYTES
@@ -37,16 +35,13 @@ from tasuki.dispatcher.inputs import InputStore
 from tasuki.dispatcher.metrics import DispatcherMetrics
 from tasuki.dispatcher.node_pool import FIND_S, NodePool, NodeReports
 from tasuki.dispatcher.proxying import NODE_HEADER, ProxiedResponse, StreamedForm
-from tasuki.dispatcher.registry import DispatcherRegistry, EarlyResult, refusal_of
+from tasuki.dispatcher.registry import DispatcherRegistry, refusal_of
 from tasuki.dispatcher.settings import DispatcherConfig, Mode
-from tasuki.doors.http.exchange import REQUESTS_MAX, json_answer, secret_of
-from tasuki.doors.http.uvicorn_server import Handler, UvicornServer, application
+from tasuki.doors.http.exchange import json_answer, secret_of
 from tasuki.doors.listening import bound
-from tasuki.errors import AgentRefusal, NotFound, Overloaded, TooLarge, Unavailable
+from tasuki.errors import AgentRefusal, NotFound, TooLarge, Unavailable
 
 logger = logging.getLogger("tasuki.dispatcher")
-CLOSE_TIMEOUT_S = 60  # for downloads that are under way at the end
-HURRIED_CLOSE_S = 2
 RANGE_HEADERS = ("range", "if-range")
 
 
@@ -56,7 +51,6 @@ class Dispatcher:
     def __init__(self, config: DispatcherConfig, registry: DispatcherRegistry | None = None) -> None:
         self._config = config
         self._registry = registry
-        self._tokens = Tokens(config.tokens)
         self.metrics = DispatcherMetrics()
         self.pool = NodePool(config, self.metrics)
         self._inputs = self._open_inputs()
@@ -64,12 +58,19 @@ class Dispatcher:
         self.draining = False
         self._in_hand: list[str] = []
         """Jobs whose requests are here, while perhaps no node knows them."""
-        self._under_way = 0
-        self._idle = asyncio.Event()
-        self._idle.set()
-        self._serving: UvicornServer | None = None
         self._tasks: list[asyncio.Task[None]] = []
-        self.app = self._application()
+        routes = (
+            ("POST", "/run/{job_id}", self._run),
+            ("GET", "/result/{job_id}", self._result),
+            ("GET", "/jobs/{job_id}", self._job),
+            ("DELETE", "/jobs/{job_id}", self._delete),
+            ("PUT", "/inputs/{sha256}", self._put_input),
+            ("GET", "/inputs/{sha256}", self._get_input),
+            ("GET", "/capacity", self._capacity),
+            ("GET", "/nodes", self._nodes),
+            ("GET", "/metrics", self._scrape),
+        )
+        self.http = GuardedServer("dispatcher", config.tokens, routes, self._health, self._count_run, results_end_uploads=True)
 
     def _open_inputs(self) -> InputStore | None:
         if self._config.inputs is None:
@@ -87,9 +88,8 @@ class Dispatcher:
             await self._inputs.check()
         if self._registry is not None:
             await self._registry.open()
-        self._serving = UvicornServer(self.app, tls, CLOSE_TIMEOUT_S)
         await self.pool.fresh()
-        await self._serving.open(sock)
+        await self.http.open(sock, tls)
         works = [self.pool.keep_checking(), self._dispatch.abandoned.keep_stopping()]
         if self._inputs is not None:
             works += [self._inputs.keep_sweeping(), self._inputs.keeping.daily()]
@@ -101,19 +101,16 @@ class Dispatcher:
         self.draining = True
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
-                await self._idle.wait()
+                await self.http.idle.wait()
 
     def hurry(self) -> None:
         """Cut the requests that still wait; the jobs go on at their nodes."""
-        self._idle.set()
-        if self._serving is not None:
-            self._serving.hurry(HURRIED_CLOSE_S)
+        self.http.hurry()
 
     async def close(self) -> None:
         for task in self._tasks:
             task.cancel()
-        if self._serving is not None:
-            await self._serving.close()
+        await self.http.close()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self.pool.close()
         if self._registry is not None:
@@ -121,46 +118,10 @@ class Dispatcher:
         if self._inputs is not None:
             await self._inputs.close()
 
-    # ------------------------------------------------------------------------------------------------ the application
-
-    def _application(self) -> FastAPI:
-        routes: tuple[tuple[str, str, Handler], ...] = (
-            ("POST", "/run/{job_id}", self._run),
-            ("GET", "/result/{job_id}", self._result),
-            ("GET", "/jobs/{job_id}", self._job),
-            ("DELETE", "/jobs/{job_id}", self._delete),
-            ("PUT", "/inputs/{sha256}", self._put_input),
-            ("GET", "/inputs/{sha256}", self._get_input),
-            ("GET", "/capacity", self._capacity),
-            ("GET", "/nodes", self._nodes),
-            ("GET", "/metrics", self._scrape),
-        )
-        guarded = [(method, path, self._endpoint(handler)) for method, path, handler in routes]
-        return application("tasuki dispatcher", [*guarded, ("GET", "/health", self._health)])
-
-    def _endpoint(self, handler: Handler) -> Handler:
-        async def endpoint(request: Request) -> Response:
-            if self._under_way >= REQUESTS_MAX:
-                return refusals.refusal_answer(Overloaded(f"this dispatcher is busy with {self._under_way} requests; try again"))
-            self._under_way += 1
-            self._idle.clear()
-            try:
-                with log_context(request.path_params.get("job_id", "")):
-                    answer, _ = await guarded(handler, request, self._tokens, "dispatcher", logger)
-            finally:
-                self._under_way -= 1
-                if not self._under_way:
-                    self._idle.set()
-            if request.method == "POST":
-                self.metrics.runs.labels(str(answer.status_code)).inc()
-            whole = isinstance(answer, ProxiedResponse | EarlyResult)
-            if request.method in ("POST", "PUT") and not whole and not body_was_read(request):
-                return EarlyResponse(answer)
-            return answer
-
-        return endpoint
-
     # ------------------------------------------------------------------------------------------------ runs
+
+    def _count_run(self, answer: Response, code: str | None) -> None:
+        self.metrics.runs.labels(str(answer.status_code)).inc()
 
     async def _run(self, request: Request) -> Response:
         job_id = check_job_id(request.path_params["job_id"])
@@ -172,13 +133,13 @@ class Dispatcher:
             raise refusals.is_draining()
         self._check_size(request)
         if self._registry is not None and (stored := await self._registry.look(job_id, sent)) is not None:
-            return stored if body_was_read(request) else EarlyResult(stored)
+            return stored
         await self.pool.fresh()
         found = await self.pool.find(job_id, FIND_S)
         node = authoritative_node(job_id, found.statuses)
         first = None
         if node is not None:
-            known = await self._known(request, job_id, sent, node, found.known[node])
+            known = await self._known(job_id, sent, node, found.known[node])
             if isinstance(known, Response):
                 return known
             first = known
@@ -206,7 +167,7 @@ class Dispatcher:
         if self._inputs is not None and not (length.isdecimal() and len(length) < 19 and int(length) <= limit):
             raise TooLarge(f"an upload of {length[:20]} bytes is too large; the limit of this dispatcher is {limit}")
 
-    async def _known(self, request: Request, job_id: str, sent: str | None, node: str, view: JobView) -> Response | str | None:
+    async def _known(self, job_id: str, sent: str | None, node: str, view: JobView) -> Response | str | None:
         """Decide about a job that a node knows: return the response, or the node that must see the upload; None: run it."""
         state = AgentState(view.status.state) if view.status.state in set(AgentState) else None
         match judge(state, view.status.input or None, sent):
@@ -220,7 +181,7 @@ class Dispatcher:
                 return node
             case IdDecision.STORED:
                 try:
-                    answer = await self._dispatch.stored(job_id, node, {}, cached=True, unread=not body_was_read(request))
+                    answer = await self._dispatch.stored(job_id, node, {}, cached=True)
                 except Unavailable:  # the node has just died, and its result is lost: the job is run again
                     return None
                 return answer if isinstance(answer, ProxiedResponse) else node
@@ -313,8 +274,7 @@ class Dispatcher:
         except (NotFound, AgentRefusal):
             if running or self._registry is None or (removed := await self._registry.remove(job_id)) is None:
                 raise
-            left = {"left_at": removed.left_at} if removed.left_at else {}
-            return json_answer({"job_id": job_id, "state": removed.state, "removed": True, **left})
+            return json_answer(removed.view(job_id))
         where = [other for other, status in found.statuses.items() if not running or status.state == AgentState.RUNNING]
         if not where:
             raise NotFound(f"job {job_id} does not run at any node that is well")
@@ -335,7 +295,7 @@ class Dispatcher:
         return self._inputs
 
     async def _put_input(self, request: Request) -> Response:
-        whose = hashlib.sha256(secret_of(request).encode()).hexdigest() if self._tokens else "anyone"
+        whose = hashlib.sha256(secret_of(request).encode()).hexdigest() if self.http.tokens else "anyone"
         return await self._store().put(request, whose)
 
     async def _get_input(self, request: Request) -> Response:

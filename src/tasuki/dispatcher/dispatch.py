@@ -189,7 +189,7 @@ class Dispatch:
             if response.is_success:
                 check_result(response, 200)
                 self._pool.nodes.answered(node, now().monotonic)
-                return self._passed(job_id, node, response, stack.pop_all(), unread=body.unread)
+                return self._passed(job_id, node, response, stack.pop_all())
             refused = await read_node_refusal(response)
         except Unavailable as error:
             self._pool.nodes.failed(node, error.message, now().monotonic)
@@ -224,10 +224,10 @@ class Dispatch:
                 return refused.answer(node)
 
     def _passed(
-        self, job_id: str, node: str, response: httpx.Response, stack: AsyncExitStack, *, unread: bool, cached: bool = False
+        self, job_id: str, node: str, response: httpx.Response, stack: AsyncExitStack, *, cached: bool = False
     ) -> ProxiedResponse:
         more = {"Tasuki-Cache": "hit"} if cached else {}
-        return ProxiedResponse(job_id, node, response, stack, on_cut=self._metrics.cut.inc, unread=unread, more=more)
+        return ProxiedResponse(job_id, node, response, stack, on_cut=self._metrics.cut.inc, more=more)
 
     async def stored(
         self,
@@ -237,7 +237,6 @@ class Dispatch:
         *,
         method: str = "GET",
         cached: bool = False,
-        unread: bool = False,
     ) -> Response:
         """Return the response of a node that has the result. Unavailable."""
         stack = AsyncExitStack()
@@ -246,7 +245,7 @@ class Dispatch:
             response = await stack.enter_async_context(asking)
             if response.is_success:
                 check_result(response, 200, *([206] if "range" in headers else []))
-                return self._passed(job_id, node, response, stack.pop_all(), unread=unread, cached=cached)
+                return self._passed(job_id, node, response, stack.pop_all(), cached=cached)
             return (await read_node_refusal(response)).answer(node)
         except Unavailable as error:
             self._pool.nodes.failed(node, error.message, now().monotonic)

@@ -27,7 +27,6 @@ logger = logging.getLogger("tasuki.dispatcher")
 FRESH_S = 0.6  # an answer that is not older is good enough to choose by
 FIND_S = 0.5  # how long a run waits for the nodes that are asked for its id
 REMOVE_S = 60.0
-SMALL_MAX_BYTES = 64 * 1024
 
 
 class NodeReports(msgspec.Struct, frozen=True):
@@ -55,7 +54,6 @@ class NodePool:
         self._agents = {str(address): AgentNode(address, config.agent_token, tls) for address in config.agents}
         self.nodes = Nodes(list(self._agents), random.random, config.rules)
         self._metrics = metrics
-        self._pulls: set[str] = set()
         self._ours: Counter[str] = Counter()
         """Number of this dispatcher's jobs at each node, or on their way there."""
         self._problems: dict[str, str] = {}
@@ -78,7 +76,8 @@ class NodePool:
 
     def pulls(self, node: str) -> bool:
         """Return whether a node fetches stored inputs itself."""
-        return node in self._pulls
+        capacity = self.nodes.capacity(node)
+        return capacity is not None and capacity.pulls
 
     # ------------------------------------------------------------------------------------------------ capacity
 
@@ -102,7 +101,6 @@ class NodePool:
         finally:
             self._checks.pop(node, None)
         if not problem:
-            self._note_pulls(node, capacity)
             for _ in range(self._ours[node] - (capacity.running if capacity is not None else 0)):
                 self.nodes.taken(node)  # a job on its way there, which the node did not count
         self._log(node, problem)
@@ -117,12 +115,6 @@ class NodePool:
                 logger.warning("%s takes no jobs: %s", node, problem)
         elif before:
             logger.info("%s answers again", node)
-
-    def _note_pulls(self, node: str, capacity: Capacity | None) -> None:
-        if capacity is not None and capacity.pulls:
-            self._pulls.add(node)
-        else:
-            self._pulls.discard(node)
 
     async def fresh(self, fresh_s: float = FRESH_S) -> None:
         """Check the nodes whose last answer is older, and wait for a moment for the answers."""

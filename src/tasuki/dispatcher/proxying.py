@@ -11,16 +11,15 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AsyncExitStack, aclosing
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from tasuki.agent.input_sources import StoredInputs
 from tasuki.agent.refusals import BODY_READ, input_not_found, log_context
-from tasuki.agent.results import discard_body
 from tasuki.agent.upload import UploadForm
 from tasuki.client.agents.transfer import ETAG, ZIP_TYPE, read_refusal
 from tasuki.core.failover.agent_protocol import InputRecord, input_hash
@@ -45,27 +44,6 @@ class OutgoingBody(NamedTuple):
     pieces: AsyncGenerator[bytes, None]
 
 
-class RequestBody(Protocol):
-    """Body that a job is sent with."""
-
-    @property
-    def spent(self) -> bool:
-        """The body cannot be sent once more."""
-        ...
-
-    @property
-    def unread(self) -> bool:
-        """The client may still be sending."""
-        ...
-
-    def sending(self, *, pulls: bool) -> OutgoingBody:
-        """Return the body for one node; `pulls`: the node fetches stored inputs itself."""
-        ...
-
-    async def client_left(self) -> None:
-        """Return when the client has disconnected."""
-
-
 class StreamedForm:
     """Body of a request, forwarded as it arrives."""
 
@@ -76,12 +54,10 @@ class StreamedForm:
         self._waiting = bytearray()
         self._over = asyncio.Event()
         self.spent = False
-
-    @property
-    def unread(self) -> bool:
-        return not self._over.is_set()
+        """The body cannot be sent once more."""
 
     def sending(self, *, pulls: bool) -> OutgoingBody:
+        """Return the body for one node; `pulls`: the node fetches stored inputs itself."""
         names = ("content-type", "content-length")
         return OutgoingBody(
             {name: self._request.headers[name] for name in names if name in self._request.headers}, self._pieces()
@@ -120,6 +96,7 @@ class StreamedForm:
             self._kept.append(piece)
 
     async def client_left(self) -> None:
+        """Return when the client has disconnected."""
         await self._over.wait()
         await until_disconnected(self._request)
 
@@ -128,7 +105,6 @@ class StoredForm:
     """Form whose files are in the store of inputs."""
 
     spent = False
-    unread = False
 
     def __init__(self, request: Request, inputs: StoredInputs, form: UploadForm, files: Sequence[tuple[InputRef, int]]) -> None:
         """`files`: references and sizes, in the order in which they were sent."""
@@ -174,6 +150,9 @@ class StoredForm:
 
     async def client_left(self) -> None:
         await until_disconnected(self._request)
+
+
+RequestBody = StreamedForm | StoredForm
 
 
 async def until_disconnected(request: Request) -> None:
@@ -230,18 +209,14 @@ class ProxiedResponse(Response):
         stack: AsyncExitStack,
         *,
         on_cut: Callable[[], None],
-        unread: bool = False,
         more: dict[str, str] | None = None,
     ) -> None:
-        """`unread`: the client may still be sending a body that is not needed. `more`: headers of this dispatcher."""
+        """`more`: headers of this dispatcher."""
         super().__init__(status_code=response.status_code)
         for name in ("content-length", "content-type"):
             if name in self.headers:
                 del self.headers[name]
         self.headers.update({**passed_headers(response), NODE_HEADER: node, **(more or {})})
-        self._unread = unread
-        if unread:
-            self.headers["Connection"] = "close"
         self._job_id = job_id
         self._node = node
         self._response = response
@@ -253,7 +228,7 @@ class ProxiedResponse(Response):
             try:
                 async with self._stack:
                     await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-                    if not await while_connected(self._noting(receive), self._pass_on(send)):
+                    if not await while_connected(receive, self._pass_on(send)):
                         logger.info("job %s: the client disconnected before the end of the result", self._job_id)
                         return
             except TasukiError as error:
@@ -261,19 +236,7 @@ class ProxiedResponse(Response):
                 logger.warning("job %s: its result was cut: %s", self._job_id, error.message)
                 self._on_cut()
                 return
-            if self._unread:
-                await discard_body(receive)
             await send({"type": "http.response.body", "body": b""})
-
-    def _noting(self, receive: Receive) -> Receive:
-        """Wrap `receive` to note the end of the request, which must not be waited for again."""
-
-        async def noting() -> Message:
-            message = await receive()
-            self._unread = self._unread and bool(message.get("more_body"))
-            return message
-
-        return noting
 
     async def _pass_on(self, send: Send) -> None:
         async for piece in self._response.aiter_raw():

@@ -21,14 +21,21 @@ from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
 from starlette.responses import Response
-from starlette.types import Message, Receive, Scope, Send
 
 from tasuki.agent import refusals
-from tasuki.agent.jobs import RemovalResult
-from tasuki.agent.registry_leases import RENEWALS_PER_TTL, Holder, RegistryLease, RegistryLeases, report_of
-from tasuki.agent.registry_queries import RegistryGrant, RegistryQueries, done_or_refused, is_held
-from tasuki.agent.results import discard_body
+from tasuki.agent.registry_queries import (
+    RENEWALS_PER_TTL,
+    Holder,
+    RegistryGrant,
+    RegistryLease,
+    RegistryLeases,
+    RegistryQueries,
+    done_or_refused,
+    is_held,
+    report_of,
+)
 from tasuki.core.failover import registry_records
+from tasuki.core.failover.agent_protocol import RemovalResult
 from tasuki.core.failover.registry_records import RegistryState, registry_state_of, result_location_of
 from tasuki.core.job import Job
 from tasuki.core.store_messages import Answers, HeldLease, LeaseStatus, Turn
@@ -266,22 +273,3 @@ def refusal_of(job: Job) -> TasukiError:
         return NotFound(f"job {job.job_id} has no result: it did not come to its end; send it again to run it")
     node = place.ended.node
     return refusals.result_away(job.job_id, node, Unavailable(f"{node} does not answer"))
-
-
-class EarlyResult(Response):
-    """Response with a result to a client that may still be sending."""
-
-    def __init__(self, answer: Response) -> None:
-        super().__init__(status_code=answer.status_code)
-        answer.headers["Connection"] = "close"
-        self._answer = answer
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def hold_back(message: Message) -> None:
-            if message["type"] == "http.response.body" and not message.get("more_body"):
-                await send({**message, "more_body": True})
-                await discard_body(receive)
-                message = {"type": "http.response.body", "body": b""}
-            await send(message)
-
-        await self._answer(scope, receive, hold_back)

@@ -24,8 +24,8 @@ from typing import Any, Self
 import msgspec
 
 from tasuki.client.agents.node import AgentNode
-from tasuki.client.agents.run import AgentResult, AgentRun, RunProgress
-from tasuki.client.agents.transfer import NodeRefused, read_upload
+from tasuki.client.agents.run import AgentResult, AgentRun
+from tasuki.client.agents.transfer import NodeRefused, RunProgress, read_upload
 from tasuki.client.sync import LoopThread
 from tasuki.clocks import now
 from tasuki.config import find_token

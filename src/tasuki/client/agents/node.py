@@ -36,7 +36,7 @@ from tasuki.core.failover.agent_protocol import INPUT_NOT_FOUND
 from tasuki.core.failover.events import TOKEN_STATUSES, JobStatus, Refusal, not_trusted
 from tasuki.core.failover.nodes import Capacity, Nodes
 from tasuki.errors import ConfigError, ResponseLost, TasukiError, Unavailable, UntrustedCertificate
-from tasuki.net.http.transport import HttpTransport
+from tasuki.net.http.transport import HttpTransport, read_body
 
 if TYPE_CHECKING:
     import ssl
@@ -86,8 +86,8 @@ class _Job(msgspec.Struct):
     progress: _Progress | None = None
 
 
-class _Sending(NamedTuple):
-    """Arguments of `post`, as they are sent to each node that is tried."""
+class JobPost(NamedTuple):
+    """Job to be posted, and the file for its result. `limit_s` bounds the wait for the response."""
 
     job_id: str
     upload: RunRequest
@@ -181,63 +181,45 @@ class AgentNode:
         async with self._transport.answer(method, path, answer_s=answer_s) as response:
             if not response.is_success:
                 return (await read_refusal(response))[0]
-            body = b""
-            async for piece in response.aiter_bytes():
-                body += piece
-                if len(body) > SMALL_MAX_BYTES:
-                    raise Unavailable(f"{self.name} answered {method} {path} with more than {SMALL_MAX_BYTES} bytes")
+            body = await read_body(response, SMALL_MAX_BYTES)
+            if len(body) > SMALL_MAX_BYTES:
+                raise Unavailable(f"{self.name} answered {method} {path} with more than {SMALL_MAX_BYTES} bytes")
             return body
 
     # ------------------------------------------------------------------------------------------------ results
 
-    async def post(
-        self,
-        job_id: str,
-        upload: RunRequest,
-        target: Path,
-        listener: TransferListener,
-        *,
-        limit_s: float,
-        ask_from_bytes: int | None,
-    ) -> DownloadedResult:
-        """Run a job there and download its result. `limit_s` bounds the wait for the response. One redirect is followed.
+    async def post(self, job: JobPost, ask_from_bytes: int | None) -> DownloadedResult:
+        """Run a job there and download its result. One redirect is followed.
 
         Files of at least `ask_from_bytes` are asked for first, and not sent if they are stored; None: the node stores none. Large
         files are stored before the job is sent.
         """
-        sending = _Sending(job_id, upload, target, listener, limit_s)
-        by_name = False
-        found: set[str] = set()
-        if ask_from_bytes is not None:
-            found = await found_inputs(self._transport, upload, ask_from_bytes)
-            by_name = bool(found) or upload.size_bytes >= RESUMED_BYTES
         try:
-            if by_name:
-                return await self._post_names(sending, found)
-            return await self._post(sending)
+            if ask_from_bytes is not None:
+                found = await found_inputs(self._transport, job.upload, ask_from_bytes)
+                if found or job.upload.size_bytes >= RESUMED_BYTES:
+                    await put_missing(self._transport, job.upload, found, job.listener, job.limit_s)
+                    try:
+                        return await self._post(job, by_name=True)
+                    except NodeRefused as error:
+                        if error.refusal.code != INPUT_NOT_FOUND:
+                            raise
+                    # An input was removed just now: it is sent.
+            return await self._post(job)
         except NodeRedirect as redirect:
-            async with self._redirected_to(redirect, f"/run/{quote(job_id)}", listener) as node:
-                return await node._post(sending)
+            async with self._redirected_to(redirect, f"/run/{quote(job.job_id)}", job.listener) as node:
+                return await node._post(job)
 
-    async def _post_names(self, sending: _Sending, found: set[str]) -> DownloadedResult:
-        await put_missing(self._transport, sending.upload, found, sending.listener, sending.limit_s)
-        try:
-            return await self._post(sending, by_name=True)
-        except NodeRefused as error:
-            if error.refusal.code != INPUT_NOT_FOUND:
-                raise
-        return await self._post(sending)  # it was removed just now
-
-    async def _post(self, sending: _Sending, *, by_name: bool = False) -> DownloadedResult:
-        form = RunForm(sending.upload, sending.listener, by_name=by_name)
-        params = {"input": sending.upload.input} if sending.upload.input else {}
-        path = f"/run/{quote(sending.job_id)}"
+    async def _post(self, job: JobPost, *, by_name: bool = False) -> DownloadedResult:
+        form = RunForm(job.upload, job.listener, by_name=by_name)
+        params = {"input": job.upload.input} if job.upload.input else {}
+        path = f"/run/{quote(job.job_id)}"
         async with aclosing(form.pieces()) as pieces:
             posting = self._transport.answer(
-                "POST", path, params=params, headers=form.headers, content=pieces, answer_s=sending.limit_s
+                "POST", path, params=params, headers=form.headers, content=pieces, answer_s=job.limit_s
             )
-            with Download(sending.target, sending.job_id, sending.listener.received) as download:
-                return await self._save(sending.job_id, download, posting)
+            with Download(job.target, job.job_id, job.listener.received) as download:
+                return await self._save(job.job_id, download, posting)
 
     async def fetch(self, job_id: str, target: Path, listener: TransferListener) -> DownloadedResult:
         """Download a stored result, continuing the part file of an earlier process. One redirect is followed."""

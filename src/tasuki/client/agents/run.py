@@ -13,53 +13,17 @@ from typing import Protocol
 
 import msgspec
 
-from tasuki.client.agents.node import AgentNode
-from tasuki.client.agents.transfer import LARGE_BYTES, DownloadedResult, NodeRefused, RunRequest
+from tasuki.client.agents.node import AgentNode, JobPost
+from tasuki.client.agents.transfer import LARGE_BYTES, DownloadedResult, NodeRefused, RunProgress, RunRequest, TransferListener
 from tasuki.clocks import now
-from tasuki.core.failover.events import (
-    Ask,
-    Begin,
-    CheckNode,
-    Command,
-    Drop,
-    Event,
-    FailoverJob,
-    Fetch,
-    Finish,
-    GiveUp,
-    JobStatusMissing,
-    JobStatusReceived,
-    Notify,
-    Post,
-    Redirected,
-    Refused,
-    Remove,
-    RequestLost,
-    ResultPieceReceived,
-    Saved,
-    TimePassed,
-    Uploaded,
-    not_trusted,
-)
+from tasuki.core.failover import events
+from tasuki.core.failover.events import FailoverJob
 from tasuki.core.failover.nodes import Nodes
 from tasuki.core.failover.plan import FailoverPlan
 from tasuki.errors import InvalidInput, NoConnection, TasukiError, Unavailable, UntrustedCertificate
 from tasuki.event_loop import BackgroundTasks
 
 log = logging.getLogger(__name__)
-REPORT_EVERY_S = 0.25
-
-
-class RunProgress(msgspec.Struct, frozen=True):
-    """Progress of a job: in bytes for an upload or download, as reported by the program for a run."""
-
-    stage: str
-    """upload, run or download"""
-    node: str
-    done_bytes: int = 0
-    total_bytes: int | None = None
-    fraction: float | None = None
-    message: str = ""
 
 
 class AgentResult(msgspec.Struct, frozen=True):
@@ -115,58 +79,58 @@ class AgentRun:
         self._on_progress = on_progress
         self._on_note = on_note
         self._plan = FailoverPlan(job, client.nodes)
-        self._events: asyncio.Queue[Event] = asyncio.Queue()
+        self._events: asyncio.Queue[events.Event] = asyncio.Queue()
         self._requests: dict[int, asyncio.Task[None]] = {}
         self._asking = BackgroundTasks()
         self._results: dict[int, DownloadedResult] = {}
         self._posts = 0
-        self._ended: Finish | None = None
+        self._ended: events.Finish | None = None
         self._error: BaseException | None = None
 
-    def notify(self, event: Event) -> None:
+    def notify(self, event: events.Event) -> None:
         self._events.put_nowait(event)
 
     async def drive(self) -> AgentResult:
         """Run until the plan is over."""
         try:
-            self._apply(Begin())
+            self._apply(events.Begin())
             while not self._plan.over and self._error is None:
                 wait_s = self._plan.due_at(now().monotonic) - now().monotonic
                 try:
                     async with asyncio.timeout(max(0.0, wait_s)):
                         event = await self._events.get()
                 except TimeoutError:
-                    event = TimePassed()
+                    event = events.TimePassed()
                 self._apply(event)
             return self._result()
         finally:
             await self._end_requests()
 
-    def _apply(self, event: Event) -> None:
+    def _apply(self, event: events.Event) -> None:
         for command in self._plan.apply(event, now().monotonic):
             self._execute(command)
 
-    def _execute(self, command: Command) -> None:
+    def _execute(self, command: events.Command) -> None:
         match command:
-            case CheckNode():
+            case events.CheckNode():
                 self._client.check(command.node)
-            case Ask():
+            case events.Ask():
                 task = self._asking.spawn(self._ask(command))
                 task.add_done_callback(self._end_if_broken)
-            case Post() | Fetch():
-                self._posts += isinstance(command, Post)
+            case events.Post() | events.Fetch():
+                self._posts += isinstance(command, events.Post)
                 task = self._requests[command.ticket] = asyncio.create_task(self._request(command))
                 task.add_done_callback(self._end_if_broken)
-            case Drop():
+            case events.Drop():
                 if command.ticket in self._requests:  # a run that is only polled has none
                     self._requests[command.ticket].cancel()
-            case Remove():
+            case events.Remove():
                 self._client.remove_soon(command.node, self._job.job_id)
-            case Notify():
+            case events.Notify():
                 self._log(command.text)
-            case Finish():
+            case events.Finish():
                 self._ended = command
-            case GiveUp():
+            case events.GiveUp():
                 self._error = command.error
 
     def _log(self, text: str) -> None:
@@ -180,52 +144,47 @@ class AgentRun:
         """End the run when a request fails by a defect, which the plan would take for silence."""
         if not task.cancelled() and task.exception() is not None:
             self._error = task.exception()
-            self.notify(TimePassed())
+            self.notify(events.TimePassed())
 
-    async def _ask(self, command: Ask) -> None:
+    async def _ask(self, command: events.Ask) -> None:
         try:
             view = await self._client.agent(command.node).ask(self._job.job_id)
         except (TasukiError, NodeRefused) as error:
             alive = isinstance(error, NodeRefused) and bool(error.refusal.code) and error.refusal.status == 503
-            self.notify(JobStatusMissing(command.ticket, str(error), gone=isinstance(error, NoConnection), alive=alive))
+            self.notify(events.JobStatusMissing(command.ticket, str(error), gone=isinstance(error, NoConnection), alive=alive))
             return
-        self.notify(JobStatusReceived(command.ticket, view.status if view is not None else None))
+        self.notify(events.JobStatusReceived(command.ticket, view.status if view is not None else None))
         if view is not None and view.status.state == "running":
-            self.progress(RunProgress("run", command.node, fraction=view.fraction, message=view.message))
+            self._progress(RunProgress("run", command.node, fraction=view.fraction, message=view.message))
 
-    async def _request(self, command: Post | Fetch) -> None:
+    async def _request(self, command: events.Post | events.Fetch) -> None:
         ticket = command.ticket
         agent = self._client.agent(command.node)
-        listener = _RequestListener(self, command, self._upload.size_bytes)
+        listener = TransferListener(ticket, command.node, self._upload.size_bytes, self.notify, self._progress)
         try:
-            if isinstance(command, Post):
-                result = await agent.post(
-                    self._job.job_id,
-                    self._upload,
-                    self._target,
-                    listener,
-                    limit_s=self._job.limit_s,
-                    ask_from_bytes=self._ask_from_bytes(command.node),
-                )
+            if isinstance(command, events.Post):
+                post = JobPost(self._job.job_id, self._upload, self._target, listener, self._job.limit_s)
+                result = await agent.post(post, self._ask_from_bytes(command.node))
             else:
                 result = await agent.fetch(self._job.job_id, self._target, listener)
         except NodeRefused as error:
-            self.notify(Refused(ticket, error.refusal))
+            self.notify(events.Refused(ticket, error.refusal))
         except UntrustedCertificate as error:  # after a redirect the request is lost: the next one may lead elsewhere
-            lost = RequestLost(ticket, error.message)
-            self.notify(lost if listener.is_redirected else Refused(ticket, not_trusted(error.message)))
+            lost = events.RequestLost(ticket, error.message)
+            self.notify(lost if listener.is_redirected else events.Refused(ticket, events.not_trusted(error.message)))
         except Unavailable as error:
-            self.notify(RequestLost(ticket, error.message))
+            self.notify(events.RequestLost(ticket, error.message))
         except (TasukiError, OSError) as error:  # with a file of this machine: another node would not help
             self._error = error if isinstance(error, TasukiError) else self._unwritable(error)
-            self.notify(TimePassed())
+            self.notify(events.TimePassed())
         else:
             self._results[ticket] = result
-            self.notify(Saved(ticket, result.ended))
+            self.notify(events.Saved(ticket, result.ended))
 
     def _ask_from_bytes(self, node: str) -> int | None:
         """Return the size from which on files are asked for. After a first post, to any dispatcher, that is every file."""
-        if not self._client.nodes.keeps_inputs(node):
+        capacity = self._client.nodes.capacity(node)
+        if capacity is None or not capacity.inputs:
             return None
         return LARGE_BYTES if self._posts == 1 else 0
 
@@ -234,7 +193,7 @@ class AgentRun:
             f"job {self._job.job_id}: its result cannot be saved as {str(self._target)!r}: {error.strerror or error}"
         )
 
-    def progress(self, progress: RunProgress) -> None:
+    def _progress(self, progress: RunProgress) -> None:
         if self._on_progress is not None:
             self._on_progress(progress)
 
@@ -272,31 +231,3 @@ class AgentRun:
         await asyncio.gather(*tasks, return_exceptions=True)
         for result in self._results.values():  # those that were not needed
             result.part.discard()
-
-
-class _RequestListener:
-    """Progress of one request, for the plan and for the caller. See `TransferListener`."""
-
-    def __init__(self, run: AgentRun, command: Post | Fetch, size_bytes: int) -> None:
-        self._run = run
-        self._ticket = command.ticket
-        self._where = command.node
-        self.is_redirected = False
-        self._size_bytes = size_bytes
-        self._reported_at = 0.0
-
-    def sent(self, done_bytes: int) -> None:
-        self._run.progress(RunProgress("upload", self._where, done_bytes, self._size_bytes))
-
-    def uploaded(self) -> None:
-        self._run.notify(Uploaded(self._ticket))
-
-    def received(self, done_bytes: int, total_bytes: int | None) -> None:
-        if now().monotonic - self._reported_at >= REPORT_EVERY_S or done_bytes == total_bytes:
-            self._reported_at = now().monotonic
-            self._run.notify(ResultPieceReceived(self._ticket))
-            self._run.progress(RunProgress("download", self._where, done_bytes, total_bytes))
-
-    def redirected(self, to: str) -> None:
-        self._where, self.is_redirected = to, True
-        self._run.notify(Redirected(self._ticket, to))

@@ -16,11 +16,13 @@ import zipfile
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, Protocol, Self
+from typing import TYPE_CHECKING, NamedTuple, Self
 
 import msgspec
 
 from tasuki.blobs.files import PartFile
+from tasuki.clocks import now
+from tasuki.core.failover import events
 from tasuki.core.failover.agent_protocol import InputRecord, input_hash
 from tasuki.core.failover.events import JobEnded, Refusal
 from tasuki.core.failover.nodes import InputRef
@@ -32,6 +34,8 @@ from tasuki.net.streams import FileSink, FileSource
 
 if TYPE_CHECKING:
     import httpx
+
+REPORT_EVERY_S = 0.25
 
 
 class RunRequest(msgspec.Struct, frozen=True):
@@ -88,20 +92,55 @@ async def pieces_of(path: Path, size_bytes: int, start: int = 0) -> AsyncGenerat
         raise InvalidInput(f"the input file {str(path)!r} became shorter while it was sent")
 
 
-class TransferListener(Protocol):
-    """Receiver of the progress of one request."""
+class RunProgress(msgspec.Struct, frozen=True):
+    """Progress of a job: in bytes for an upload or download, as reported by the program for a run."""
+
+    stage: str
+    """upload, run or download"""
+    node: str
+    done_bytes: int = 0
+    total_bytes: int | None = None
+    fraction: float | None = None
+    message: str = ""
+
+
+class TransferListener:
+    """Receiver of the progress of one request: makes events for the plan, and reports for the caller."""
+
+    def __init__(
+        self,
+        ticket: int,
+        node: str,
+        size_bytes: int,
+        notify: Callable[[events.Event], None],
+        progress: Callable[[RunProgress], None],
+    ) -> None:
+        self._ticket = ticket
+        self._where = node
+        self._size_bytes = size_bytes
+        self._notify = notify
+        self._progress = progress
+        self.is_redirected = False
+        self._reported_at = 0.0
 
     def sent(self, done_bytes: int) -> None:
         """Note that the node has this many bytes of the files, sent now or earlier."""
+        self._progress(RunProgress("upload", self._where, done_bytes, self._size_bytes))
 
     def uploaded(self) -> None:
         """Note that the node has the whole request."""
+        self._notify(events.Uploaded(self._ticket))
 
     def received(self, done_bytes: int, total_bytes: int | None) -> None:
-        """Note that this many bytes of the result have arrived."""
+        if now().monotonic - self._reported_at >= REPORT_EVERY_S or done_bytes == total_bytes:
+            self._reported_at = now().monotonic
+            self._notify(events.ResultPieceReceived(self._ticket))
+            self._progress(RunProgress("download", self._where, done_bytes, total_bytes))
 
     def redirected(self, to: str) -> None:
         """Note that a dispatcher redirected the request to this node."""
+        self._where, self.is_redirected = to, True
+        self._notify(events.Redirected(self._ticket, to))
 
 
 class RunForm:

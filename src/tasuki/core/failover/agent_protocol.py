@@ -15,9 +15,11 @@ import enum
 import hashlib
 import re
 from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
 import msgspec
 
+from tasuki.core.job import Progress
 from tasuki.errors import InvalidInput, quoted
 
 ARGS_MAX = 1_000
@@ -69,13 +71,10 @@ class InputRecord(msgspec.Struct, frozen=True, gc=False):
     size_bytes: int
 
 
-class RunningMarker(msgspec.Struct, frozen=True, kw_only=True):
-    """`.running`: an incarnation of the agent receives or runs this job."""
+class JobMarker(msgspec.Struct, frozen=True, kw_only=True):
+    """Fields of every marker."""
 
     job_id: str
-    incarnation: str
-    boot_id: str
-    pid: int
     node: str
     exec: str
     input: str
@@ -83,23 +82,30 @@ class RunningMarker(msgspec.Struct, frozen=True, kw_only=True):
     started_at: float
 
     @property
+    def common(self) -> dict[str, Any]:
+        """These fields, for another marker of the same attempt."""
+        return {name: getattr(self, name) for name in JobMarker.__struct_fields__}
+
+
+class RunningMarker(JobMarker, frozen=True, kw_only=True):
+    """`.running`: an incarnation of the agent receives or runs this job."""
+
+    incarnation: str
+    boot_id: str
+    pid: int
+
+    @property
     def state(self) -> AgentState:
         return AgentState.RUNNING
 
 
-class EndedMarker(msgspec.Struct, frozen=True, kw_only=True):
+class EndedMarker(JobMarker, frozen=True, kw_only=True):
     """`.done` or `.failed`: the program has ended, and `result.zip` beside it is complete."""
 
-    job_id: str
     outcome: AgentOutcome
     exit_code: int | None
     error_code: str | None = None
     message: str = ""
-    node: str
-    exec: str
-    input: str
-    attempt: int
-    started_at: float
     ended_at: float
     result_sha256: str
     result_bytes: int
@@ -109,23 +115,57 @@ class EndedMarker(msgspec.Struct, frozen=True, kw_only=True):
         return self.outcome.state
 
 
-class InterruptedMarker(msgspec.Struct, frozen=True, kw_only=True):
+class InterruptedMarker(JobMarker, frozen=True, kw_only=True):
     """`.interrupted`: the agent ended while the job ran; there is no result."""
 
-    job_id: str
-    node: str
-    exec: str
-    input: str
-    attempt: int
-    started_at: float
     interrupted_at: float
+
+    @property
+    def ended_at(self) -> float:
+        return self.interrupted_at
 
     @property
     def state(self) -> AgentState:
         return AgentState.INTERRUPTED
 
 
-Marker = RunningMarker | EndedMarker | InterruptedMarker
+_VIEW = (
+    "job_id", "state", "exec", "input", "attempt", "started_at", "ended_at", "exit_code", "progress", "node",
+)  # fmt: skip
+LastMarker = EndedMarker | InterruptedMarker
+Marker = RunningMarker | LastMarker
+
+
+class RemovalResult(NamedTuple):
+    """End of a removal, at any node."""
+
+    state: AgentState
+    """State of the job before."""
+    left_at: str = ""
+    """Node that could not be told, and still has the folder."""
+
+    def view(self, job_id: str) -> dict[str, Any]:
+        """Return the answer to `DELETE /jobs/{job_id}`."""
+        left = {"left_at": self.left_at} if self.left_at else {}
+        return {"job_id": job_id, "state": self.state.value, "removed": True, **left}
+
+
+def job_view(
+    common: dict[str, Any],
+    state: AgentState,
+    *,
+    ended_at: float | None = None,
+    ended: Marker | None = None,
+    progress: Progress | None = None,
+) -> dict[str, Any]:
+    """Return the answer to `GET /jobs/{job_id}`. `common`: the fields of every marker. Only an EndedMarker adds to it."""
+    facts = dict.fromkeys(_VIEW) | common | {"state": state.value, "ended_at": ended_at}
+    if progress is not None:
+        facts["progress"] = {"fraction": progress.fraction, "message": progress.text}
+    if isinstance(ended, EndedMarker):
+        names = ("exit_code", "error_code", "message", "result_sha256", "result_bytes")
+        facts |= {name: getattr(ended, name) for name in names}
+    return facts
 
 
 class IdDecision(enum.Enum):

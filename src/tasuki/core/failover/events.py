@@ -207,18 +207,9 @@ class TimePassed(msgspec.Struct, frozen=True):
     """Time has passed, or a node was checked."""
 
 
-Event = (
-    Begin
-    | JobStatusReceived
-    | JobStatusMissing
-    | Redirected
-    | Uploaded
-    | ResultPieceReceived
-    | Saved
-    | Refused
-    | RequestLost
-    | TimePassed
-)
+JobReport = JobStatusReceived | JobStatusMissing
+RequestEvent = Redirected | Uploaded | ResultPieceReceived | Saved | Refused | RequestLost
+Event = Begin | JobReport | RequestEvent | TimePassed
 
 
 # ---------------------------------------------------------------------------------------------------- commands

@@ -269,10 +269,9 @@ class Nodes:
         """Return the nodes whose last answer is older, or that have not answered."""
         return {node.name for node in self._nodes.values() if node.looked_at is None or now - node.looked_at > age_s}
 
-    def keeps_inputs(self, name: str) -> bool:
-        """Return whether the node has said that it stores inputs."""
-        capacity = self._nodes[name].capacity
-        return capacity is not None and capacity.inputs
+    def capacity(self, name: str) -> Capacity | None:
+        """Return the last capacity that the node reported."""
+        return self._nodes[name].capacity
 
     @property
     def looking(self) -> bool:

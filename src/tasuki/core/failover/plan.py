@@ -23,40 +23,8 @@ plan.
 
 from __future__ import annotations
 
-from tasuki.core.failover.events import (
-    FOLLOW_FIRST_S,
-    Ask,
-    Begin,
-    CheckNode,
-    Command,
-    Drop,
-    Event,
-    FailoverJob,
-    Fetch,
-    Finish,
-    GiveUp,
-    JobEnded,
-    JobStatus,
-    JobStatusMissing,
-    JobStatusReceived,
-    NodeRequest,
-    Notify,
-    Post,
-    Redirected,
-    Refusal,
-    RefusalMeaning,
-    Refused,
-    Remove,
-    RequestKind,
-    RequestLost,
-    ResultPieceReceived,
-    Saved,
-    TimePassed,
-    Uploaded,
-    about,
-    error_of,
-    meaning_of,
-)
+from tasuki.core.failover import events
+from tasuki.core.failover.events import Command, JobEnded, NodeRequest, Refusal, RefusalMeaning, RequestKind
 from tasuki.core.failover.nodes import RANK_WAIT_S, Nodes, NodeState, Ranked
 from tasuki.errors import Conflict, DeadlineExceeded, TasukiError, Unavailable
 
@@ -76,7 +44,7 @@ ODD_MAX = 3  # answers in a row that do not fit a waiting request: its connectio
 class FailoverPlan:
     """Plan of one job. `over` once Finish or GiveUp was returned."""
 
-    def __init__(self, job: FailoverJob, nodes: Nodes) -> None:
+    def __init__(self, job: events.FailoverJob, nodes: Nodes) -> None:
         self.over = False
         self._job = job
         self._nodes = nodes
@@ -84,7 +52,7 @@ class FailoverPlan:
         self._began = 0.0
         self._asked: dict[int, str] = {}
         """Nodes that were asked for the job and have not answered, by ticket."""
-        self._found: dict[str, JobStatus] = {}
+        self._found: dict[str, events.JobStatus] = {}
         self._looks_until = self._asks_until = 0.0
         self._choosing = False
         self._runs: dict[int, NodeRequest] = {}
@@ -102,44 +70,42 @@ class FailoverPlan:
         self._hopeless_since: float | None = None
         self._looked_at = -REFRESH_S
 
-    def apply(self, event: Event, now: float) -> list[Command]:
+    def apply(self, event: events.Event, now: float) -> list[Command]:
         if self.over:
             return []
         commands = self._handle(event, now)
         return commands if self.over else [*commands, *self._go_on(now)]
 
-    def _handle(self, event: Event, now: float) -> list[Command]:
+    def _handle(self, event: events.Event, now: float) -> list[Command]:
         match event:
-            case Begin():
+            case events.Begin():
                 return self._begin(now)
-            case JobStatusReceived() | JobStatusMissing():
+            case events.JobStatusReceived() | events.JobStatusMissing():
                 return self._first_answer(event) if event.ticket in self._asked else self._asked_again(event, now)
-            case TimePassed():
+            case events.TimePassed():
                 return []
             case _:
                 run = self._runs.get(event.ticket)
                 return [] if run is None else self._handle_request(run, event, now)
 
-    def _handle_request(
-        self, run: NodeRequest, event: Redirected | Uploaded | ResultPieceReceived | Saved | Refused | RequestLost, now: float
-    ) -> list[Command]:
+    def _handle_request(self, run: NodeRequest, event: events.RequestEvent, now: float) -> list[Command]:
         run.heard_at = now
         match event:
-            case Redirected():
+            case events.Redirected():
                 run.led_to = event.to
-                return []
-            case Uploaded():
+            case events.Uploaded():
                 run.uploaded = True
-                return []
-            case ResultPieceReceived():
+            case events.ResultPieceReceived():
                 run.answering = True
-                return []
-            case Saved():
-                return self._saved(run, event.ended, now)
-            case Refused():
+            case events.Saved():
+                self._nodes.answered(run.node, now)
+                del self._runs[run.ticket]
+                return self._finish(run.node, run.ended or event.ended, run.ticket)
+            case events.Refused():
                 return self._refused(run, event.refusal, now)
-            case RequestLost():
+            case events.RequestLost():
                 return self._lost(run, event.reason, now)
+        return []
 
     # ------------------------------------------------------------------------------------------------ the first look
 
@@ -153,11 +119,11 @@ class FailoverPlan:
         self._choosing, self._looks_until, self._asks_until = True, now + RANK_WAIT_S, now + ASK_WAIT_S
         asked = {self._new_ticket(): node for node in self._nodes.names}
         self._asked.update(asked)
-        return [Ask(ticket, node) for ticket, node in asked.items()]
+        return [events.Ask(ticket, node) for ticket, node in asked.items()]
 
-    def _first_answer(self, event: JobStatusReceived | JobStatusMissing) -> list[Command]:
+    def _first_answer(self, event: events.JobReport) -> list[Command]:
         node = self._asked.pop(event.ticket)
-        if isinstance(event, JobStatusReceived) and event.status is not None:
+        if isinstance(event, events.JobStatusReceived) and event.status is not None:
             self._found[node] = event.status
         return []
 
@@ -194,7 +160,7 @@ class FailoverPlan:
             node = next((node for node, status in theirs.items() if status.state == state and node not in busy), None)
             if node is not None:
                 word = "has the result" if state == "done" else "runs it already"
-                return [Notify(f"{node} {word}"), *self._start(node, kind, now)]
+                return [events.Notify(f"{node} {word}"), *self._start(node, kind, now)]
         return []
 
     # ------------------------------------------------------------------------------------------------ runs
@@ -204,42 +170,37 @@ class FailoverPlan:
         return self._ticket
 
     def _start(self, node: str, kind: RequestKind, now: float, ended: JobEnded | None = None) -> list[Command]:
-        ask_in_s = FOLLOW_FIRST_S if kind is RequestKind.FOLLOW else WATCH_S
+        ask_in_s = events.FOLLOW_FIRST_S if kind is RequestKind.FOLLOW else WATCH_S
         run = NodeRequest(self._new_ticket(), node, kind, now, now, now + ask_in_s, ended=ended)
         self._runs[run.ticket] = run
         self._hopeless_since = None
         if kind is RequestKind.POST:
             self._nodes.taken(node)
-            return [Post(run.ticket, node)]
-        return [Fetch(run.ticket, node)] if kind is RequestKind.FETCH else []
+            return [events.Post(run.ticket, node)]
+        return [events.Fetch(run.ticket, node)] if kind is RequestKind.FETCH else []
 
     def _instead(self, run: NodeRequest, kind: RequestKind, now: float, ended: JobEnded | None = None) -> list[Command]:
         """Make another request to the same node."""
         del self._runs[run.ticket]
         return self._start(run.node, kind, now, ended)
 
-    def _saved(self, run: NodeRequest, ended: JobEnded, now: float) -> list[Command]:
-        self._nodes.answered(run.node, now)
-        del self._runs[run.ticket]
-        return self._finish(run.node, run.ended or ended, run.ticket)
-
     def _finish(self, node: str, ended: JobEnded, ticket: int | None) -> list[Command]:
         self.over = True
         others = [run for run in self._runs.values() if run.node != node]
         elsewhere = {run.node for run in others if run.kind is not RequestKind.FETCH} | self._left
         return [
-            *(Drop(run.ticket) for run in self._runs.values()),
-            *(Remove(other) for other in self._nodes.names if other in elsewhere and other != node),
-            Finish(node, ended, ticket),
+            *(events.Drop(run.ticket) for run in self._runs.values()),
+            *(events.Remove(other) for other in self._nodes.names if other in elsewhere and other != node),
+            events.Finish(node, ended, ticket),
         ]
 
     def _refused(self, run: NodeRequest, refusal: Refusal, now: float) -> list[Command]:
         self._answers[run.node] = refusal.words() if not run.led_to else f"{run.led_to} {refusal.words()}"
         if run.kind is RequestKind.FETCH and run.ended is not None:
             return self._without_result(run)
-        match meaning_of(refusal):
+        match events.meaning_of(refusal):
             case RefusalMeaning.RUNNING:
-                return [Notify(f"{run.where}: the job runs there already"), *self._instead(run, RequestKind.FOLLOW, now)]
+                return [events.Notify(f"{run.where}: the job runs there already"), *self._instead(run, RequestKind.FOLLOW, now)]
             case RefusalMeaning.FULL if run.led_to:
                 del self._runs[run.ticket]
                 self._paused_until[run.node] = now + LED_PAUSE_S
@@ -258,7 +219,7 @@ class FailoverPlan:
                 return self._instead(run, RequestKind.FETCH, now, ended)
             case RefusalMeaning.CANCELED:  # perhaps by another client of this job, which got the result from another node
                 del self._runs[run.ticket]
-                self._verdict = error_of(refusal, self._job.job_id, f"{run.where} {refusal.words()}")
+                self._verdict = events.error_of(refusal, self._job.job_id, f"{run.where} {refusal.words()}")
                 return [] if self._runs else self._ask_all(now)
             case RefusalMeaning.NOT_HERE:
                 del self._runs[run.ticket]
@@ -266,9 +227,9 @@ class FailoverPlan:
                     self._nodes.answered(run.node, now)
                 self._done_with.add(run.node)
                 self._not_here[run.node] = refusal
-                return [Notify(about(run.where, refusal.words()))]
+                return [events.Notify(events.about(run.where, refusal.words()))]
             case RefusalMeaning.FINAL:
-                error = error_of(refusal, self._job.job_id, f"{run.where} {refusal.words()}")
+                error = events.error_of(refusal, self._job.job_id, f"{run.where} {refusal.words()}")
                 return self._refused_for_good(run, error, now)
             case RefusalMeaning.FAILED if refusal.status == 404 and run.kind is not RequestKind.POST:
                 del self._runs[run.ticket]  # it was removed meanwhile; the node is well
@@ -292,11 +253,11 @@ class FailoverPlan:
         self._done_with.add(run.node)
         self._answers.setdefault(run.node, "the job passed its time limit there")
         self._late = (run.node, ended)
-        return [Notify(f"{run.node}: the job passed its time limit there")]
+        return [events.Notify(f"{run.node}: the job passed its time limit there")]
 
     def _lost(self, run: NodeRequest, reason: str, now: float) -> list[Command]:
         """Record a request without an outcome. The next node is chosen right after."""
-        self._answers[run.node] = about(run.where, reason) if run.led_to else reason
+        self._answers[run.node] = events.about(run.where, reason) if run.led_to else reason
         if not run.led_to:
             self._nodes.failed(run.node, reason, now)
         if run.kind is RequestKind.FETCH and run.ended is not None:
@@ -309,7 +270,7 @@ class FailoverPlan:
             self._done_with.add(run.node)
         if run.led_to:
             self._paused_until[run.node] = now + (tries - 1) * LED_PAUSE_S
-        return [Notify(about(run.where, reason))]
+        return [events.Notify(events.about(run.where, reason))]
 
     def _without_result(self, run: NodeRequest) -> list[Command]:
         """Finish without the result, which cannot be fetched; the outcome is known."""
@@ -319,12 +280,12 @@ class FailoverPlan:
 
     # ------------------------------------------------------------------------------------------------ asking a node about the job
 
-    def _asked_again(self, event: JobStatusReceived | JobStatusMissing, now: float) -> list[Command]:
+    def _asked_again(self, event: events.JobReport, now: float) -> list[Command]:
         run = self._runs.get(event.ticket)
         if run is None:
             return []
         run.asking = False
-        if isinstance(event, JobStatusMissing):
+        if isinstance(event, events.JobStatusMissing):
             if event.alive and run.kind is RequestKind.POST and not run.led_to:
                 run.heard_at = now
             gone = event.gone and run.kind is RequestKind.FOLLOW  # a request of this plan notices it by itself, and more exactly
@@ -332,7 +293,7 @@ class FailoverPlan:
         run.heard_at = now
         return self._followed(run, event.status, now) if run.kind is RequestKind.FOLLOW else self._watched(run, event.status, now)
 
-    def _followed(self, run: NodeRequest, status: JobStatus | None, now: float) -> list[Command]:
+    def _followed(self, run: NodeRequest, status: events.JobStatus | None, now: float) -> list[Command]:
         state = status.state if status is not None else ""
         match state:
             case "running" | "queued":
@@ -350,14 +311,14 @@ class FailoverPlan:
                     self._paused_until[run.node] = now + UNKNOWN_PAUSE_S
                 return []
 
-    def _watched(self, run: NodeRequest, status: JobStatus | None, now: float) -> list[Command]:
+    def _watched(self, run: NodeRequest, status: events.JobStatus | None, now: float) -> list[Command]:
         """Drop a request on a dead connection: the node has given its answer already, or never will."""
         running = status is not None and status.state in ("running", "queued")
         fits = run.kind is not RequestKind.POST or run.answering or running or not run.uploaded
         run.odd = 0 if fits else run.odd + 1
         if run.odd < ODD_MAX:
             return []
-        return [Drop(run.ticket), *self._lost(run, "its connection is dead: the job is not running there any more", now)]
+        return [events.Drop(run.ticket), *self._lost(run, "its connection is dead: the job is not running there any more", now)]
 
     # ------------------------------------------------------------------------------------------------ what is to be done now
 
@@ -375,7 +336,7 @@ class FailoverPlan:
         if now < self._looked_at + self._look_every_s():
             return []
         self._looked_at = now
-        return [CheckNode(node) for node in self._nodes.to_look_at(now, self._look_every_s())]
+        return [events.CheckNode(node) for node in self._nodes.to_look_at(now, self._look_every_s())]
 
     def _time_limit(self, now: float) -> list[Command]:
         return self._give_up(self._out_of_time()) if now >= self._began + self._job.limit_s else []
@@ -398,7 +359,7 @@ class FailoverPlan:
         for run in list(self._runs.values()):
             silent_s = now - run.heard_at
             if silent_s >= self._job.silent_s and not self.over:
-                commands += [Drop(run.ticket), *self._lost(run, f"has been silent for {silent_s:.0f} s", now)]
+                commands += [events.Drop(run.ticket), *self._lost(run, f"has been silent for {silent_s:.0f} s", now)]
         return commands
 
     def _questions(self, now: float) -> list[Command]:
@@ -410,7 +371,7 @@ class FailoverPlan:
                 run.poll_s = min(FOLLOW_MAX_S, run.poll_s * 1.5)
             run.asking = True
             run.ask_at = now + (run.poll_s if run.kind is RequestKind.FOLLOW else WATCH_S)
-            commands.append(Ask(run.ticket, run.node))
+            commands.append(events.Ask(run.ticket, run.node))
         return commands
 
     def _candidates(self, now: float) -> list[Ranked]:
@@ -430,7 +391,7 @@ class FailoverPlan:
         if best is None and not hope:
             best = next((line for line in candidates if line.steady), None)
         if best is not None:
-            answers = [Notify(f"going on at {best.node}")] if self._answers else []
+            answers = [events.Notify(f"going on at {best.node}")] if self._answers else []
             return [*answers, *self._start(best.node, RequestKind.POST, now)]
         if hope:
             self._hopeless_since = None
@@ -447,12 +408,12 @@ class FailoverPlan:
             node, ended = self._late
             return self._start(node, RequestKind.FETCH, now, ended)
         lines = {line.node: line for line in self._nodes.ranking(now)}
-        answers = "; ".join(about(node, self._answers.get(node, lines[node].last_answer)) for node in self._nodes.names)
+        answers = "; ".join(events.about(node, self._answers.get(node, lines[node].last_answer)) for node in self._nodes.names)
         message = f"no node could run job {self._job.job_id}: {answers}"
         refusals = [refusal for node, line in lines.items() if (refusal := self._not_here.get(node) or line.refusal)]
         if len(refusals) < len(lines):
             return self._give_up(Unavailable(message))
-        return self._give_up(error_of(max(refusals, key=lambda refusal: refusal.status), self._job.job_id, message))
+        return self._give_up(events.error_of(max(refusals, key=lambda refusal: refusal.status), self._job.job_id, message))
 
     def _hedge_due_at(self) -> float | None:
         if self._job.hedge_s is None or len(self._runs) != 1:
@@ -465,14 +426,14 @@ class FailoverPlan:
         best = next((line for line in self._candidates(now) if self._ready(line, now)), None)
         if best is None:
             return []
-        return [Notify(f"no answer yet: also at {best.node}"), *self._start(best.node, RequestKind.POST, now)]
+        return [events.Notify(f"no answer yet: also at {best.node}"), *self._start(best.node, RequestKind.POST, now)]
 
     # ------------------------------------------------------------------------------------------------ the end
 
     def _out_of_time(self) -> TasukiError:
         where = ", ".join(run.node for run in self._runs.values() if run.kind is not RequestKind.FETCH)
         state = f"it may still run at {where}" if where else "no node was free in time"
-        answers = "; ".join(about(node, words) for node, words in self._answers.items())
+        answers = "; ".join(events.about(node, words) for node, words in self._answers.items())
         return DeadlineExceeded(
             f"job {self._job.job_id} has no result after {self._job.limit_s:g} s; {state}; "
             f"ask again with the same job id to go on waiting{'; ' + answers if answers else ''}"
@@ -480,7 +441,7 @@ class FailoverPlan:
 
     def _give_up(self, error: TasukiError) -> list[Command]:
         self.over = True
-        return [*(Drop(run.ticket) for run in self._runs.values()), GiveUp(error)]
+        return [*(events.Drop(run.ticket) for run in self._runs.values()), events.GiveUp(error)]
 
     def due_at(self, now: float) -> float:
         """Return when TimePassed must be applied at the latest."""
