@@ -15,7 +15,7 @@ from typing import Any
 from tasuki.core.job import JobSpec
 from tasuki.worker.attempt import Attempt, RunResult, StopReason
 from tasuki.worker.execs import Exec
-from tasuki.worker.runner import CommandRunner, RunLimits
+from tasuki.worker.runner import CommandRunner
 
 DEADLINE_S = 10.0
 OWNER = "uid:owner"
@@ -40,7 +40,7 @@ async def no_fetch(job_id: str, sha256: str, size_bytes: int, target: Path) -> N
 
 def runner_in(data: Path, *execs: Exec, any_program_for: str | None = OWNER, **options: Any) -> CommandRunner:
     options.setdefault("fetch", no_fetch)
-    options.setdefault("limits", RunLimits(grace_s=0.3))
+    options.setdefault("grace_s", 0.3)
     options.setdefault("floor_free_bytes", 0)
     options.setdefault("incarnation", f"incarnation-{os.getpid()}-{next(_incarnations)}")
     runner = CommandRunner(data, {found.name: found for found in execs}, any_program_for=lambda: any_program_for, **options)

@@ -17,6 +17,7 @@ from tasuki.worker.commands import SECRET_MAX_BYTES, SecretProblem, build_comman
 from tasuki.worker.execs import Exec, parse_execs
 from tasuki.worker.folder import RunFolder
 from tasuki.worker.logs import LogFollow
+from tasuki.worker.results import OutputRules
 from tests.support.waiting import until_async
 from tests.worker.runs import alive, archive_of, attempt_of, exec_of, run, run_async, runner_in, text_of
 
@@ -107,7 +108,7 @@ def test_a_value_that_the_job_prints_is_masked_in_its_logs(tmp_path: Path, secre
 
 
 def test_a_message_about_a_file_that_is_named_after_a_value_is_masked(tmp_path: Path, secret: Path) -> None:
-    tool = tool_with(secret, 'ln -s nowhere "out/$API_KEY.csv"', outputs_required=("out/*.csv",))
+    tool = tool_with(secret, 'ln -s nowhere "out/$API_KEY.csv"', outputs=OutputRules(required=("out/*.csv",)))
 
     result = run(runner_in(tmp_path, tool), attempt_of(exec="tool"))
 

@@ -58,7 +58,7 @@ class Worker:
         self.seat = CredentialFile(data, ADDRESS)
         self.seat.load()
         self.rotation = Rotation(self.seat, ask=self._ask, use=self._use, hang_up=self._hang_up, jitter=lambda: 0.0)
-        self.next_secret = self.shown = self.rotation.token
+        self.next_secret = self.shown = self.rotation._chosen.secret
         self.welcomes = self.hung_up = 0
         self.sent_away = ""
         self.answer: Callable[[dict[str, str]], Message | None] = lambda params: self.control.rotate(self.shown, params)

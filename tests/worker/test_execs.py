@@ -88,7 +88,7 @@ def test_other_braces_are_left_alone(tmp_path: Path) -> None:
 def test_toml_is_strict_by_default() -> None:
     (tool,) = parse_execs({"tool": {"command": "echo hello"}}).values()
 
-    assert (tool.args, tool.allow_env, tool.env, tool.timeout_s, tool.outputs) == ("none", (), {}, None, ("out/**",))
+    assert (tool.args, tool.allow_env, tool.env, tool.timeout_s, tool.outputs.globs) == ("none", (), {}, None, ("out/**",))
 
 
 def test_an_execs_file_is_read_whole(tmp_path: Path) -> None:

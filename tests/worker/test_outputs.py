@@ -18,7 +18,7 @@ from tasuki.blobs.zip.writer import ZipMember, write_zip
 from tasuki.errors import ConfigError
 from tasuki.worker import results as module
 from tasuki.worker.execs import parse_execs
-from tasuki.worker.results import DEFAULT_OUTPUTS, OutputCollector, OutputLimits, OutputRules
+from tasuki.worker.results import DEFAULT_OUTPUTS, OutputCollector, OutputRules
 from tests.support.zips import check_zip
 from tests.worker.runs import attempt_of, exec_of, names_of, report_of, run, runner_in, shell
 
@@ -33,7 +33,7 @@ def out(tmp_path: Path) -> Path:
 
 
 def collector_of(out: Path, *globs: str, required: tuple[str, ...] = (), **limits: int) -> OutputCollector:
-    return OutputCollector(out, OutputRules(globs=globs or DEFAULT_OUTPUTS, required=required, limits=OutputLimits(**limits)))
+    return OutputCollector(out, OutputRules(globs=globs or DEFAULT_OUTPUTS, required=required, **limits))
 
 
 def written(collector: OutputCollector) -> bytes:
@@ -404,7 +404,7 @@ def test_the_list_of_names_stays_within_what_a_reader_takes(out: Path, monkeypat
 
 
 def test_the_limits_are_not_wider_than_those_of_a_reader() -> None:
-    widest, reader = OutputLimits(), ZipLimits()
+    widest, reader = OutputRules(), ZipLimits()
 
     assert widest.max_files + 3 <= reader.max_entries
     assert widest.max_file_bytes <= reader.max_entry_bytes
@@ -425,7 +425,7 @@ def test_the_report_names_what_is_there_and_what_is_not(tmp_path: Path) -> None:
 
 
 def test_an_execs_own_limits_hold_for_its_jobs(tmp_path: Path) -> None:
-    tool = exec_of("/bin/sh", "-c", "printf abc > out/a; printf abcd > out/b", output_limits=OutputLimits(max_file_bytes=3))
+    tool = exec_of("/bin/sh", "-c", "printf abc > out/a; printf abcd > out/b", outputs=OutputRules(max_file_bytes=3))
 
     result = run(runner_in(tmp_path, tool), attempt_of(exec="tool"))
 
@@ -434,7 +434,7 @@ def test_an_execs_own_limits_hold_for_its_jobs(tmp_path: Path) -> None:
 
 
 def test_a_success_without_a_required_output_is_a_failure_that_may_be_tried_again(tmp_path: Path) -> None:
-    tool = exec_of("/bin/true", outputs_required=("out/*.csv",))
+    tool = exec_of("/bin/true", outputs=OutputRules(required=("out/*.csv",)))
 
     result = run(runner_in(tmp_path, tool), attempt_of(exec="tool"))
 
@@ -445,7 +445,7 @@ def test_a_success_without_a_required_output_is_a_failure_that_may_be_tried_agai
 
 
 def test_a_required_output_is_collected_even_if_outputs_does_not_name_it(tmp_path: Path) -> None:
-    tool = exec_of("/bin/sh", "-c", "touch out/a.csv out/b", outputs=("out/c",), outputs_required=("out/*.csv",))
+    tool = exec_of("/bin/sh", "-c", "touch out/a.csv out/b", outputs=OutputRules(globs=("out/c",), required=("out/*.csv",)))
 
     result = run(runner_in(tmp_path, tool), attempt_of(exec="tool"))
 
@@ -454,7 +454,7 @@ def test_a_required_output_is_collected_even_if_outputs_does_not_name_it(tmp_pat
 
 
 def test_a_required_output_that_had_to_be_left_out_is_missing_and_the_message_says_why(tmp_path: Path) -> None:
-    tool = exec_of("/bin/sh", "-c", "ln -s /etc/passwd out/a.csv", outputs_required=("out/*.csv",))
+    tool = exec_of("/bin/sh", "-c", "ln -s /etc/passwd out/a.csv", outputs=OutputRules(required=("out/*.csv",)))
 
     outcome = run(runner_in(tmp_path, tool), attempt_of(exec="tool")).outcome
 
@@ -463,7 +463,7 @@ def test_a_required_output_that_had_to_be_left_out_is_missing_and_the_message_sa
 
 
 def test_a_failure_stays_what_it_is_when_outputs_are_missing_too(tmp_path: Path) -> None:
-    tool = exec_of("/bin/false", outputs_required=("out/*.csv",))
+    tool = exec_of("/bin/false", outputs=OutputRules(required=("out/*.csv",)))
 
     outcome = run(runner_in(tmp_path, tool), attempt_of(exec="tool")).outcome
 
@@ -485,10 +485,12 @@ def test_an_exec_names_its_outputs_and_their_limits() -> None:
 
     (tool,) = parse_execs({"tool": table}).values()
 
-    assert tool.output_rules == OutputRules(
+    assert tool.outputs == OutputRules(
         globs=("out/*.png",),
         required=("out/index.html",),
-        limits=OutputLimits(max_files=10, max_file_bytes=2 * MB, max_total_bytes=5 * MB),
+        max_files=10,
+        max_file_bytes=2 * MB,
+        max_total_bytes=5 * MB,
     )
 
 

@@ -10,7 +10,6 @@ from tasuki.blobs.zip.writer import small_zip, write_zip
 from tasuki.core.job import RESULT_INLINE_MAX_BYTES
 from tasuki.worker.logs import DEFAULT_CAPS, LogCaps
 from tasuki.worker.results import _Archive, log_members
-from tasuki.worker.runner import RunLimits
 from tests.support.zips import check_zip
 from tests.worker.runs import archive_of, names_of, report_of, run, runner_in, shell, text_of
 
@@ -62,7 +61,7 @@ def test_logs_that_pack_too_well_are_stored_so_that_a_reader_does_not_take_them_
 def test_a_long_log_of_a_job_can_be_read_again(tmp_path: Path) -> None:
     caps = LogCaps(head_bytes=64 << 20, tail_bytes=0)
 
-    result = run(runner_in(tmp_path, limits=RunLimits(log_caps=caps)), shell("yes | head -c 48000000"))
+    result = run(runner_in(tmp_path, log_caps=caps, grace_s=5.0), shell("yes | head -c 48000000"))
 
     assert result.result_file is not None
     with result.result_file.open("rb") as archive:

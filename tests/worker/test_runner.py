@@ -21,7 +21,7 @@ from tasuki.errors import DiskFull, Unavailable
 from tasuki.worker.attempt import Attempt, StopReason
 from tasuki.worker.keeper.client import Keeper, KeptAttempt
 from tasuki.worker.logs import LogCaps
-from tasuki.worker.runner import CommandRunner, RunLimits
+from tasuki.worker.runner import CommandRunner
 from tests.support.waiting import until_async
 from tests.worker.runs import (
     OWNER,
@@ -158,16 +158,6 @@ def test_spare_folders_go_with_their_worker(tmp_path: Path) -> None:
     asyncio.run(scenario())
 
     assert list((tmp_path / "runs").iterdir()) == []
-
-
-def test_a_kept_folder_stays(tmp_path: Path) -> None:
-    runner = runner_in(tmp_path, keep=True)
-    attempt = shell("true")
-    run(runner, attempt)
-
-    asyncio.run(runner.cleanup(attempt))
-
-    assert runner.folders.at(attempt).path.exists()
 
 
 # ---------------------------------------------------------------------------------------------------- environment
@@ -412,7 +402,7 @@ def test_a_canceled_job_hears_term_and_may_end_in_order(tmp_path: Path) -> None:
         await until_async(ready.exists, what="the job is ready")
         stop.set_result(StopReason.CANCELED)
 
-    result = run(runner_in(tmp_path, limits=RunLimits(grace_s=5)), shell(script), cancel)
+    result = run(runner_in(tmp_path, grace_s=5), shell(script), cancel)
 
     assert result.outcome.error_code == "CANCELED"
     assert text_of(result) == "bye\n"
@@ -427,7 +417,7 @@ def test_a_stopped_process_can_be_canceled(tmp_path: Path) -> None:
         stop.set_result(StopReason.CANCELED)
 
     before = time.monotonic()
-    outcome = run(runner_in(tmp_path, limits=RunLimits(grace_s=8)), shell(f"echo $$ > {pids}; exec sleep 1000"), cancel).outcome
+    outcome = run(runner_in(tmp_path, grace_s=8), shell(f"echo $$ > {pids}; exec sleep 1000"), cancel).outcome
 
     assert outcome.error_code == "CANCELED"
     assert time.monotonic() - before < 8
@@ -522,7 +512,7 @@ def test_endless_output_is_cut_and_the_cut_is_marked(tmp_path: Path) -> None:
         stop.set_result(StopReason.CANCELED)
 
     attempt = shell("echo first; while :; do echo and on and on and on; done")
-    result = run(runner_in(tmp_path, limits=RunLimits(log_caps=caps, grace_s=0.3)), attempt, watch)
+    result = run(runner_in(tmp_path, log_caps=caps), attempt, watch)
 
     text = text_of(result)
     cut_bytes = report_of(result)["cut_logs"]["stdout"]["cut_bytes"]

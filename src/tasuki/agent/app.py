@@ -43,7 +43,7 @@ from tasuki.errors import KeeperLost, NotFound, TooLarge
 from tasuki.worker.folder import remove_tree
 from tasuki.worker.keeper.client import Keeper
 from tasuki.worker.keeper.linux import sweep
-from tasuki.worker.runner import CommandRunner, RunLimits
+from tasuki.worker.runner import CommandRunner
 
 if TYPE_CHECKING:
     from tasuki.agent.store_registry import StoreRegistry
@@ -78,7 +78,7 @@ class Agent:
             config.execs,
             incarnation=incarnation,
             fetch=_nothing_to_fetch,
-            limits=RunLimits(log_caps=config.log_caps),
+            log_caps=config.log_caps,
             keeper=keeper,
             lease_deadline=lambda lease_id: self.jobs.deadline(lease_id),
             on_keeper_lost=self._lost,

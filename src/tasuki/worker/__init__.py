@@ -1,7 +1,6 @@
 """The worker: leases jobs from a server or a store, runs them, and reports their ends.
 
-    worker.py              `Worker`: drives the machine of `core/worker` over a connection
-    attempts.py            the attempts that run; each is a command, an async handler or a plain function
+    worker.py              `Worker`: drives the machine of `core/worker` over a connection; starts, stops and ends attempts
     attempt.py             the types of one attempt, and how its end becomes an `Outcome`
     runner.py              runs a command: folder, inputs, process, result
     execs.py, commands.py  the allowed programs; the exact command of one attempt, with its secrets
@@ -16,7 +15,7 @@
     status.py              the status file for `tasuki worker status`
     linux_calls.py         system calls and /proc
 
-A granted attempt goes worker → attempts → runner → keeper; its end goes keeper → runner → results → attempts → outbox → server.
+A granted attempt goes worker → runner → keeper; its end goes keeper → runner → results → worker → outbox → server.
 May import `wire`, `net`, `blobs`, `stores` (to lease straight from a store), and what all may import (`core`, `errors`, `config`,
 `clocks`). Importing it never imports Django.
 """

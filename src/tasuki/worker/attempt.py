@@ -17,6 +17,7 @@ import enum
 import hashlib
 import signal
 import traceback
+from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -220,6 +221,19 @@ def worker_failure(error: Exception) -> Outcome:
 async def first_of(*futures: asyncio.Future[Any], timeout_s: float | None = None) -> None:
     """Wait until one of the futures is done or the time is over, and cancel none."""
     await asyncio.wait(futures, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+
+
+async def unless_stopped(work: Coroutine[Any, Any, None], stop: asyncio.Future[StopReason]) -> bool:
+    """Do the work, and return True; cancel it and return False if the stop comes first."""
+    task = asyncio.ensure_future(work)
+    try:
+        await first_of(task, stop)
+        if task.done():
+            task.result()
+        return task.done()
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
 
 
 # ---------------------------------------------------------------------------------------------------- exit codes

@@ -79,25 +79,21 @@ def _read(path: str, *, allow_loose: bool) -> bytes:
     try:
         if problem := problem_of(os.fstat(descriptor), os.geteuid(), allow_loose=allow_loose):
             raise SecretProblem(problem)
-        value = _contents(descriptor)
+        value = b""
+        while piece := os.read(descriptor, SECRET_MAX_BYTES + 1 - len(value)):
+            value += piece
     except OSError as error:
         raise SecretProblem(f"cannot be read: {error.strerror}") from None
     finally:
         os.close(descriptor)
+    if len(value) > SECRET_MAX_BYTES:
+        raise SecretProblem(f"is larger than {SECRET_MAX_BYTES} bytes")
+    value = value[:-2] if value.endswith(b"\r\n") else value.removesuffix(b"\n")
     if not value:
         raise SecretProblem("is empty")
     if b"\0" in value:
         raise SecretProblem("has a NUL character, which no environment can hold")
     return value
-
-
-def _contents(descriptor: int) -> bytes:
-    value = b""
-    while piece := os.read(descriptor, SECRET_MAX_BYTES + 1 - len(value)):
-        value += piece
-    if len(value) > SECRET_MAX_BYTES:
-        raise SecretProblem(f"is larger than {SECRET_MAX_BYTES} bytes")
-    return value[:-2] if value.endswith(b"\r\n") else value.removesuffix(b"\n")
 
 
 def problem_of(found: os.stat_result, uid: int, *, allow_loose: bool) -> str:
@@ -165,7 +161,6 @@ def build_command(
     exec_: Exec,
     attempt: Attempt,
     folder: RunFolder,
-    *,
     environment: Mapping[str, str],
     incarnation: str,
     secrets: Secrets = NO_SECRETS,
@@ -208,7 +203,7 @@ def build_command(
     )
 
 
-def build_interpreter(exec_: Exec, *, environment: Mapping[str, str], incarnation: str) -> Prepare | None:
+def build_interpreter(exec_: Exec, environment: Mapping[str, str], incarnation: str) -> Prepare | None:
     """Return the order for the exec's warm interpreter, if it needs one. It has the exec's settings, and nothing of any job."""
     if exec_.python is None:
         return None

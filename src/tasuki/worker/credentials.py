@@ -248,11 +248,6 @@ class Rotation:
         self._retry_at = 0.0
         self._woken = asyncio.Event()
 
-    @property
-    def token(self) -> str:
-        """The secret for the next Hello."""
-        return self._chosen.secret
-
     # ------------------------------------------------------------------------------------------------ events
 
     def heard(self, event: Opened | Received | Closed) -> Opened | Received | Closed | None:

@@ -6,43 +6,9 @@ A template is split like a shell line once, when the worker starts, and never ag
     {files}   an element of its own: one element for each input file
     {args}    an element of its own: the job's free arguments, one element each
 
-Any other braces are left alone. In TOML (`argv = [...]` may replace `command`):
-
-    [exec.render]
-    command = "/opt/render/bin/render --quiet {args} {file}"
-    args = "any"                  # "none", "any", or regular expressions of which each argument must match one whole
-    env = { THREADS = "4" }       # fixed values
-    allow_env = ["SEED"]          # names that a job may set; none by default
-    timeout_s = 600               # for jobs that bring no limit of their own
-    outputs = ["out/**"]          # what goes into the result
-    outputs_required = ["out/*.png"]   # without one of each of these, success becomes OUTPUT_MISSING
-    outputs_max_files = 100       # and outputs_max_file_mb, outputs_max_total_mb: files beyond are left out, and named
-    env_from_file = { API_KEY = "/run/secrets/render" }   # secrets, see commands.py
-    allow_loose_permissions = true     # others may read these files
-    permanent_exit_codes = [2]    # never tried again
-    retry_exit_codes = [75]       # if given: no other exit code is tried again
-    cwd = "/srv/render"           # default: the job's own folder
-    stop_grace_s = 30             # between TERM and KILL; default 5
-    memory_mb = 2000              # of all its processes together
-    processes = 50                # at once
-    cpu_seconds = 3600            # of each of its processes
-    file_size_mb = 500            # of each file it writes, its logs too
-    open_files = 1024             # of each of its processes
-    nice = 10
-    pid_namespace = true          # its processes see only each other; needs `unshare`, and root or user namespaces
-
-An exec of kind python is a function that is imported once, in a warm interpreter that forks for each job. All settings above hold
-for it too; a job brings arguments only, never the name of a function:
-
-    [exec.price]
-    kind = "python"
-    call = "shop.pricing:main"            # main(arguments: list[str]) -> int | None
-    preload = ["decimal", "sqlite3"]      # more modules to import before the first job; `call` brings its own imports
-    interpreter = "/srv/shop/.venv/bin/python"    # Python 3.11 or newer; default: the worker's own
-    argv = ["--fast", "{args}", "{file}"] # the function's arguments; default: those of the job, if `args` allows any
-    env = { PYTHONPATH = "/srv/shop" }    # for the import too
-
-docs/concepts.md, Limits, says how far each limit holds.
+Any other braces are left alone. docs/concepts.md, Programs, shows a TOML table with every setting, and says how far each limit
+holds. An exec of kind python is a function that is imported once, in a warm interpreter that forks for each job; a job brings
+arguments only, never the name of a function.
 
 Decision: free arguments are opt-in. In TOML, `{args}` in the template or `args` allows them. On the command line,
 `--exec render='/opt/render --quiet'` without a placeholder means "this program, with the job's arguments after these": a flag
@@ -70,12 +36,10 @@ from tasuki.worker import preforked
 from tasuki.worker.attempt import NO_RULES, ExitRules
 from tasuki.worker.keeper.protocol import NO_LIMITS, Limits
 from tasuki.worker.results import (
-    DEFAULT_OUTPUT_LIMITS,
     DEFAULT_OUTPUTS,
     MAX_FILE_BYTES,
     MAX_FILES,
     MAX_TOTAL_BYTES,
-    OutputLimits,
     OutputRules,
 )
 
@@ -119,8 +83,6 @@ class _Settings(msgspec.Struct, frozen=True, kw_only=True):
     env: dict[str, str] = {}
     allow_env: tuple[str, ...] = ()
     timeout_s: float | None = None
-    outputs: tuple[str, ...] = DEFAULT_OUTPUTS
-    outputs_required: tuple[str, ...] = ()
     env_from_file: dict[str, str] = {}
     """Variable → path of the file with its value."""
     allow_loose_permissions: bool = False
@@ -138,15 +100,11 @@ class Exec(_Settings, frozen=True, kw_only=True):
     """The free arguments that a job may bring; where any are allowed, `{args}` is in argv."""
     any_env: bool = False
     """Set only for "any program", where the submitter is the worker's own user."""
-    output_limits: OutputLimits = DEFAULT_OUTPUT_LIMITS
+    outputs: OutputRules = OutputRules()
     exits: ExitRules = NO_RULES
     limits: Limits = NO_LIMITS
     python: PythonCall | None = None
     """Set for kind python; argv is the same call in a cold interpreter, for systems without warm ones."""
-
-    @property
-    def output_rules(self) -> OutputRules:
-        return OutputRules(globs=self.outputs, required=self.outputs_required, limits=self.output_limits)
 
 
 class _ExecTable(_Settings, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -155,6 +113,8 @@ class _ExecTable(_Settings, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     command: str | None = None
     argv: tuple[str, ...] | None = None
     args: Literal["none", "any"] | tuple[str, ...] | None = None
+    outputs: tuple[str, ...] = DEFAULT_OUTPUTS
+    outputs_required: tuple[str, ...] = ()
     outputs_max_files: int = MAX_FILES
     outputs_max_file_mb: int = MAX_FILE_BYTES // MB
     outputs_max_total_mb: int = MAX_TOTAL_BYTES // MB
@@ -246,7 +206,9 @@ def _checked(name: str, table: _ExecTable) -> Exec:
         name=name,
         argv=argv,
         args=args,
-        output_limits=OutputLimits(
+        outputs=OutputRules(
+            globs=table.outputs,
+            required=table.outputs_required,
             max_files=table.outputs_max_files,
             max_file_bytes=table.outputs_max_file_mb * MB,
             max_total_bytes=table.outputs_max_total_mb * MB,

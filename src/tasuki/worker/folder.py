@@ -38,7 +38,6 @@ FULL_BYTES = 64 * 1024  # a disk with less free space counts as full
 _BELOW = ("in", "out", "tmp", "log")
 _LOGS = frozenset({"stdout", "stderr", "progress"})
 _OWN_FOLDER, _OWN_FILE = stat.S_IFDIR | 0o700, stat.S_IFREG | 0o600
-_READ_BYTES = 256 * 1024
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
@@ -60,19 +59,11 @@ class RunFolder:
 class RunFolders:
     """All run folders of one worker process."""
 
-    def __init__(
-        self,
-        data: Path,
-        incarnation: str,
-        *,
-        floor_free_bytes: int = DISK_FLOOR_BYTES,
-        floor_free_inodes: int = DISK_FLOOR_INODES,
-    ) -> None:
+    def __init__(self, data: Path, incarnation: str, *, floor_free_bytes: int = DISK_FLOOR_BYTES) -> None:
         self._runs = data / "runs"
         self.root = self._runs / check_name(incarnation, "incarnation")
         self._root = str(self.root)
         self._floor_free_bytes = floor_free_bytes
-        self._floor_free_inodes = floor_free_inodes
         self._spares: list[str] = []
         self._spare_numbers = itertools.count(1)
         with disk_full_as_error(self.root):
@@ -102,7 +93,7 @@ class RunFolders:
         for file in spec.files:
             _check_input(file)
         needed_bytes = len(spec.payload) + sum(file.size_bytes or len(file.data or b"") for file in spec.files)
-        check_free(self._root, needed_bytes, self._floor_free_bytes, self._floor_free_inodes)
+        check_free(self._root, needed_bytes, self._floor_free_bytes, DISK_FLOOR_INODES)
         folder = self.at(attempt)
         with disk_full_as_error(folder.name):
             self._make(folder)
@@ -142,7 +133,7 @@ class RunFolders:
     def shortage(self) -> str:
         """Return why the disk is full, or "": a job that met a full disk cannot always report it itself."""
         try:
-            check_free(self.root, 0, max(self._floor_free_bytes, FULL_BYTES), self._floor_free_inodes)
+            check_free(self.root, 0, max(self._floor_free_bytes, FULL_BYTES), DISK_FLOOR_INODES)
         except DiskFull as error:
             return error.message
         return ""
@@ -231,15 +222,12 @@ def _check_input(file: InputFile) -> None:
 
 def verify_input(path: Path, file: InputFile) -> None:
     """Raise Corrupt unless the file at `path` has the announced size and sha256."""
-    digest = hashlib.sha256()
-    size_bytes = 0
     with path.open("rb", buffering=0) as source:
-        while piece := source.read(_READ_BYTES):
-            digest.update(piece)
-            size_bytes += len(piece)
-    if size_bytes != file.size_bytes or digest.hexdigest() != file.sha256:
+        sha256 = hashlib.file_digest(source, "sha256").hexdigest()
+        size_bytes = source.tell()
+    if size_bytes != file.size_bytes or sha256 != file.sha256:
         raise Corrupt(
-            f"input file {file.name!r} arrived with {size_bytes} bytes and sha256 {digest.hexdigest()}; "
+            f"input file {file.name!r} arrived with {size_bytes} bytes and sha256 {sha256}; "
             f"announced were {file.size_bytes} bytes and {file.sha256}"
         )
 

@@ -179,8 +179,7 @@ class _Child:
 class FunctionProcesses:
     """The worker's end of its children. Belongs to one event loop, the one of its first `run`."""
 
-    def __init__(self, control: socket.socket, template_pid: int, names: frozenset[str]) -> None:
-        self.names = names
+    def __init__(self, control: socket.socket, template_pid: int) -> None:
         self.template_pid = template_pid
         self._control = control
         self._numbers = itertools.count(1)
@@ -204,7 +203,7 @@ class FunctionProcesses:
             ours.close()
             run_after_fork(_Template(theirs, dict(functions)).serve)
         theirs.close()
-        return cls(ours, pid, frozenset(functions))
+        return cls(ours, pid)
 
     async def run(self, name: str, job: HandlerJob, timeout_s: float | None, stop: asyncio.Future[StopReason]) -> Outcome:
         """Run the function of that name on the job in a child. Unavailable if the template is gone.

@@ -233,7 +233,12 @@ class RejectedResults:
 
     def _named(self, new: Path, record: OutboxRecord) -> Path:
         """Give the folder its name; a number is added if the id was used before by a job that is removed now."""
-        name = _name(record)
+        ending = record.ending
+        try:
+            job_id = check_job_id(ending.job_id)
+        except InvalidInput:  # not valid as a name
+            job_id = hashlib.sha256(ending.job_id.encode("utf-8", "surrogateescape")).hexdigest()[:32]
+        name = f"{job_id}-{ending.attempt:d}"
         for number in itertools.count(1):
             place = self.folder / (name if number == 1 else f"{name}-{number}")
             try:
@@ -242,16 +247,6 @@ class RejectedResults:
                 if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
                     raise
         raise AssertionError("numbers do not end")
-
-
-def _name(record: OutboxRecord) -> str:
-    """Return `<job_id>-<attempt>`, with a hash instead of an id that is not valid as a name."""
-    ending = record.ending
-    try:
-        job_id = check_job_id(ending.job_id)
-    except InvalidInput:
-        job_id = hashlib.sha256(ending.job_id.encode("utf-8", "surrogateescape")).hexdigest()[:32]
-    return f"{job_id}-{ending.attempt:d}"
 
 
 def _about(record: OutboxRecord, reason: str, written: Path) -> bytes:
@@ -364,7 +359,9 @@ class Outbox:
         try:
             if large and (saving := self.save(record)) is not None:
                 await asyncio.shield(saving)  # from here on a kill or a power cut loses nothing
-            await self._transfers.upload(self._result_of(record), outcome.result_ref, stop)
+            result = self._records.get(lease_id, record).result  # moved by a save, perhaps
+            assert result is not None
+            await self._transfers.upload(result, outcome.result_ref, stop)
             return outcome
         except asyncio.CancelledError:
             if (reason := stopped()) is None:
@@ -381,11 +378,6 @@ class Outbox:
         if reason is StopReason.SHUTDOWN and self.save(record) is not None:
             return None
         return stopped_outcome(reason)
-
-    def _result_of(self, record: OutboxRecord) -> Path | bytes:
-        known = self._records.get(record.ending.lease_id, record)
-        assert known.result is not None
-        return known.result
 
     # ------------------------------------------------------------------------------------------------ on disk
 

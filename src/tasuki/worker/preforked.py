@@ -86,29 +86,25 @@ def run(function: Function, arguments: list[str]) -> NoReturn:
 
 
 def _exit_code_of(function: Function, arguments: list[str]) -> int:
+    """Return the exit code as `sys.exit` does: None is 0, a number is itself, any other value is printed and is 1."""
     try:
         try:
             value = function(arguments)
         except SystemExit as error:
             value = error.code
-        return _exit_code(value)
+        if value is None:
+            return 0
+        if isinstance(value, int):
+            number = int.__index__(value)
+            return number & 0xFF or (EXIT_RAISED if number else 0)
+        print(value, file=sys.stderr)  # noqa: T201
+        return EXIT_RAISED
     except KeyboardInterrupt as error:
         _show(error)
         return EXIT_INTERRUPTED
     except BaseException as error:  # noqa: BLE001 - any exception is the end of the job
         _show(error)
         return EXIT_RAISED
-
-
-def _exit_code(value: object) -> int:
-    """Return the exit code as `sys.exit` does: None is 0, a number is itself, any other value is printed and is 1."""
-    if value is None:
-        return 0
-    if isinstance(value, int):
-        number = int.__index__(value)
-        return number & 0xFF or (EXIT_RAISED if number else 0)
-    print(value, file=sys.stderr)  # noqa: T201
-    return EXIT_RAISED
 
 
 def _show(error: BaseException) -> None:

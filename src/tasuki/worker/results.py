@@ -56,8 +56,9 @@ READ_BYTES = 256 * 1024
 # A reader refuses an archive that unpacks to more than 200 times its size once it has passed 40 MiB (a ZIP bomb). So only the
 # first bytes are packed at any ratio; after them a file that would shrink to less than a fortieth is stored as it is.
 PACKED_FREE_BYTES = 16 * 1024 * 1024
-STORED_RATIO = 40
-WORTH_PACKING = 0.97  # a file that stays larger than this is stored as it is; small ones are packed in any case
+STORED_SHARE = 1 / 40
+# A file that stays larger than this is stored as it is: a gigabyte of packed data would take half a minute of a core.
+WORTH_PACKING = 0.97
 LOGS_PACKED_FREE_BYTES = 33 * 1024 * 1024  # of both logs: those of the usual caps are always packed
 _SAMPLES, _SAMPLE_BYTES = 16, 16 * 1024
 _ENTRY_BYTES = 46  # of the archive's directory, besides the name
@@ -68,24 +69,15 @@ _OPEN_FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CL
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 
 
-class OutputLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """Limits of the outputs in a result. The defaults are also the maximum: readers of archives accept no more."""
-
-    max_files: int = MAX_FILES
-    max_file_bytes: int = MAX_FILE_BYTES
-    max_total_bytes: int = MAX_TOTAL_BYTES
-
-
-DEFAULT_OUTPUT_LIMITS = OutputLimits()
-
-
 class OutputRules(msgspec.Struct, frozen=True, kw_only=True):
-    """The outputs that an exec collects."""
+    """The outputs that an exec collects. The default limits are also the maximum: readers of archives accept no more."""
 
     globs: tuple[str, ...] = DEFAULT_OUTPUTS
     required: tuple[str, ...] = ()
     """Each must match an output that could be read whole; collected like `globs`."""
-    limits: OutputLimits = DEFAULT_OUTPUT_LIMITS
+    max_files: int = MAX_FILES
+    max_file_bytes: int = MAX_FILE_BYTES
+    max_total_bytes: int = MAX_TOTAL_BYTES
 
 
 class OutputFile(msgspec.Struct, frozen=True):
@@ -108,10 +100,9 @@ class OutputCollector:
         self.left_out: list[LeftOut] = []  # the first LEFT_OUT_LISTED_MAX; `left_out_count` counts all
         self.left_out_count = 0
         self._out = out
-        self._limits = rules.limits
+        self._rules = rules
         self._wanted = [glob_pattern(glob) for glob in (*rules.globs, *rules.required)]
-        self._required = {glob: glob_pattern(glob) for glob in rules.required}
-        self._unmet = dict(self._required)
+        self._unmet = {glob: glob_pattern(glob) for glob in rules.required}
         self._why_unmet: dict[str, LeftOut] = {}
         self._names = ArchiveNames()
         self._names_bytes = self._total_bytes = 0
@@ -120,11 +111,8 @@ class OutputCollector:
 
     def missing(self) -> str:
         """Return the required outputs that are missing, in words, or ""."""
-        texts = []
-        for glob in self._unmet:
-            found = self._why_unmet.get(glob)
-            texts.append(f"{glob!r}" + (f" ({found.name!r}: {found.reason})" if found else ""))
-        return ", ".join(texts)
+        reasons = {glob: f" ({found.name!r}: {found.reason})" for glob, found in self._why_unmet.items()}
+        return ", ".join(f"{glob!r}{reasons.get(glob, '')}" for glob in self._unmet)
 
     def members(self) -> Generator[ZipMember, None, None]:
         """Yield the archive's members in the order of names; each is to be written before the next is requested."""
@@ -165,19 +153,19 @@ class OutputCollector:
             self._unmet = {glob: pattern for glob, pattern in self._unmet.items() if not pattern.fullmatch(name)}
 
     def _refused(self, name: str, found: os.stat_result) -> str:
-        limits, size_bytes = self._limits, found.st_size
+        rules, size_bytes = self._rules, found.st_size
         if stat.S_ISLNK(found.st_mode):
             return "is a link"
         if not stat.S_ISREG(found.st_mode):
             return "is not a regular file"
         if _CONTROL.search(name):
             return "has a control character in its name"
-        if size_bytes > limits.max_file_bytes:
-            return f"has {size_bytes} bytes, the limit for one file is {limits.max_file_bytes}"
-        if self._total_bytes + size_bytes > limits.max_total_bytes:
-            return f"would pass the limit of {limits.max_total_bytes} bytes for all outputs"
-        if len(self.outputs) >= limits.max_files:
-            return f"there are more than {limits.max_files} files"
+        if size_bytes > rules.max_file_bytes:
+            return f"has {size_bytes} bytes, the limit for one file is {rules.max_file_bytes}"
+        if self._total_bytes + size_bytes > rules.max_total_bytes:
+            return f"would pass the limit of {rules.max_total_bytes} bytes for all outputs"
+        if len(self.outputs) >= rules.max_files:
+            return f"there are more than {rules.max_files} files"
         if self._names_bytes > NAMES_MAX_BYTES:
             return f"the names of all outputs pass {NAMES_MAX_BYTES} bytes"
         return ""
@@ -188,10 +176,10 @@ class OutputCollector:
         if self._packed_free_bytes >= 0:
             return False
         try:
-            samples = [os.pread(descriptor, _SAMPLE_BYTES, at) for at in _sample_offsets(size_bytes)]
-            return _packs_well(samples) or _packs_badly(samples)
+            share = _packed_share([os.pread(descriptor, _SAMPLE_BYTES, at) for at in _sample_offsets(size_bytes)])
         except OSError:  # reported when the file is read
             return False
+        return share < STORED_SHARE or share > WORTH_PACKING
 
     def _leave_out(self, name: str, reason: str) -> None:
         left_out = LeftOut(_printable(name)[:NAME_MAX_BYTES], _printable(reason))
@@ -278,7 +266,8 @@ def log_members(texts: Iterable[tuple[str, bytes]]) -> Iterator[ZipMember]:
     free_bytes = LOGS_PACKED_FREE_BYTES
     for name, text in texts:
         free_bytes -= len(text)
-        if free_bytes < 0 and _packs_well([text[at : at + _SAMPLE_BYTES] for at in _sample_offsets(len(text))]):
+        samples = [text[at : at + _SAMPLE_BYTES] for at in _sample_offsets(len(text))] if free_bytes < 0 else []
+        if samples and _packed_share(samples) < STORED_SHARE:
             yield ZipMember(name, Pieces(len(text), (text,), stored=True))
         else:
             yield ZipMember(name, text)
@@ -288,17 +277,9 @@ def _sample_offsets(size_bytes: int) -> list[int]:
     return [size_bytes * number // _SAMPLES for number in range(_SAMPLES)]
 
 
-def _packs_well(samples: Sequence[bytes]) -> bool:
-    return sum(map(len, samples)) > STORED_RATIO * _packed_bytes(samples)
-
-
-def _packs_badly(samples: Sequence[bytes]) -> bool:
-    """Return whether packing is not worth it: a gigabyte of packed data would take half a minute of a core."""
-    return _packed_bytes(samples) > WORTH_PACKING * sum(map(len, samples))
-
-
-def _packed_bytes(samples: Sequence[bytes]) -> int:
-    return sum(len(zlib.compress(sample, 1)) for sample in samples)
+def _packed_share(samples: Sequence[bytes]) -> float:
+    """Return the size of the samples when packed, as a share of their size."""
+    return sum(len(zlib.compress(sample, 1)) for sample in samples) / max(1, sum(map(len, samples)))
 
 
 def _words(error: OSError) -> str:
@@ -394,6 +375,14 @@ def _write(
 ) -> _Archive:
     """Write logs, outputs, and then the report on them."""
     archive = _Archive(folder.name)
+
+    def members() -> Iterator[ZipMember]:
+        yield from log_members(texts)
+        if first is not None:
+            yield first
+            yield from outputs
+        yield ZipMember(REPORT, report())
+
     try:
         with closing(collector.members()) as outputs:
             first = next(outputs, None)
@@ -401,22 +390,12 @@ def _write(
             if small and sum(len(text) for _, text in small) <= SMALL_MAX_BYTES:
                 archive.write(small_zip(small))
             else:
-                write_zip(archive, _members(texts, first, outputs, report))
+                write_zip(archive, members())
         archive.close()
     except BaseException:
         archive.discard()
         raise
     return archive
-
-
-def _members(
-    texts: Sequence[tuple[str, bytes]], first: ZipMember | None, outputs: Iterator[ZipMember], report: Callable[[], bytes]
-) -> Iterator[ZipMember]:
-    yield from log_members(texts)
-    if first is not None:
-        yield first
-        yield from outputs
-    yield ZipMember(REPORT, report())
 
 
 def _report(attempt: Attempt, outcome: Outcome, times: Times, kept: Mapping[str, KeptLog], collector: OutputCollector) -> bytes:

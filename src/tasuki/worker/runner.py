@@ -11,20 +11,20 @@ ends the processes; a worker without its keeper ends.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import errno
 import functools
 import logging
 import os
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import ExitStack, closing
 from pathlib import Path
 
-import msgspec
 from msgspec.structs import replace
 
 from tasuki.blobs.files import disk_full_as_error
 from tasuki.clocks import boot_time
+from tasuki.config import DISK_FLOOR_BYTES
 from tasuki.core.job import InputFile, Outcome, Progress
 from tasuki.errors import DiskFull, KeeperLost, TasukiError, Unavailable
 from tasuki.worker.attempt import (
@@ -37,6 +37,7 @@ from tasuki.worker.attempt import (
     judged,
     rules_of,
     stopped_outcome,
+    unless_stopped,
 )
 from tasuki.worker.commands import (
     NO_SECRETS,
@@ -54,32 +55,20 @@ from tasuki.worker.keeper.client import Keeper, KeptAttempt
 from tasuki.worker.keeper.keeper import LEASE_LOST_GRACE_S
 from tasuki.worker.keeper.linux import sweep
 from tasuki.worker.keeper.protocol import EndReason, Ready, Spawned, TreeEnded
-from tasuki.worker.logs import DEFAULT_CAPS, CappedLog, LogCaps, LogFollow, LogWatch, ProgressFile
-from tasuki.worker.redaction import RedactedLog, Redactor
+from tasuki.worker.logs import DEFAULT_CAPS, CappedLog, LogCaps, LogFollow, LogWatch, ProgressFile, ReadableLog
+from tasuki.worker.redaction import RedactedLog
 from tasuki.worker.results import Times, build_result, is_quick
 
 Fetch = Callable[[str, str, int, Path], Awaitable[None]]
 """`fetch(job_id, sha256, size_bytes, target)` writes an input of that job to the file `target`; the runner verifies it."""
 
-GRACE_S = 5.0
+GRACE_S = 5.0  # between TERM and KILL
 ARCHIVES_AT_ONCE = 2  # each holds up to two whole logs in memory, and more than the cores would not be faster
 _NO_INPUT = os.fsencode(os.devnull)
 # The system is short of something, the job is not to blame. EAGAIN: the limit of processes; ETIME: its lease was over already.
 _NOT_NOW = frozenset({errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.ETIME})
 
 logger = logging.getLogger(__name__)
-
-
-class RunLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """Limits of every run."""
-
-    grace_s: float = GRACE_S
-    """Between TERM and KILL."""
-    log_caps: LogCaps = DEFAULT_CAPS
-    """Kept parts of stdout and of stderr, each."""
-
-
-DEFAULT_LIMITS = RunLimits()
 
 
 class CommandRunner:
@@ -93,9 +82,9 @@ class CommandRunner:
         incarnation: str,
         fetch: Fetch,
         any_program_for: Callable[[], str | None] = lambda: None,
-        limits: RunLimits = DEFAULT_LIMITS,
-        floor_free_bytes: int | None = None,
-        keep: bool = False,
+        grace_s: float = GRACE_S,
+        log_caps: LogCaps = DEFAULT_CAPS,
+        floor_free_bytes: int = DISK_FLOOR_BYTES,
         keeper: Keeper | None = None,
         lease_deadline: Callable[[str], float | None] = lambda lease_id: None,
         on_keeper_lost: Callable[[KeeperLost], None] = lambda error: None,
@@ -107,15 +96,14 @@ class CommandRunner:
         on its own machine. `lease_deadline(lease_id)` returns the boot time at which the attempt must be over, None: never.
         Without a `keeper` one is forked at the first start. `folders` replaces a worker's run folders (agents)."""
         check_secrets(execs.values())
-        floor = {} if floor_free_bytes is None else {"floor_free_bytes": floor_free_bytes}
-        self.folders = folders or RunFolders(data, incarnation, **floor)
+        self.folders = folders or RunFolders(data, incarnation, floor_free_bytes=floor_free_bytes)
         self._execs = execs
         self._environment = base_environment()
         self._incarnation = incarnation
         self._fetch = fetch
         self._any_program_for = any_program_for
-        self._limits = limits
-        self._keep = keep
+        self._default_grace_s = grace_s
+        self._log_caps = log_caps
         self._keeper = keeper
         self._lease_deadline = lease_deadline
         self._on_keeper_lost = on_keeper_lost
@@ -141,7 +129,8 @@ class CommandRunner:
             folder = self.folders.create(attempt) if quick else await asyncio.to_thread(self.folders.create, attempt)
             if not await self._fetch_inputs(attempt, folder, stop):
                 return _not_begun(stop.result())
-            command = await self._command(exec_, attempt, folder)
+            secrets = await asyncio.to_thread(read_secrets, exec_) if exec_.env_from_file else NO_SECRETS
+            command = build_command(exec_, attempt, folder, self._environment, self._incarnation, secrets)
             return await self._run_command(attempt, exec_, command, folder, stop, on_started)
         except JobRefused as refusal:
             return RunResult(refusal.outcome())
@@ -158,12 +147,11 @@ class CommandRunner:
 
     def recycle(self, attempt: Attempt) -> bool:
         """Keep the attempt's folder for another attempt if that is simple (no thread needed); False: call `cleanup`."""
-        return not self._keep and self.folders.recycle(attempt)
+        return self.folders.recycle(attempt)
 
     async def cleanup(self, attempt: Attempt) -> None:
-        """Remove the attempt's folder, unless folders are kept for debugging."""
-        if not self._keep:
-            await asyncio.to_thread(_remove, self.folders.at(attempt).path)
+        """Remove the attempt's folder."""
+        await asyncio.to_thread(_remove, self.folders.at(attempt).path)
 
     async def sweep(self) -> list[Path]:
         """Kill the processes that dead workers of this data folder left, and remove their folders. For the worker's start."""
@@ -175,8 +163,7 @@ class CommandRunner:
     def _dispose(self, path: Path) -> None:
         if killed := sweep(path.name, path):
             logger.warning("killed %d processes that outlived their worker %s: %s", len(killed), path.name, killed)
-        if not self._keep:
-            _remove(path)
+        _remove(path)
 
     async def keeper_level(self) -> Ready:
         """Return how well the keeper can find the processes of a job on this system."""
@@ -206,8 +193,7 @@ class CommandRunner:
         if not self._prepared:
             self._prepared = True
             for exec_ in self._execs.values():
-                order = build_interpreter(exec_, environment=self._environment, incarnation=self._incarnation)
-                if order is not None:
+                if (order := build_interpreter(exec_, self._environment, self._incarnation)) is not None:
                     self._keeper.prepare(order)
         return self._keeper
 
@@ -227,16 +213,7 @@ class CommandRunner:
         blobs = [file for file in attempt.spec.files if file.data is None]
         if not blobs:
             return not stop.done()
-        fetching = asyncio.ensure_future(self._fetch_all(attempt.spec.job_id, blobs, folder))
-        try:
-            await first_of(fetching, stop)
-            if fetching.done():
-                fetching.result()
-        finally:
-            if not fetching.done():
-                fetching.cancel()
-                await asyncio.wait({fetching})
-        return not stop.done()
+        return await unless_stopped(self._fetch_all(attempt.spec.job_id, blobs, folder), stop) and not stop.done()
 
     async def _fetch_all(self, job_id: str, blobs: list[InputFile], folder: RunFolder) -> None:
         for file in blobs:
@@ -245,12 +222,6 @@ class CommandRunner:
             target = folder.inputs / file.name
             await self._fetch(job_id, file.sha256, file.size_bytes, target)
             await asyncio.to_thread(verify_input, target, file)
-
-    async def _command(self, exec_: Exec, attempt: Attempt, folder: RunFolder) -> Command:
-        secrets = await asyncio.to_thread(read_secrets, exec_) if exec_.env_from_file else NO_SECRETS
-        return build_command(
-            exec_, attempt, folder, environment=self._environment, incarnation=self._incarnation, secrets=secrets
-        )
 
     async def _run_command(
         self,
@@ -261,14 +232,17 @@ class CommandRunner:
         stop: asyncio.Future[StopReason],
         on_started: Callable[[], None],
     ) -> RunResult:
-        with contextlib.ExitStack() as opened:
+        with ExitStack() as opened:
             with disk_full_as_error(folder.name):
                 logs = self._open_log(folder, "stdout", opened), self._open_log(folder, "stderr", opened)
             redactor = command.secrets.redactor
-            self._follow_logs(attempt.lease_id, logs, redactor, opened)
+            redacted = [RedactedLog(log, redactor) for log in logs] if redactor else []
+            shown: Sequence[ReadableLog] = redacted or logs
+            opened.enter_context(self._log_follow.of(attempt.lease_id, {"stdout": shown[0], "stderr": shown[1]}))
+            for log in redacted:
+                opened.callback(log.end)
             tell = functools.partial(self._on_progress, attempt.lease_id)
-            progress = ProgressFile(f"{folder.name}/log/progress", tell, redactor.text)
-            opened.callback(progress.close)
+            progress = opened.enter_context(closing(ProgressFile(f"{folder.name}/log/progress", tell, redactor.text)))
             kept = self._start(command, attempt, folder)
             self._running[kept] = attempt.lease_id
             try:
@@ -293,23 +267,11 @@ class CommandRunner:
             times = Times(spawned.at + wall, ended.at + wall, ended.at - spawned.at)
             if outcome.error_code == StopReason.LEASE_LOST:  # no server would take the result
                 return RunResult(outcome)
-            build = functools.partial(build_result, attempt, outcome, folder, logs, exec_.output_rules, times, redactor)
+            build = functools.partial(build_result, attempt, outcome, folder, logs, exec_.outputs, times, redactor)
             return await self._archive(build, outcome, is_quick(folder, logs))
 
-    def _open_log(self, folder: RunFolder, name: str, opened: contextlib.ExitStack) -> CappedLog:
-        log = CappedLog(f"{folder.name}/log/{name}", self._limits.log_caps)
-        opened.callback(log.close)
-        return log
-
-    def _follow_logs(
-        self, lease_id: str, logs: tuple[CappedLog, CappedLog], redactor: Redactor, opened: contextlib.ExitStack
-    ) -> None:
-        """Let clients read the logs while the attempt lasts, with secrets masked."""
-        shown = [RedactedLog(log, redactor) for log in logs] if redactor else logs
-        opened.enter_context(self._log_follow.of(lease_id, dict(zip(("stdout", "stderr"), shown, strict=True))))
-        for log in shown:
-            if isinstance(log, RedactedLog):
-                opened.callback(log.end)
+    def _open_log(self, folder: RunFolder, name: str, opened: ExitStack) -> CappedLog:
+        return opened.enter_context(closing(CappedLog(f"{folder.name}/log/{name}", self._log_caps)))
 
     def _start(self, command: Command, attempt: Attempt, folder: RunFolder) -> KeptAttempt:
         keeper = self._started_keeper()
@@ -335,7 +297,7 @@ class CommandRunner:
         )
 
     def _grace_s(self, command: Command) -> float:
-        return self._limits.grace_s if command.stop_grace_s is None else command.stop_grace_s
+        return self._default_grace_s if command.stop_grace_s is None else command.stop_grace_s
 
     async def _started(self, command: Command, kept: KeptAttempt, stop: asyncio.Future[StopReason]) -> Spawned | None:
         """Wait for the start; None if a stop came first: a warm interpreter may itself have to be started."""

@@ -29,7 +29,7 @@ JOBS_MAX = 100  # named in the file; the number is of all
 logger = logging.getLogger("tasuki.worker")
 
 
-class RunningJob(msgspec.Struct, frozen=True, kw_only=True):
+class RunningJob(msgspec.Struct, frozen=True):
     """An attempt that runs, or whose end no server has answered yet."""
 
     job_id: str

@@ -15,13 +15,12 @@ import io
 import logging
 import time
 from pathlib import Path
-from typing import BinaryIO
 
 from tasuki.blobs.files import PartFile, disk_full_as_error
 from tasuki.core.job import BlobRef, check_sha256
 from tasuki.errors import Corrupt, Unavailable
 from tasuki.net.blob_transfer import BlobClient
-from tasuki.worker.attempt import StopReason, first_of
+from tasuki.worker.attempt import StopReason, first_of, unless_stopped
 
 INCOMING_FOLDER = "incoming"
 INCOMING_MAX_BYTES = 64 * 1024**3  # of inputs that were partly fetched, all together
@@ -44,7 +43,9 @@ class InputDownloads:
         """Write the whole blob, verified, to `target`, which is on the same file system."""
         path = self.folder / f"{check_sha256(ref.sha256)}.part"
         with disk_full_as_error(target):
-            part = await asyncio.to_thread(self._claim, path)
+            await asyncio.to_thread(self.folder.mkdir, mode=0o700, parents=True, exist_ok=True)
+            # The file becomes the job's input: it has the mode of that, less what the umask forbids.
+            part = await asyncio.to_thread(PartFile.claim, path, mode=0o666)
             if part is None:
                 with await asyncio.to_thread(target.open, "wb") as own:
                     await blobs.get(ref, job_id, own.write)
@@ -72,10 +73,6 @@ class InputDownloads:
         except (Corrupt, OSError):  # half a file is no help on a full disk
             part.discard()
             raise
-
-    def _claim(self, path: Path) -> PartFile | None:
-        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        return PartFile.claim(path, mode=0o666)  # the mode of the job's input, less what the umask forbids
 
     def sweep(self) -> None:
         """Remove the files that are too old, and the oldest of those that are too large together. For the worker's start."""
@@ -106,34 +103,20 @@ class WorkerTransfers:
         ref = BlobRef(sha256, size_bytes)
         if self._incoming is not None and size_bytes >= RESUMED_INPUT_MIN_BYTES:
             await self._incoming.fetch(self._blobs, ref, job_id, target)
-            return
-        file = await asyncio.to_thread(target.open, "wb")
-        with file:
-            await self._blobs.get(ref, job_id, file.write)
+        else:
+            with await asyncio.to_thread(target.open, "wb") as file:
+                await self._blobs.get(ref, job_id, file.write)
 
     async def upload(self, result: Path | bytes, ref: BlobRef, stop: asyncio.Future[StopReason]) -> None:
         """Upload a result. Waits for a server, and for room there; Unavailable if `stop` comes first."""
-        file = io.BytesIO(result) if isinstance(result, bytes) else await asyncio.to_thread(result.open, "rb")
-        with file:
-            await self._put(file, ref, stop)
-
-    async def _put(self, file: BinaryIO, ref: BlobRef, stop: asyncio.Future[StopReason]) -> None:
-        while True:
-            try:
-                return await self._put_until(stop, file, ref)
-            except Unavailable as error:
-                if stop.done():
-                    raise
-                logger.warning("a result of %d bytes waits: %s", ref.size_bytes, error.message)
-                await first_of(stop, timeout_s=UPLOAD_RETRY_S)
-
-    async def _put_until(self, stop: asyncio.Future[StopReason], file: BinaryIO, ref: BlobRef) -> None:
-        putting = asyncio.ensure_future(self._blobs.put(file, ref))
-        try:
-            await first_of(putting, stop)
-            if not putting.done():
-                raise Unavailable("the attempt was stopped before its result had arrived")
-            putting.result()
-        finally:
-            putting.cancel()
-            await asyncio.gather(putting, return_exceptions=True)  # it reads the file, which is closed next
+        with io.BytesIO(result) if isinstance(result, bytes) else await asyncio.to_thread(result.open, "rb") as file:
+            while True:
+                try:
+                    if await unless_stopped(self._blobs.put(file, ref), stop):
+                        return
+                    raise Unavailable("the attempt was stopped before its result had arrived")
+                except Unavailable as error:
+                    if stop.done():
+                        raise
+                    logger.warning("a result of %d bytes waits: %s", ref.size_bytes, error.message)
+                    await first_of(stop, timeout_s=UPLOAD_RETRY_S)

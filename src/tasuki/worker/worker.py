@@ -1,5 +1,8 @@
 """The worker: drives a `WorkerMachine` over a connection to a server, and runs commands, async handlers and plain functions.
 
+Leases are decided by the machine (`core/worker`). Commands go to the runner, `async def` handlers run in the event loop, plain
+functions in a child process; results are sent by `outbox.py`.
+
 worker = Worker("tcp://host:7000")
 
 @worker.handler("math.square")
@@ -19,6 +22,7 @@ import random
 import secrets
 import signal
 import socket
+import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from pathlib import Path
@@ -26,38 +30,34 @@ from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
 
 import msgspec
+from msgspec.structs import replace
 
 from tasuki.clocks import now
 from tasuki.config import data_folder, default_url, find_token
 from tasuki.core.address import parse_url
-from tasuki.core.job import OnDisconnect
+from tasuki.core.job import RESULT_INLINE_MAX_BYTES, BlobRef, JobSpec, OnDisconnect, Outcome
 from tasuki.core.lifecycle import HTTP_LEASE_TTL_S
 from tasuki.core.machine import Closed, Hangup, Opened, Received, Send, Ticked
-from tasuki.core.protocol import HeartbeatAnswer, Message, Welcome
+from tasuki.core.protocol import Ending, HeartbeatAnswer, Message, Welcome
 from tasuki.core.reconnect import Connect
 from tasuki.core.store_messages import Grant, Takes
 from tasuki.core.subject import check_pattern
 from tasuki.core.worker import events
 from tasuki.core.worker.machine import WorkerMachine
-from tasuki.errors import ConfigError, TasukiError
+from tasuki.errors import ConfigError, TasukiError, Unavailable
 from tasuki.event_loop import BackgroundTasks, loop_factory
 from tasuki.net import ServerConnection, client_tls
 from tasuki.version import __version__
 from tasuki.wire.compression import CODECS
-from tasuki.worker.attempt import (
-    Attempt,
-    RunResult,
-    StopReason,
-)
-from tasuki.worker.attempts import Attempts
+from tasuki.worker.attempt import Attempt, HandlerJob, RunResult, StopReason, worker_failure
 from tasuki.worker.credentials import CredentialFile, Rotation
 from tasuki.worker.execs import Exec
-from tasuki.worker.handlers import FunctionProcesses, Handlers
+from tasuki.worker.handlers import FunctionProcesses, Handler, Handlers
 from tasuki.worker.keeper.client import Keeper
 from tasuki.worker.logs import DEFAULT_CAPS, LogCaps, LogFollow
 from tasuki.worker.outbox import Outbox, OutboxFiles, OutboxRecord, RejectedResults
-from tasuki.worker.runner import CommandRunner, RunLimits
-from tasuki.worker.status import StatusFile
+from tasuki.worker.runner import CommandRunner
+from tasuki.worker.status import RunningJob, StatusFile
 from tasuki.worker.transfers import InputDownloads, WorkerTransfers
 
 TICK_S = 0.05
@@ -65,11 +65,32 @@ HARD_STOP_S = 15.0  # a second signal: how long killed jobs may take to be gone
 LOG_AGAIN_S = 60.0  # how often the reason of a missing connection is repeated in the log
 RECONNECT_GRACE_MAX_S = 3600.0  # the server waits no longer
 ASYNC_CONCURRENCY = 100
-AHEAD_PER_SLOT = 4
+AHEAD_PER_SLOT = 4  # commands that are requested beyond the slots while commands are short
 AHEAD_MAX = 32
 
 logger = logging.getLogger("tasuki.worker")
 Function = TypeVar("Function", bound=Callable[..., Any])
+_decode_spec = msgspec.msgpack.Decoder(JobSpec).decode
+
+
+class ActiveAttempt(msgspec.Struct):
+    """An attempt that runs here, or whose end no server has answered."""
+
+    attempt: Attempt
+    stop: asyncio.Future[StopReason] | None = None
+    """Stops it if it is a command or a plain function; the task of an async handler is canceled."""
+    task: asyncio.Task[None] | None = None
+    stopped: StopReason | None = None
+    ended_at: float = 0.0
+
+    def request_stop(self, reason: StopReason) -> None:
+        """Stop the attempt; its end is reported when nothing of it is left."""
+        self.stopped = reason
+        if self.stop is not None:
+            if not self.stop.done():
+                self.stop.set_result(reason)
+        elif self.task is not None:
+            self.task.cancel()
 
 
 class Worker:
@@ -116,16 +137,15 @@ class Worker:
         self._transfers = WorkerTransfers(self._connection.blobs, self._incoming)
         self._log_follow = LogFollow(self._send)
         self._log_caps = log_caps
-        self._outbox_files = (
-            OutboxFiles(self._folder, self.worker_id) if self._folder is not None and worker_id is not None else None
-        )
-        """Only where the next process can be given the same worker_id."""
-        self._status = (
-            None
-            if self._folder is None
-            else StatusFile(self._folder, self.worker_id, url or "", lasting=self._outbox_files is not None)
-        )
+        self._outbox_files: OutboxFiles | None = None
+        self._status: StatusFile | None = None
+        if self._folder is not None:
+            lasting = worker_id is not None  # the next process can be given the same worker_id
+            self._outbox_files = OutboxFiles(self._folder, self.worker_id) if lasting else None
+            self._status = StatusFile(self._folder, self.worker_id, url or "", lasting=lasting)
         self._tasks = BackgroundTasks()
+        self._active: dict[str, ActiveAttempt] = {}
+        self._cleaning = BackgroundTasks()  # of run folders; the next start removes what is left
         self._function_processes: FunctionProcesses | None = None
         self._keeper: Keeper | None = None
         self._flushing = False
@@ -181,14 +201,14 @@ class Worker:
         remote = any(not address.loopback for address in addresses)
         on_disconnect, grace_s, ttl_s = self._policy(over_http=all(address.http for address in addresses))
         only_async = bool(self._handlers) and not self._handlers.plain and not self._execs
-        capacity = capacity_of(self._concurrency, only_async=only_async)
+        capacity = self._concurrency or (ASYNC_CONCURRENCY if only_async else os.cpu_count() or 1)
         identity = events.WorkerIdentity(
             worker_id=self.worker_id,
             incarnation=self.incarnation,
             token=find_token(self._token_file) if self._token is None else self._token,
             patterns=self.patterns,
             capacity=capacity,
-            ahead=ahead_of(capacity) if self._execs or self._any_program else 0,
+            ahead=min(AHEAD_MAX, AHEAD_PER_SLOT * capacity) if self._execs or self._any_program else 0,
             on_disconnect=on_disconnect,
             reconnect_grace_s=grace_s,
             ttl_s=ttl_s,
@@ -230,7 +250,7 @@ class Worker:
             keeper=self._keeper,
             lease_deadline=self._machine.lease_deadline,
             on_keeper_lost=self.stop,
-            limits=RunLimits(log_caps=self._log_caps),
+            log_caps=self._log_caps,
             on_progress=self._machine.progressed,
             log_follow=self._log_follow,
         )
@@ -239,28 +259,20 @@ class Worker:
             await asyncio.to_thread(self._incoming.sweep)
         aside = None if self._folder is None else RejectedResults(self._folder)
         self._outbox = Outbox(self._transfers, self._outbox_files, aside, tell=self._apply, closing=self._done.done)
-        self._attempts = Attempts(
-            self._machine,
-            self._runner,
-            self._handlers,
-            self._function_processes,
-            self._outbox,
-            tell=self._apply,
-            ended=self._end,
-            give_up=self.stop,
-            as_reported=self._as_reported,
-        )
         if self._status is not None:
-            self._tasks.spawn(self._status.keep(self._attempts.running, lambda: self._machine.draining))
+            self._tasks.spawn(self._status.keep(self._running_jobs, lambda: self._machine.draining))
 
     async def _close(self) -> None:
         self._apply(events.Drain())  # attempts that were not started yet are given back, at no cost for their jobs
-        await self._attempts.stop_all(HARD_STOP_S)
+        for active in list(self._active.values()):
+            active.request_stop(StopReason.SHUTDOWN)
+        if tasks := [active.task for active in self._active.values() if active.task]:
+            await asyncio.wait(tasks, timeout=HARD_STOP_S)
         self._runner.kill_all()
         self._pump()
         for ending in self._machine.unreported:
-            self._attempts.save(ending)
-        await self._attempts.close()
+            self._outbox.save(self._record(ending))
+        await self._cleaning.close()
         await self._outbox.close()
         self._runner.close()
         await self._connection.close()
@@ -292,7 +304,7 @@ class Worker:
     def _signaled(self) -> None:
         self._signals += 1
         if self._signals == 1:
-            logger.info("draining: %d job(s) still run; a second signal stops them", len(self._attempts))
+            logger.info("draining: %d job(s) still run; a second signal stops them", len(self._active))
             self.drain()
         else:
             self.stop()
@@ -343,21 +355,22 @@ class Worker:
             case events.Run():
                 self._start(command.grant)
             case events.Forget():
-                self._attempts.forget(command)
+                self._forget(command)
             case Send():
                 self._send(command.message)
             case events.Tail():
                 self._log_follow.ask(command.question)
             case events.Stop():
-                self._attempts.stop(command.lease_id, StopReason(command.reason))
+                if (active := self._active.get(command.lease_id)) is not None:
+                    active.request_stop(StopReason(command.reason))
             case Connect():
                 self._connection.dial(command)
             case Hangup():
                 self._connection.hang_up(command.error)
             case events.Save():
-                self._attempts.save(command.ending)
+                self._outbox.save(self._record(command.ending))
             case events.KeepRejected():
-                self._attempts.set_aside(command)
+                self._outbox.set_aside(self._record(command.ending), command.reason)
             case events.Exit():
                 if command.error is not None:
                     self._connection.blobs.close(command.error)
@@ -374,7 +387,7 @@ class Worker:
 
     def _use(self, token: str) -> None:
         """Use this token from the next Hello on."""
-        self._machine.identity = msgspec.structs.replace(self._machine.identity, token=token)
+        self._machine.identity = replace(self._machine.identity, token=token)
 
     def _heard(self, event: Opened | Received | Closed) -> None:
         if self._rotation is not None:
@@ -409,16 +422,113 @@ class Worker:
     # ------------------------------------------------------------------------------------------------ attempts
 
     def _start(self, grant: Grant) -> None:
-        """Start an attempt; subclasses may change the grant."""
-        self._attempts.start(grant, self._wall)
+        """Start the attempt in a task of its own; subclasses may change the grant."""
+        spec = _decode_spec(grant.spec)
+        attempt = Attempt(spec=spec, lease_id=grant.lease_id, attempt=grant.attempt, submitter=grant.submitter)
+        active = self._active[grant.lease_id] = ActiveAttempt(attempt)
+        handler = None if spec.exec else self._handlers.find(spec.subject)
+        if handler is not None and handler.asynchronous:
+            # The machine is told without an event: this is the path of ten thousand jobs a second.
+            self._machine.handler_started(grant.lease_id, self._wall)
+            active.task = self._loop.create_task(self._run_async(active, handler))
+            return
+        stop = active.stop = self._loop.create_future()
+        run = self._run_command(active, stop) if spec.exec else self._run_plain(active, stop, handler, self._wall)
+        active.task = self._loop.create_task(run)
+        active.task.add_done_callback(functools.partial(self._report_failure, active))
+
+    async def _run_async(self, active: ActiveAttempt, handler: Handler) -> None:
+        await self._end_run(active, await handler.run(active.attempt, lambda: active.stopped))
+
+    async def _run_plain(
+        self, active: ActiveAttempt, stop: asyncio.Future[StopReason], handler: Handler | None, wall: float
+    ) -> None:
+        spec = active.attempt.spec
+        if handler is None or self._function_processes is None:
+            message = f"this worker has no handler for subject {spec.subject!r}"
+            self._end(active, Outcome(error_code="NO_HANDLER", message=message, permanent=True))
+            return
+        self._machine.handler_started(active.attempt.lease_id, wall)
+        job = HandlerJob(spec, active.attempt.attempt)
+        try:
+            outcome = await self._function_processes.run(handler.name, job, handler.limit_s(spec), stop)
+        except Unavailable as error:
+            # The process that forks the children is gone: no plain function can run here any more.
+            outcome = Outcome(error_code=error.code, message=error.message)
+            self.stop(error)
+        await self._end_run(active, outcome)
+
+    async def _run_command(self, active: ActiveAttempt, stop: asyncio.Future[StopReason]) -> None:
+        attempt = active.attempt
+        try:
+            result = await self._runner.run(attempt, stop, lambda: self._apply(events.Started(attempt.lease_id)))
+            result = await self._as_reported(attempt, result)
+        except Unavailable as error:  # nothing was started
+            logger.warning("job %s is given back: %s", attempt.spec.job_id, error.message)
+            self._active.pop(attempt.lease_id, None)
+            self._apply(events.AttemptReturned(attempt.lease_id))
+            await self._runner.cleanup(attempt)
+            return
+        await self._end_run(active, result.outcome, result.result_file)
 
     async def _as_reported(self, attempt: Attempt, result: RunResult) -> RunResult:
-        """Return the result as it is reported; subclasses may change it."""
+        """Return a command's result as it is reported; subclasses may change it."""
         return result
 
-    def _end(self, ended: events.AttemptEnded) -> None:
-        self._ended.append(ended)
+    async def _end_run(self, active: ActiveAttempt, outcome: Outcome, result: Path | bytes | None = None) -> None:
+        """Report the end; a large result is uploaded before."""
+        if outcome.result is not None and len(outcome.result) > RESULT_INLINE_MAX_BYTES and outcome.result_sha256 is not None:
+            result = outcome.result
+            outcome = replace(outcome, result=None, result_ref=BlobRef(outcome.result_sha256, len(result)))
+        if result is not None and outcome.result_ref is not None:
+            active.ended_at = time.time()
+            attempt, lease_id = active.attempt, active.attempt.lease_id
+            ending = Ending(attempt.spec.job_id, lease_id, attempt.attempt, outcome, self._started_at(lease_id))
+            record = OutboxRecord(ending, attempt.spec.subject, active.ended_at, result)
+            reported = await self._outbox.upload(record, active.stop or self._loop.create_future(), lambda: active.stopped)
+            if reported is None:
+                return
+            outcome = reported
+        self._end(active, outcome)
+
+    def _end(self, active: ActiveAttempt, outcome: Outcome) -> None:
+        """Report an end, together with the others of this turn of the loop."""
+        active.ended_at = active.ended_at or time.time()
+        self._ended.append(events.AttemptEnded(active.attempt.lease_id, outcome))
         self._pump_soon()
+
+    def _report_failure(self, active: ActiveAttempt, task: asyncio.Task[None]) -> None:
+        """Report an attempt whose task failed: without a report its lease would be renewed for ever."""
+        if not task.cancelled() and isinstance(error := task.exception(), Exception):
+            logger.error("job %s attempt %d", active.attempt.spec.job_id, active.attempt.attempt, exc_info=error)
+            self._end(active, worker_failure(error))
+
+    def _forget(self, command: events.Forget) -> None:
+        """Drop everything about the attempt, and recycle or remove its folder."""
+        self._outbox.forget(command.lease_id)
+        active = self._active.pop(command.lease_id, None)
+        if active is None or not active.attempt.spec.exec:
+            return
+        if command.fenced or not self._runner.recycle(active.attempt):
+            self._cleaning.spawn(self._cleanup(active.attempt, bool(command.fenced)))
+
+    async def _cleanup(self, attempt: Attempt, refused: bool) -> None:
+        if refused:
+            await self._outbox.written()  # its result may be in the folder until it is copied
+        await self._runner.cleanup(attempt)
+
+    def _record(self, ending: Ending) -> OutboxRecord:
+        active = self._active.get(ending.lease_id)
+        return OutboxRecord(ending) if active is None else OutboxRecord(ending, active.attempt.spec.subject, active.ended_at)
+
+    def _running_jobs(self) -> list[RunningJob]:
+        """Return the attempts as the status file shows them."""
+        attempts = [active.attempt for active in self._active.values()]
+        return [RunningJob(one.spec.job_id, one.attempt, one.spec.subject, self._started_at(one.lease_id)) for one in attempts]
+
+    def _started_at(self, lease_id: str) -> float | None:
+        held = self._machine.held.get(lease_id)
+        return held.started_at if held is not None else None
 
     def _any_program_for(self) -> str | None:
         """Return the submitter whose jobs may run any program: this process's user, and only where the socket proves it."""
@@ -434,11 +544,6 @@ class Worker:
 
 
 # ---------------------------------------------------------------------------------------------------- settings, checked
-
-
-def ahead_of(capacity: int) -> int:
-    """Return how many commands to request beyond the slots while commands are short."""
-    return min(AHEAD_MAX, AHEAD_PER_SLOT * capacity)
 
 
 def disconnect_policy(
@@ -460,17 +565,10 @@ def disconnect_policy(
 
 
 def check_slots(concurrency: int | None) -> int | None:
-    """Return the number of slots if it is valid; None means the default of `capacity_of`."""
+    """Return the number of slots if it is valid; None: one slot per core, or ASYNC_CONCURRENCY for async handlers alone."""
     if concurrency is not None and concurrency < 1:
         raise ConfigError(f"a worker needs at least one slot, got {concurrency}")
     return concurrency
-
-
-def capacity_of(concurrency: int | None, *, only_async: bool) -> int:
-    """Return how many attempts may run at once: the given number, else one per core, or more for async handlers."""
-    if concurrency is not None:
-        return concurrency
-    return ASYNC_CONCURRENCY if only_async else os.cpu_count() or 1
 
 
 def what_it_takes(handlers: bool, execs: bool, any_program: bool) -> Takes:

@@ -30,6 +30,11 @@ from tasuki.worker.keeper.keeper import keep
 from tasuki.worker.linux_calls import run_after_fork
 
 CLOSE_S = 5.0  # a keeper that takes longer to end was stopped, or waits for a process that is stuck in the kernel
+PREPARED_LOG = {
+    protocol.PythonStart.WARM: (logging.INFO, "exec %r: its interpreter is warm (imported in %s)"),
+    protocol.PythonStart.COLD: (logging.WARNING, "exec %r: each job starts an interpreter of its own (%s)"),
+    protocol.PythonStart.FAILED: (logging.ERROR, "exec %r: its jobs are refused, the import failed: %s"),
+}
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +65,7 @@ class Keeper:
         self._control = control
         self._numbers = itertools.count(1)
         self._kept: dict[int, KeptAttempt] = {}
-        self._socket: protocol.FrameSocket[protocol.Report] = protocol.FrameSocket(control, list[protocol.Report])
+        self._socket: protocol.KeeperStream[protocol.Report] = protocol.KeeperStream(control, list[protocol.Report])
         self._orders: list[protocol.Order] = []
         self._turning = False  # whether there was an order in this turn of the loop
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -209,7 +214,7 @@ class Keeper:
             case protocol.NotSpawned():
                 self._kept.pop(report.number).fail(_why_not(report))
             case protocol.Prepared():
-                _log_prepared(report)
+                logger.log(*PREPARED_LOG[report.warmth], report.name, report.detail)
             case protocol.TreeEnded():
                 _settle(self._kept.pop(report.number).ended, report)
             case protocol.Ready():
@@ -239,16 +244,6 @@ def _why_not(report: protocol.NotSpawned) -> Exception:
     if report.message:
         return PreloadFailed(f"the interpreter cannot be used: {report.message}; correct its modules, or the exec")
     return OSError(report.errno, os.strerror(report.errno))
-
-
-def _log_prepared(report: protocol.Prepared) -> None:
-    match report.warmth:
-        case protocol.PythonStart.WARM:
-            logger.info("exec %r: its interpreter is warm (imported in %s)", report.name, report.detail)
-        case protocol.PythonStart.COLD:
-            logger.warning("exec %r: each job starts an interpreter of its own (%s)", report.name, report.detail)
-        case protocol.PythonStart.FAILED:
-            logger.error("exec %r: its jobs are refused, the import failed: %s", report.name, report.detail)
 
 
 def _settle(future: asyncio.Future[Any], value: object) -> None:

@@ -94,7 +94,7 @@ class KeeperLoop:
         self._control = control
         self._system = system
         self._worker_pid = worker_pid
-        self._socket: protocol.FrameSocket[protocol.Order] = protocol.FrameSocket(control, list[protocol.Order])
+        self._socket: protocol.KeeperStream[protocol.Order] = protocol.KeeperStream(control, list[protocol.Order])
         self._jobs: dict[int, _KeptJob] = {}
         self._by_pid: dict[int, _KeptJob] = {}
         self._reports = system.reports

@@ -34,7 +34,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from tasuki.worker.keeper.cgroup import ControlGroup, JobGroup, NoCgroup, counter, kill_group_of
-from tasuki.worker.keeper.plain import ExitedProcess, PlainSystem, Usage
+from tasuki.worker.keeper.plain import ExitedProcess, PlainSystem, Usage, signal_group
 from tasuki.worker.keeper.preforked import WarmInterpreters, check_texts, start_process
 from tasuki.worker.keeper.protocol import EndReason, NotSpawned, Prepare, Ready, Spawn, Spawned
 from tasuki.worker.linux_calls import (
@@ -272,14 +272,14 @@ class LinuxSystem(PlainSystem):
             self._leaves[number].kill()
         frozen: set[int] = set()
         for _ in range(FREEZE_PASSES):
-            new = {seen.group for seen in self._members([number])[number]} - frozen
+            new = {seen.group for seen in self._members([number])[number]} - frozen - {os.getpgrp()}
             if not new:
                 break
             for group in new:
-                _signal_group(group, signal.SIGSTOP)
+                signal_group(group, signal.SIGSTOP)
             frozen |= new
         for group in frozen:
-            _signal_group(group, signal.SIGKILL)
+            signal_group(group, signal.SIGKILL)
 
     def forget(self, number: int) -> None:
         super().forget(number)
@@ -356,12 +356,6 @@ def _with_descendants(top: ProcessInfo, below: dict[int, list[ProcessInfo]]) -> 
         found += below.get(found[at].pid, ())
         at += 1
     return found
-
-
-def _signal_group(group: int, what: signal.Signals) -> None:
-    if group != os.getpgrp():
-        with contextlib.suppress(ProcessLookupError, PermissionError):  # it is gone, or has become another user
-            os.killpg(group, what)
 
 
 def _may_signal(pid: int) -> bool:

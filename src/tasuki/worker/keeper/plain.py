@@ -79,7 +79,10 @@ class PlainSystem:
     def spawn(self, order: Spawn) -> int | None:
         """Start the program in a session of its own and return its pid, or raise OSError. None: `begun` will have it."""
         os.chdir(order.cwd)
-        pid = _spawn(order) if order.limits == NO_LIMITS else _fork(order, rlimits_of(order.limits))
+        if order.limits == NO_LIMITS:
+            pid = spawn_session(order.program, order.argv, order.env, files_of(order))
+        else:
+            pid = _fork(order, rlimits_of(order.limits))
         self.leaders[pid] = order.number
         self._groups[order.number] = pid
         return pid
@@ -106,20 +109,16 @@ class PlainSystem:
 
     def terminate(self, number: int) -> None:
         """Send SIGTERM to all processes of the job, and SIGCONT: a stopped process would not receive it."""
-        self._signal_group(number, signal.SIGTERM)
-        self._signal_group(number, signal.SIGCONT)
+        signal_group(self._groups[number], signal.SIGTERM)
+        signal_group(self._groups[number], signal.SIGCONT)
 
     def kill(self, number: int) -> None:
         """Send SIGKILL to all processes of the job that are found now."""
-        self._signal_group(number, signal.SIGKILL)
+        signal_group(self._groups[number], signal.SIGKILL)
 
     def forget(self, number: int) -> None:
         """Drop a job that is over and has no process left."""
         self._groups.pop(number, None)
-
-    def _signal_group(self, number: int, what: signal.Signals) -> None:
-        with contextlib.suppress(ProcessLookupError, PermissionError):  # it is gone, or has become another user
-            os.killpg(self._groups[number], what)
 
     # ------------------------------------------------------------------------------------------------ limits
 
@@ -160,12 +159,13 @@ def files_of(order: Spawn) -> list[tuple[int, bytes, int]]:
     return [*files, (PROGRESS_DESCRIPTOR, order.progress, append)] if order.progress else files
 
 
-def _spawn(order: Spawn) -> int:
+def spawn_session(program: bytes, argv: tuple[bytes, ...], env: dict[bytes, bytes], files: list[tuple[int, bytes, int]]) -> int:
+    """Start a program in a session of its own with these files (number, path, flags), and return its pid."""
     return os.posix_spawn(
-        order.program,
-        order.argv,
-        order.env,
-        file_actions=[(os.POSIX_SPAWN_OPEN, number, path, flags, 0) for number, path, flags in files_of(order)],
+        program,
+        argv,
+        env,
+        file_actions=[(os.POSIX_SPAWN_OPEN, number, path, flags, 0) for number, path, flags in files],
         setsid=True,
         setsigmask=(),
         setsigdef=IGNORED_BY_PYTHON,
@@ -216,6 +216,11 @@ def _exec(order: Spawn, rlimits: list[tuple[int, int, int]], fail: int) -> NoRet
 
 def _at_most(value: int, hard: int) -> int:
     return value if hard == resource.RLIM_INFINITY else min(value, hard)
+
+
+def signal_group(group: int, what: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):  # it is gone, or has become another user
+        os.killpg(group, what)
 
 
 def _group_exists(group: int) -> bool:

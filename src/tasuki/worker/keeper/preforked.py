@@ -30,7 +30,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tasuki.worker import preforked
-from tasuki.worker.keeper.plain import IGNORED_BY_PYTHON, files_of, rlimits_of
+from tasuki.worker.keeper.plain import files_of, rlimits_of, spawn_session
 from tasuki.worker.keeper.protocol import (
     PROGRESS_DESCRIPTOR,
     READ_BYTES,
@@ -327,18 +327,8 @@ def start_process(order: Prepare, control: socket.socket) -> int:
     control.set_inheritable(True)
     words = ["-P", str(PROGRAM), SERVE, str(control.fileno()), str(PROGRESS_DESCRIPTOR), order.call, *order.modules]
     nothing = os.devnull.encode()
-    return os.posix_spawn(
-        order.program,
-        [order.program, *map(os.fsencode, words)],
-        order.env,
-        file_actions=[
-            (os.POSIX_SPAWN_OPEN, 0, nothing, os.O_RDONLY, 0),
-            (os.POSIX_SPAWN_OPEN, 1, nothing, os.O_WRONLY, 0),
-        ],
-        setsid=True,
-        setsigmask=(),
-        setsigdef=IGNORED_BY_PYTHON,
-    )
+    files = [(0, nothing, os.O_RDONLY), (1, nothing, os.O_WRONLY)]
+    return spawn_session(order.program, (order.program, *map(os.fsencode, words)), order.env, files)
 
 
 def _how(exit_code: int) -> str:

@@ -182,7 +182,7 @@ def frame(messages: Sequence[Order] | Sequence[Report]) -> bytes:
     return _LENGTH.pack(len(body)) + body
 
 
-class FrameSocket(Generic[MessageT]):
+class KeeperStream(Generic[MessageT]):
     """One end of the socket between worker and keeper, which never blocks. `kind` is as for `Frames`."""
 
     def __init__(self, control: socket.socket, kind: type[list[MessageT]]) -> None:
