@@ -17,6 +17,7 @@ from tasuki.worker.commands import build_command, build_interpreter
 from tasuki.worker.execs import Exec, load_execs, parse_exec_flag, parse_execs
 from tasuki.worker.folder import RunFolder
 from tasuki.worker.keeper.protocol import Limits
+from tasuki.worker.results import OutputRules
 from tests.worker.runs import attempt_of
 
 
@@ -116,7 +117,7 @@ def test_an_execs_file_is_read_whole(tmp_path: Path) -> None:
             env={"THREADS": "4"},
             allow_env=("SEED",),
             timeout_s=600,
-            outputs=("out/*.png",),
+            outputs=OutputRules(globs=("out/*.png",)),
             cwd="/srv",
         ),
         "list": Exec(name="list", argv=("ls", "one element")),

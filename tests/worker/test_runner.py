@@ -21,6 +21,7 @@ from tasuki.errors import DiskFull, Unavailable
 from tasuki.worker.attempt import Attempt, StopReason
 from tasuki.worker.keeper.client import Keeper, KeptAttempt
 from tasuki.worker.logs import LogCaps
+from tasuki.worker.results import OutputRules
 from tasuki.worker.runner import CommandRunner
 from tests.support.waiting import until_async
 from tests.worker.runs import (
@@ -546,7 +547,9 @@ def test_a_result_is_inline_up_to_the_limit_and_a_file_above(tmp_path: Path, ext
 
 
 def test_only_what_the_globs_of_the_exec_name_is_taken(tmp_path: Path) -> None:
-    tool = exec_of("sh", "-c", "touch out/a.csv out/b.tmp; mkdir out/d; touch out/d/c.csv", outputs=("out/*.csv",))
+    tool = exec_of(
+        "sh", "-c", "touch out/a.csv out/b.tmp; mkdir out/d; touch out/d/c.csv", outputs=OutputRules(globs=("out/*.csv",))
+    )
 
     result = run(runner_in(tmp_path, tool), attempt_of(exec="tool"))
 
