@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import BinaryIO
 
-from tasuki.blobs.zip.reader import Meter, ZipEntryInfo, ZipLimits, read_directory, unpack_entry
+from tasuki.blobs.zip.reader import ZipEntry, ZipLimits, ZipReader
 
 
-def check_zip(source: BinaryIO, limits: ZipLimits | None = None) -> list[ZipEntryInfo]:
+def check_zip(source: BinaryIO, limits: ZipLimits | None = None) -> list[ZipEntry]:
     """Unpack every entry, keep nothing, and return the entries in the order of the directory."""
-    limits = limits or ZipLimits()
-    meter = Meter(limits)
-    return [unpack_entry(source, entry, meter, lambda piece: None) for entry in read_directory(source, limits)]
+    archive = ZipReader(source, limits)
+    for entry in archive.entries:
+        archive.unpack(entry, lambda piece: None)
+    return archive.entries

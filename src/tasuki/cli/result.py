@@ -129,14 +129,13 @@ async def fetch(client: AsyncClient, ended: JobResult, path: Path) -> int:
 
 def copy_logs(source: BinaryIO, stdout: Callable[[bytes], Any], stderr: Callable[[bytes], Any]) -> None:
     """Pass the two logs in a result to their functions, in pieces."""
-    from tasuki.blobs.zip.reader import Meter, ZipLimits, read_directory, unpack_entry
+    from tasuki.blobs.zip.reader import ZipReader
 
-    limits = ZipLimits()
-    meter = Meter(limits)
+    archive = ZipReader(source)
     takers = {"stdout.log": stdout, "stderr.log": stderr}
-    for entry in read_directory(source, limits):
+    for entry in archive.entries:
         if entry.name in takers:
-            unpack_entry(source, entry, meter, takers[entry.name])
+            archive.unpack(entry, takers[entry.name])
 
 
 def copy_all(source: BinaryIO, write: Callable[[bytes], Any]) -> None:

@@ -18,7 +18,7 @@ from typing import Any, BinaryIO, Protocol, cast
 
 import msgspec
 
-from tasuki.blobs.zip.reader import Meter, ZipLimits, read_directory, unpack_entry
+from tasuki.blobs.zip.reader import ZipReader
 from tasuki.core.backoff import Backoff
 from tasuki.core.job import BlobRef, Outcome, State
 from tasuki.core.protocol import LOG_PIECE_MAX_BYTES, LOG_WAIT_MAX_S, JobResult, Welcome
@@ -356,17 +356,16 @@ class LogFollower:
 
 def unpack_log(path: Path, stream: str) -> tuple[BinaryIO, _CutLog]:
     """Return one log of a result, and its gap. The archive came from a worker, and nothing in it is trusted."""
-    limits = ZipLimits()
-    meter = Meter(limits)
     report = bytearray()
     kept = cast(BinaryIO, tempfile.SpooledTemporaryFile(SPOOL_BYTES))  # noqa: SIM115 - closed by the caller
     try:
         with path.open("rb") as source:
-            for entry in read_directory(source, limits):
+            archive = ZipReader(source)
+            for entry in archive.entries:
                 if entry.name == f"{stream}.log":
-                    unpack_entry(source, entry, meter, kept.write)
-                elif entry.name == "result.json" and entry.claimed_bytes <= REPORT_MAX_BYTES:
-                    unpack_entry(source, entry, meter, report.extend)
+                    archive.unpack(entry, kept.write)
+                elif entry.name == "result.json" and entry.size_bytes <= REPORT_MAX_BYTES:
+                    archive.unpack(entry, report.extend)
         return kept, _cut_of(bytes(report), stream, kept.seek(0, os.SEEK_END))
     except BaseException:
         kept.close()

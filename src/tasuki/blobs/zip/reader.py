@@ -1,10 +1,10 @@
 """Reading archives without trusting their headers. `writer.py` writes and extracts them.
 
 Theory of operation. `zipfile` is used only to list the central directory, and of its names only the raw ones: it turns
-`../../evil` into `evil` and cuts names at NUL. `read_directory` refuses every entry that is not a plain file or folder,
-and every two entries that share bytes. `unpack_entry` then inflates an entry by itself: bytes and ratio are counted as
-they come out, and the output must be exactly what the directory says. `ArchiveNames` accepts only names that mean the same file
-on every system, inside the folder that they go to.
+`../../evil` into `evil` and cuts names at NUL. `ZipReader` refuses every entry that is not a plain file or folder, and every two
+entries that share bytes. Its `unpack` then inflates an entry by itself: bytes and ratio are counted as they come out, and the
+output must be exactly what the directory says. `ArchiveNames` accepts only names that mean the same file on every system, inside
+the folder that they go to.
 """
 
 from __future__ import annotations
@@ -124,28 +124,18 @@ class ZipLimits(msgspec.Struct, frozen=True, kw_only=True):
     """Size up to which the ratio does not count: two whole logs (16 MiB each) of equal lines are no bomb."""
 
 
-class ZipEntryInfo(msgspec.Struct, frozen=True):
-    """One entry as it was found, not as its header says."""
+class ZipEntry(msgspec.Struct, frozen=True):
+    """One entry as the directory describes it. Name, kind and place are checked; size and CRC are claims until it is unpacked."""
 
     name: str
     """Relative, parts separated by `/`; a folder ends with `/`."""
-    is_folder: bool
-    size_bytes: int
-    packed_bytes: int
-    crc32: int
-
-
-class ListedEntry(msgspec.Struct, frozen=True):
-    """One entry as the directory describes it. Name, kind and place are checked; size and CRC are claims."""
-
-    name: str
     is_folder: bool
     is_deflated: bool
     header_start: int
     data_start: int
     packed_bytes: int
-    claimed_bytes: int
-    claimed_crc32: int
+    size_bytes: int
+    crc32: int
 
     @property
     def data_end(self) -> int:
@@ -178,8 +168,7 @@ class _Bounded:
         return self._source.tell()
 
 
-def read_directory(source: BinaryIO, limits: ZipLimits) -> list[ListedEntry]:
-    """List the archive, in the order of its directory, or refuse it. Nothing is unpacked yet."""
+def _read_directory(source: BinaryIO, limits: ZipLimits) -> list[ZipEntry]:
     try:
         # 64 KiB + 22 is what zipfile reads to find the end record, whatever the limit for the directory.
         archive = zipfile.ZipFile(_Bounded(source, max(limits.max_directory_bytes, 65_557)))
@@ -219,7 +208,7 @@ def _check_kind(info: zipfile.ZipInfo) -> None:
         raise InvalidInput(f"archive entry {shown!r} is a folder with contents")
 
 
-def _locate(source: BinaryIO, info: zipfile.ZipInfo, directory_start: int) -> ListedEntry:
+def _locate(source: BinaryIO, info: zipfile.ZipInfo, directory_start: int) -> ZipEntry:
     """Find the contents by the local header, which must agree with the directory."""
     name = info.orig_filename
     if not 0 <= info.header_offset <= directory_start - LOCAL_HEADER.size:
@@ -234,19 +223,19 @@ def _locate(source: BinaryIO, info: zipfile.ZipInfo, directory_start: int) -> Li
         raise InvalidInput(f"archive entry {name!r} has another name, or none, in its local header")
     if flags & _FLAGS_REFUSED or method != info.compress_type:
         raise InvalidInput(f"archive entry {name!r} is stored in another way in its local header")
-    return ListedEntry(
+    return ZipEntry(
         name=name,
         is_folder=name.endswith("/"),
         is_deflated=method == zipfile.ZIP_DEFLATED,
         header_start=info.header_offset,
         data_start=info.header_offset + LOCAL_HEADER.size + name_bytes + extra_bytes,
         packed_bytes=info.compress_size,
-        claimed_bytes=info.file_size,
-        claimed_crc32=info.CRC,
+        size_bytes=info.file_size,
+        crc32=info.CRC,
     )
 
 
-def _check_places(entries: list[ListedEntry], directory_start: int) -> None:
+def _check_places(entries: list[ZipEntry], directory_start: int) -> None:
     """Refuse two entries that share bytes: so a small archive would unpack to petabytes."""
     ordered = sorted(entries, key=lambda entry: entry.header_start)
     for entry, following in itertools.pairwise(ordered):
@@ -256,15 +245,40 @@ def _check_places(entries: list[ListedEntry], directory_start: int) -> None:
         raise InvalidInput(f"archive entry {ordered[-1].name!r} overlaps the archive's list of entries")
 
 
-class Meter:
-    """Counts the unpacked bytes of one archive, and stops at the limits."""
+class ZipReader:
+    """The entries of one archive, in the order of its directory, and their unpacking within limits.
 
-    def __init__(self, limits: ZipLimits) -> None:
-        self._limits = limits
+    Opening lists the archive, or refuses it, and unpacks nothing. `source` must be seekable.
+    """
+
+    def __init__(self, source: BinaryIO, limits: ZipLimits | None = None) -> None:
+        self._source = source
+        self._limits = limits or ZipLimits()
         self._total_bytes = 0
         self._total_packed_bytes = 0
+        self.entries = _read_directory(source, self._limits)
 
-    def count(self, name: str, entry_bytes: int, entry_packed_bytes: int) -> None:
+    def unpack(self, entry: ZipEntry, take: Callable[[bytes], object]) -> None:
+        """Unpack one entry into `take`; refuse it unless it is exactly what the directory says."""
+        size_bytes = crc32 = 0
+        for piece, used_bytes in (_inflated if entry.is_deflated else _stored)(self._source, entry):
+            size_bytes += len(piece)
+            self._check_limits(entry.name, size_bytes, used_bytes)
+            if size_bytes > entry.size_bytes:
+                break
+            crc32 = zlib.crc32(piece, crc32)
+            take(piece)
+        if size_bytes != entry.size_bytes:
+            more = " or more" if size_bytes > entry.size_bytes else ""
+            raise InvalidInput(
+                f"archive entry {entry.name!r} unpacks to {size_bytes} bytes{more}; its header says {entry.size_bytes}"
+            )
+        if crc32 != entry.crc32:
+            raise InvalidInput(f"archive entry {entry.name!r} has the CRC {crc32:08x}; its header says {entry.crc32:08x}")
+        self._total_bytes += size_bytes
+        self._total_packed_bytes += entry.packed_bytes
+
+    def _check_limits(self, name: str, entry_bytes: int, entry_packed_bytes: int) -> None:
         """Check the sums of the entry so far, before its newest piece is passed on."""
         limits = self._limits
         total_bytes = self._total_bytes + entry_bytes
@@ -280,33 +294,8 @@ class Meter:
                     f"past max_ratio = {limits.max_ratio:g}"
                 )
 
-    def finish_entry(self, entry_bytes: int, entry_packed_bytes: int) -> None:
-        self._total_bytes += entry_bytes
-        self._total_packed_bytes += entry_packed_bytes
 
-
-def unpack_entry(source: BinaryIO, entry: ListedEntry, meter: Meter, take: Callable[[bytes], object]) -> ZipEntryInfo:
-    """Unpack one entry into `take`; refuse it unless it is exactly what the directory says."""
-    size_bytes = crc32 = 0
-    for piece, used_bytes in _inflated(source, entry) if entry.is_deflated else _stored(source, entry):
-        size_bytes += len(piece)
-        meter.count(entry.name, size_bytes, used_bytes)
-        if size_bytes > entry.claimed_bytes:
-            break
-        crc32 = zlib.crc32(piece, crc32)
-        take(piece)
-    if size_bytes != entry.claimed_bytes:
-        more = " or more" if size_bytes > entry.claimed_bytes else ""
-        raise InvalidInput(
-            f"archive entry {entry.name!r} unpacks to {size_bytes} bytes{more}; its header says {entry.claimed_bytes}"
-        )
-    if crc32 != entry.claimed_crc32:
-        raise InvalidInput(f"archive entry {entry.name!r} has the CRC {crc32:08x}; its header says {entry.claimed_crc32:08x}")
-    meter.finish_entry(size_bytes, entry.packed_bytes)
-    return ZipEntryInfo(entry.name, entry.is_folder, size_bytes, entry.packed_bytes, crc32)
-
-
-def _stored(source: BinaryIO, entry: ListedEntry) -> Iterator[tuple[bytes, int]]:
+def _stored(source: BinaryIO, entry: ZipEntry) -> Iterator[tuple[bytes, int]]:
     """Yield (piece, packed bytes used so far), a piece being at most PIECE_BYTES."""
     source.seek(entry.data_start)
     used_bytes = 0
@@ -318,7 +307,7 @@ def _stored(source: BinaryIO, entry: ListedEntry) -> Iterator[tuple[bytes, int]]
         yield piece, used_bytes
 
 
-def _inflated(source: BinaryIO, entry: ListedEntry) -> Iterator[tuple[bytes, int]]:
+def _inflated(source: BinaryIO, entry: ZipEntry) -> Iterator[tuple[bytes, int]]:
     """Yield (piece, packed bytes used so far) of a deflated entry; no piece is larger than PIECE_BYTES."""
     inflater = zlib.decompressobj(-zlib.MAX_WBITS)
     pieces = _stored(source, entry)

@@ -21,17 +21,7 @@ from typing import BinaryIO, Protocol
 import msgspec
 
 from tasuki.blobs.files import disk_full_as_error
-from tasuki.blobs.zip.reader import (
-    LOCAL_HEADER,
-    LOCAL_SIGNATURE,
-    ArchiveNames,
-    ListedEntry,
-    Meter,
-    ZipEntryInfo,
-    ZipLimits,
-    read_directory,
-    unpack_entry,
-)
+from tasuki.blobs.zip.reader import LOCAL_HEADER, LOCAL_SIGNATURE, ArchiveNames, ZipEntry, ZipLimits, ZipReader
 from tasuki.errors import InvalidInput
 
 _CENTRAL = struct.Struct("<4s6H3I5H2I")
@@ -39,7 +29,6 @@ _END = struct.Struct("<4s4H2IH")
 _ZIP_VERSION, _UNIX, _DAY_ONE = 20, 3, 0x21  # 1980-01-01, as `write_zip` has it
 _REGULAR_FILE = (stat.S_IFREG | 0o644) << 16
 
-DEFAULT_LIMITS = ZipLimits()
 FIXED_TIME = (1980, 1, 1, 0, 0, 0)  # the oldest that ZIP knows: equal contents give equal bytes
 
 
@@ -130,7 +119,7 @@ def _write_member(archive: zipfile.ZipFile, member: ZipMember) -> None:
                     entry.write(piece)
 
 
-def extract_zip(source: BinaryIO, into: Path, limits: ZipLimits = DEFAULT_LIMITS) -> list[ZipEntryInfo]:
+def extract_zip(source: BinaryIO, into: Path, limits: ZipLimits | None = None) -> list[ZipEntry]:
     """Unpack into the new folder `into`: all of it or, whatever goes wrong, nothing.
 
     Modes, owners and times in the archive are ignored. Nothing is fsynced: the archive is what lasts.
@@ -139,15 +128,15 @@ def extract_zip(source: BinaryIO, into: Path, limits: ZipLimits = DEFAULT_LIMITS
     exists = InvalidInput(f"{str(into)!r} exists; an archive is extracted into a new folder")
     if os.path.lexists(into):
         raise exists
-    meter = Meter(limits)
-    listed = read_directory(source, limits)
+    archive = ZipReader(source, limits)
     with disk_full_as_error(into):
         # Private (0700) while it fills; the folder inside has the modes that the caller's umask asks for.
         private = Path(tempfile.mkdtemp(prefix=f".{into.name[:100]}-", dir=into.parent))
         try:
             new = private / "new"
             new.mkdir()
-            found = [_extract_entry(source, entry, meter, new / entry.name) for entry in listed]
+            for entry in archive.entries:
+                _extract_entry(archive, entry, new / entry.name)
             try:
                 new.rename(into)
             except OSError as error:
@@ -156,16 +145,17 @@ def extract_zip(source: BinaryIO, into: Path, limits: ZipLimits = DEFAULT_LIMITS
                 raise
         finally:
             shutil.rmtree(private)
-    return found
+    return archive.entries
 
 
-def _extract_entry(source: BinaryIO, entry: ListedEntry, meter: Meter, path: Path) -> ZipEntryInfo:
+def _extract_entry(archive: ZipReader, entry: ZipEntry, path: Path) -> None:
     if entry.is_folder:
         path.mkdir(parents=True, exist_ok=True)
-        return unpack_entry(source, entry, meter, lambda piece: None)
+        archive.unpack(entry, lambda piece: None)
+        return
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("xb") as target:
-        return unpack_entry(source, entry, meter, target.write)
+        archive.unpack(entry, target.write)
 
 
 def small_zip(members: Sequence[tuple[str, bytes]]) -> bytes:

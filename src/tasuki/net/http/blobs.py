@@ -59,14 +59,9 @@ class _BucketFailed(Exception):
         self.off = off
 
 
-class _HidePresignedUrls(logging.Filter):
-    """Keeps presigned URLs out of httpx's log, which has the URL of every request."""
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        return "X-Amz-Signature" not in record.getMessage()
-
-
-_hide_presigned_urls = _HidePresignedUrls()
+def _is_no_presigned_url(record: logging.LogRecord) -> bool:
+    """Keep presigned URLs out of httpx's log, which has the URL of every request."""
+    return "X-Amz-Signature" not in record.getMessage()
 
 
 class PresignedBlobs:
@@ -178,7 +173,7 @@ class PresignedBlobs:
 
     @asynccontextmanager
     async def _bucket(self) -> AsyncIterator[httpx.AsyncClient]:
-        logging.getLogger("httpx").addFilter(_hide_presigned_urls)
+        logging.getLogger("httpx").addFilter(_is_no_presigned_url)
         if self._tls is None:
             self._tls = await asyncio.get_running_loop().run_in_executor(None, _trusting, self._transport.tls)
         timeout = httpx.Timeout(SILENT_S, connect=CONNECT_S, pool=None)
