@@ -12,6 +12,7 @@ import pytest
 
 from tasuki.core.job import BlobRef, Outcome
 from tasuki.core.protocol import Ending
+from tasuki.worker import outbox
 from tasuki.worker.outbox import OutboxRecord, RejectedResults
 
 RESULT = b"PK\x03\x04 a zip, as far as anybody looks"
@@ -81,16 +82,20 @@ def aged(place: Path, age_s: float) -> None:
     os.utime(place, (at, at))
 
 
-def test_the_oldest_go_when_there_are_too_many(tmp_path: Path) -> None:
-    aside = RejectedResults(tmp_path, max_entries=2)
+def test_the_oldest_go_when_there_are_too_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(outbox, "REJECTED_MAX_ENTRIES", 2)
+    aside = RejectedResults(tmp_path)
     for age, job_id in ((30, "b-oldest"), (20, "a-middle")):
         aged(aside.keep(record(job_id), "too late"), age)
     aside.keep(record("c-newest"), "too late")
     assert names(tmp_path) == ["a-middle-2", "c-newest-2"]
 
 
-def test_the_oldest_go_when_they_are_too_large_together_but_never_the_newest(tmp_path: Path) -> None:
-    aside = RejectedResults(tmp_path, max_bytes=5_000)
+def test_the_oldest_go_when_they_are_too_large_together_but_never_the_newest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(outbox, "REJECTED_MAX_BYTES", 5_000)
+    aside = RejectedResults(tmp_path)
     aged(aside.keep(record("old", result=b"x" * 3_000), "too late"), 20)
     aged(aside.keep(record("new", result=b"x" * 3_000), "too late"), 10)
     assert names(tmp_path) == ["new-2"]
@@ -98,10 +103,11 @@ def test_the_oldest_go_when_they_are_too_large_together_but_never_the_newest(tmp
     assert names(tmp_path) == ["huge-2"]
 
 
-def test_what_is_too_old_goes_at_the_next_start(tmp_path: Path) -> None:
+def test_what_is_too_old_goes_at_the_next_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     aged(RejectedResults(tmp_path).keep(record("old"), "too late"), 100.0)
     RejectedResults(tmp_path).keep(record("new"), "too late")
-    RejectedResults(tmp_path, max_age_s=50.0).sweep()
+    monkeypatch.setattr(outbox, "REJECTED_MAX_AGE_S", 50.0)
+    RejectedResults(tmp_path).sweep()
     assert names(tmp_path) == ["new-2"]
 
 

@@ -111,7 +111,7 @@ def test_a_folder_that_was_left_as_it_was_serves_the_next_job_and_shows_nothing_
     runner = runner_in(tmp_path)
     first, second = shell("echo secret; echo secret >&2", job_id="first"), shell("ls -A . in out tmp", job_id="second")
     run(runner, first)
-    assert runner.recycle(first)
+    assert runner.folders.recycle(first)
     assert runner.folders.is_quick(second)
 
     result = run(runner, second)
@@ -141,7 +141,7 @@ def test_a_folder_that_a_job_has_changed_is_not_used_again(tmp_path: Path, trace
     attempt = shell(trace)
     assert run(runner, attempt).outcome.exit_code == 0
 
-    assert not runner.recycle(attempt)
+    assert not runner.folders.recycle(attempt)
     asyncio.run(runner.cleanup(attempt))
 
     assert not runner.folders.is_quick(attempt)
@@ -153,7 +153,7 @@ def test_spare_folders_go_with_their_worker(tmp_path: Path) -> None:
         runner = CommandRunner(tmp_path, {}, incarnation="short", fetch=no_fetch, any_program_for=lambda: OWNER)
         for job_id in ("a", "b"):
             await run_async(runner, shell("true", job_id=job_id))
-            assert runner.recycle(shell("true", job_id=job_id))
+            assert runner.folders.recycle(shell("true", job_id=job_id))
         runner.close()
 
     asyncio.run(scenario())

@@ -16,7 +16,7 @@ from tasuki.core.job import BlobRef
 from tasuki.errors import Corrupt, DiskFull, NotFound, TasukiError
 from tasuki.net.blob_transfer import BlobClient
 from tasuki.net.streams import FileSource
-from tasuki.worker.transfers import RESUMED_INPUT_MIN_BYTES, InputDownloads, WorkerTransfers
+from tasuki.worker.transfers import RESUMED_INPUT_MIN_BYTES, WorkerTransfers, sweep_incoming
 from tests.support.waiting import until
 
 CONTENT = os.urandom(64 * 1024) * (2 * RESUMED_INPUT_MIN_BYTES // (64 * 1024))
@@ -57,7 +57,7 @@ def line_to(server: Server) -> BlobClient:
 
 async def fetch(data: Path, server: Server, target: Path) -> None:
     async with asyncio.timeout(10):
-        await WorkerTransfers(line_to(server), InputDownloads(data)).fetch("job", REF.sha256, REF.size_bytes, target)
+        await WorkerTransfers(line_to(server), data).fetch("job", REF.sha256, REF.size_bytes, target)
 
 
 async def half_fetched(data: Path) -> None:
@@ -161,7 +161,7 @@ def test_two_attempts_that_need_the_same_blob_at_once_do_not_disturb_each_other(
 
 def test_a_small_input_goes_straight_to_its_place(tmp_path: Path) -> None:
     small = b"x" * (RESUMED_INPUT_MIN_BYTES - 1)
-    transfers = WorkerTransfers(line_to(Server(small)), InputDownloads(tmp_path))
+    transfers = WorkerTransfers(line_to(Server(small)), tmp_path)
     asyncio.run(transfers.fetch("job", hashlib.sha256(small).hexdigest(), len(small), tmp_path / "target"))
     assert (tmp_path / "target").read_bytes() == small
     assert parts(tmp_path) == []
@@ -207,14 +207,14 @@ def part_of(data: Path, name: str, *, size_bytes: int = 10, age_s: float = 0.0) 
 def test_a_start_removes_what_nobody_came_back_for(tmp_path: Path) -> None:
     part_of(tmp_path, "old", age_s=100.0)
     new = part_of(tmp_path, "new", age_s=10.0)
-    InputDownloads(tmp_path, max_age_s=50.0).sweep()
+    sweep_incoming(tmp_path, max_age_s=50.0)
     assert parts(tmp_path) == [new]
 
 
 def test_a_start_removes_the_oldest_of_what_is_too_much(tmp_path: Path) -> None:
     part_of(tmp_path, "older", size_bytes=60, age_s=20.0)
     new = part_of(tmp_path, "new", size_bytes=60, age_s=10.0)
-    InputDownloads(tmp_path, max_bytes=100).sweep()
+    sweep_incoming(tmp_path, max_bytes=100)
     assert parts(tmp_path) == [new]
 
 
@@ -222,5 +222,5 @@ def test_a_start_removes_nothing_that_another_worker_fetches_into(tmp_path: Path
     used = part_of(tmp_path, "used", age_s=100.0)
     with used.open("rb") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        InputDownloads(tmp_path, max_age_s=50.0).sweep()
+        sweep_incoming(tmp_path, max_age_s=50.0)
     assert parts(tmp_path) == [used]

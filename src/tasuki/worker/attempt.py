@@ -1,13 +1,8 @@
 """One attempt of a job: the types that all ways of running it share, and how its end becomes an `Outcome`.
 
-Touches no process and no file. Exit codes that are worth another attempt are decided here, by two rules of an exec or a job:
-
-    permanent_exit_codes    these are never retried
-    retry_exit_codes        only these are retried; every other exit code is permanent
-
-A job's rule about a code counts before its exec's. Without a rule every failure is retried. A program killed by signal n has the
-code 128 + n, as a shell shows it. Signals come from outside (no memory, an operator, a limit), so they stay retryable unless
-`permanent_exit_codes` has their code. A time limit, a cancel and a lost lease are no exits, whatever code the program ended with.
+Touches no process and no file. The rules of an exec and of a job about exit codes are applied here (docs/concepts.md, Exit codes
+of jobs). Signals come from outside (no memory, an operator, a limit), so they stay retryable unless `permanent_exit_codes` has
+their code, 128 + n. A time limit, a cancel and a lost lease are no exits, whatever code the program ended with.
 """
 
 from __future__ import annotations

@@ -121,7 +121,7 @@ class RunFolders:
         return bool(self._spares) and not attempt.spec.payload and not attempt.spec.files
 
     def recycle(self, attempt: Attempt) -> bool:
-        """Keep the attempt's folder as a spare if that is simple, and return whether; nothing may be running in it."""
+        """Make the attempt's folder a spare if that is simple (no thread needed), and return whether; nothing may run in it."""
         path = self.at(attempt).name
         if len(self._spares) >= SPARES_MAX or not _is_as_made(path):
             return False

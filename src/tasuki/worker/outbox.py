@@ -183,18 +183,8 @@ def _move(result: Path | bytes, target: Path) -> None:
 class RejectedResults:
     """The folder of results that were refused because another worker has the job now. Several workers may share it."""
 
-    def __init__(
-        self,
-        data: Path,
-        *,
-        max_bytes: int = REJECTED_MAX_BYTES,
-        max_entries: int = REJECTED_MAX_ENTRIES,
-        max_age_s: float = REJECTED_MAX_AGE_S,
-    ) -> None:
+    def __init__(self, data: Path) -> None:
         self.folder = data / REJECTED_FOLDER
-        self._max_bytes = max_bytes
-        self._max_entries = max_entries
-        self._max_age_s = max_age_s
 
     def keep(self, record: OutboxRecord, reason: str) -> Path:
         """Move or write the record's result to a folder of its own, and return that."""
@@ -217,10 +207,10 @@ class RejectedResults:
     def sweep(self) -> None:
         """Remove the oldest until the rest is within the limits. The newest stays, whatever its size."""
         total_bytes = 0
-        oldest_at = time.time() - self._max_age_s
+        oldest_at = time.time() - REJECTED_MAX_AGE_S
         for count, (at, path) in enumerate(sorted(self._entries(), reverse=True)):
             total_bytes += _size_of(path)
-            too_much = count >= self._max_entries or (count > 0 and total_bytes > self._max_bytes)
+            too_much = count >= REJECTED_MAX_ENTRIES or (count > 0 and total_bytes > REJECTED_MAX_BYTES)
             if too_much or at < oldest_at:
                 shutil.rmtree(path, ignore_errors=True)
 

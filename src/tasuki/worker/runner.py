@@ -145,10 +145,6 @@ class CommandRunner:
             logger.error("job %s: its run folder cannot be used: %s", attempt.spec.job_id, error)
             return RunResult(Outcome(error_code="RUN_FOLDER", message=f"the worker cannot use the job's run folder: {error}"))
 
-    def recycle(self, attempt: Attempt) -> bool:
-        """Keep the attempt's folder for another attempt if that is simple (no thread needed); False: call `cleanup`."""
-        return self.folders.recycle(attempt)
-
     async def cleanup(self, attempt: Attempt) -> None:
         """Remove the attempt's folder."""
         await asyncio.to_thread(_remove, self.folders.at(attempt).path)

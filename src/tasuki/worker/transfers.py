@@ -31,37 +31,43 @@ UPLOAD_RETRY_S = 2.0  # while the server has no room for a result
 logger = logging.getLogger("tasuki.worker")
 
 
-class InputDownloads:
-    """The folder of unfinished downloads, made when it is first needed."""
+class WorkerTransfers:
+    """Transfers on the worker's current connection; without one they wait. `data` keeps unfinished downloads."""
 
-    def __init__(self, data: Path, *, max_bytes: int = INCOMING_MAX_BYTES, max_age_s: float = INCOMING_MAX_AGE_S) -> None:
-        self.folder = data / INCOMING_FOLDER
-        self._max_bytes = max_bytes
-        self._max_age_s = max_age_s
+    def __init__(self, blobs: BlobClient, data: Path | None = None) -> None:
+        self._blobs = blobs
+        self._incoming = None if data is None else data / INCOMING_FOLDER
 
-    async def fetch(self, blobs: BlobClient, ref: BlobRef, job_id: str, target: Path) -> None:
-        """Write the whole blob, verified, to `target`, which is on the same file system."""
-        path = self.folder / f"{check_sha256(ref.sha256)}.part"
+    async def fetch(self, job_id: str, sha256: str, size_bytes: int, target: Path) -> None:
+        """Write an input of a leased job to `target`, which is on the same file system as the data folder."""
+        ref = BlobRef(sha256, size_bytes)
+        if self._incoming is None or size_bytes < RESUMED_INPUT_MIN_BYTES:
+            await self._fetch_whole(ref, job_id, target)
+            return
+        path = self._incoming / f"{check_sha256(sha256)}.part"
         with disk_full_as_error(target):
-            await asyncio.to_thread(self.folder.mkdir, mode=0o700, parents=True, exist_ok=True)
+            await asyncio.to_thread(self._incoming.mkdir, mode=0o700, parents=True, exist_ok=True)
             # The file becomes the job's input: it has the mode of that, less what the umask forbids.
             part = await asyncio.to_thread(PartFile.claim, path, mode=0o666)
             if part is None:
-                with await asyncio.to_thread(target.open, "wb") as own:
-                    await blobs.get(ref, job_id, own.write)
+                await self._fetch_whole(ref, job_id, target)
                 return
             with part:
-                await self._fill(part, blobs, ref, job_id)
+                await self._resume(part, ref, job_id)
                 await asyncio.to_thread(part.publish, target)
 
-    async def _fill(self, part: PartFile, blobs: BlobClient, ref: BlobRef, job_id: str) -> None:
+    async def _fetch_whole(self, ref: BlobRef, job_id: str, target: Path) -> None:
+        with await asyncio.to_thread(target.open, "wb") as file:
+            await self._blobs.get(ref, job_id, file.write)
+
+    async def _resume(self, part: PartFile, ref: BlobRef, job_id: str) -> None:
         digest = hashlib.sha256()
         offset = await asyncio.to_thread(part.read_into, digest.update, ref.size_bytes)
         if offset:
             logger.info("job %s: resumes an input of %d bytes at %d", job_id, ref.size_bytes, offset)
         try:
             try:
-                await blobs.get(ref, job_id, part.write, offset=offset, digest=digest)
+                await self._blobs.get(ref, job_id, part.write, offset=offset, digest=digest)
             except Corrupt:
                 if not offset:
                     raise
@@ -69,43 +75,10 @@ class InputDownloads:
                     "job %s: the stored part of input %s was damaged; it is fetched from its start", job_id, ref.sha256
                 )
                 await asyncio.to_thread(part.truncate)
-                await blobs.get(ref, job_id, part.write)
+                await self._blobs.get(ref, job_id, part.write)
         except (Corrupt, OSError):  # half a file is no help on a full disk
             part.discard()
             raise
-
-    def sweep(self) -> None:
-        """Remove the files that are too old, and the oldest of those that are too large together. For the worker's start."""
-        found = []
-        for part in self.folder.glob("*.part"):
-            with contextlib.suppress(FileNotFoundError):
-                status = part.stat()
-                found.append((status.st_mtime, status.st_size, part))
-        total_bytes = 0
-        oldest_at = time.time() - self._max_age_s
-        for at, size_bytes, part in sorted(found, reverse=True):
-            total_bytes += size_bytes
-            if at < oldest_at or total_bytes > self._max_bytes:
-                unused = PartFile.claim(part, create=False)
-                if unused is not None:
-                    unused.discard()
-
-
-class WorkerTransfers:
-    """Transfers on the worker's current connection; without one they wait. `incoming` keeps partial downloads."""
-
-    def __init__(self, blobs: BlobClient, incoming: InputDownloads | None = None) -> None:
-        self._blobs = blobs
-        self._incoming = incoming
-
-    async def fetch(self, job_id: str, sha256: str, size_bytes: int, target: Path) -> None:
-        """Write an input of a leased job to `target`."""
-        ref = BlobRef(sha256, size_bytes)
-        if self._incoming is not None and size_bytes >= RESUMED_INPUT_MIN_BYTES:
-            await self._incoming.fetch(self._blobs, ref, job_id, target)
-        else:
-            with await asyncio.to_thread(target.open, "wb") as file:
-                await self._blobs.get(ref, job_id, file.write)
 
     async def upload(self, result: Path | bytes, ref: BlobRef, stop: asyncio.Future[StopReason]) -> None:
         """Upload a result. Waits for a server, and for room there; Unavailable if `stop` comes first."""
@@ -120,3 +93,20 @@ class WorkerTransfers:
                         raise
                     logger.warning("a result of %d bytes waits: %s", ref.size_bytes, error.message)
                     await first_of(stop, timeout_s=UPLOAD_RETRY_S)
+
+
+def sweep_incoming(data: Path, *, max_bytes: int = INCOMING_MAX_BYTES, max_age_s: float = INCOMING_MAX_AGE_S) -> None:
+    """Remove unfinished downloads that are too old, and the oldest of those that are too large together."""
+    found = []
+    for part in (data / INCOMING_FOLDER).glob("*.part"):
+        with contextlib.suppress(FileNotFoundError):
+            status = part.stat()
+            found.append((status.st_mtime, status.st_size, part))
+    total_bytes = 0
+    oldest_at = time.time() - max_age_s
+    for at, size_bytes, part in sorted(found, reverse=True):
+        total_bytes += size_bytes
+        if at < oldest_at or total_bytes > max_bytes:
+            unused = PartFile.claim(part, create=False)
+            if unused is not None:
+                unused.discard()

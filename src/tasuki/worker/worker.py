@@ -58,7 +58,7 @@ from tasuki.worker.logs import DEFAULT_CAPS, LogCaps, LogFollow
 from tasuki.worker.outbox import Outbox, OutboxFiles, OutboxRecord, RejectedResults
 from tasuki.worker.runner import CommandRunner
 from tasuki.worker.status import RunningJob, StatusFile
-from tasuki.worker.transfers import InputDownloads, WorkerTransfers
+from tasuki.worker.transfers import WorkerTransfers, sweep_incoming
 
 TICK_S = 0.05
 HARD_STOP_S = 15.0  # a second signal: how long killed jobs may take to be gone
@@ -133,8 +133,7 @@ class Worker:
         self._handlers = Handlers()
         self._connection = ServerConnection(self._heard, client_tls(tls_ca), is_worker=True)
         self._folder = None if data is None else Path(data)
-        self._incoming = None if self._folder is None else InputDownloads(self._folder)
-        self._transfers = WorkerTransfers(self._connection.blobs, self._incoming)
+        self._transfers = WorkerTransfers(self._connection.blobs, self._folder)
         self._log_follow = LogFollow(self._send)
         self._log_caps = log_caps
         self._outbox_files: OutboxFiles | None = None
@@ -255,9 +254,10 @@ class Worker:
             log_follow=self._log_follow,
         )
         await self._runner.sweep()
-        if self._incoming is not None:
-            await asyncio.to_thread(self._incoming.sweep)
-        aside = None if self._folder is None else RejectedResults(self._folder)
+        aside = None
+        if self._folder is not None:
+            await asyncio.to_thread(sweep_incoming, self._folder)
+            aside = RejectedResults(self._folder)
         self._outbox = Outbox(self._transfers, self._outbox_files, aside, tell=self._apply, closing=self._done.done)
         if self._status is not None:
             self._tasks.spawn(self._status.keep(self._running_jobs, lambda: self._machine.draining))
@@ -509,7 +509,7 @@ class Worker:
         active = self._active.pop(command.lease_id, None)
         if active is None or not active.attempt.spec.exec:
             return
-        if command.fenced or not self._runner.recycle(active.attempt):
+        if command.fenced or not self._runner.folders.recycle(active.attempt):
             self._cleaning.spawn(self._cleanup(active.attempt, bool(command.fenced)))
 
     async def _cleanup(self, attempt: Attempt, refused: bool) -> None:

@@ -389,10 +389,6 @@ class WorkerMachine:
                 held.reported_start = True
                 self._started_due.append(held.claim)
 
-    def _runs(self, lease_id: str) -> bool:
-        held = self.held.get(lease_id)
-        return held is not None and held.ending is None
-
     def lease_deadline(self, lease_id: str) -> float | None:
         """Return when this attempt must be over if no later heartbeat is answered; None: it goes on without a lease too."""
         held = self.held.get(lease_id)
@@ -548,7 +544,8 @@ class WorkerMachine:
             self._released_due = []
         if self._started_due:
             # An attempt that has ended meanwhile reports its start in its ending.
-            if running := [claim for claim in self._started_due if self._runs(claim.lease_id)]:
+            running = [claim for claim in self._started_due if (held := self.held.get(claim.lease_id)) and held.ending is None]
+            if running:
                 commands.append(Send(conn, protocol.JobsStarted(running)))
             self._started_due = []
         if self._endings_due:

@@ -234,24 +234,21 @@ class KeeperLoop:
 
     def _stop(self, job: _KeptJob, reason: protocol.EndReason, grace_s: float, at: float) -> None:
         """Send TERM now and KILL after the grace. A later reason does not replace the first; it may only shorten the grace."""
+        number = job.order.number
         if job.phase is Phase.STARTING:
-            self._do_not_start(job, reason, grace_s)
+            if self._system.withdraw(number):
+                del self._jobs[number]
+                self._reports.append(protocol.NotSpawned(number, _errno_of(reason)))
+            else:
+                job.stop_with = job.stop_with or (reason, grace_s)
         if job.phase is Phase.RUNNING:
             job.phase, job.reason = Phase.STOPPING, reason
             if grace_s > 0:
-                self._system.terminate(job.order.number)
+                self._system.terminate(number)
         if job.phase is Phase.STOPPING:
             job.kill_at = min(job.kill_at, at + grace_s)
             if job.kill_at <= at:
                 self._kill(job, at)
-
-    def _do_not_start(self, job: _KeptJob, reason: protocol.EndReason, grace_s: float) -> None:
-        number = job.order.number
-        if self._system.withdraw(number):
-            del self._jobs[number]
-            self._reports.append(protocol.NotSpawned(number, _errno_of(reason)))
-        else:
-            job.stop_with = job.stop_with or (reason, grace_s)
 
     def _kill(self, job: _KeptJob, at: float) -> None:
         job.phase = Phase.KILLING

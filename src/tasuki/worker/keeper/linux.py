@@ -235,7 +235,8 @@ class LinuxSystem(PlainSystem):
             with contextlib.suppress(OSError):  # it has become another user (setuid)
                 tag = resource.prlimit(pid, RLIMIT_LOCKS)[0]
                 if tag >> TAG_BITS == self._tag >> TAG_BITS:
-                    return self._by_tag(tag)
+                    own = tag % (1 << TAG_BITS)
+                    return next((number for number in self._orders if number % (1 << TAG_BITS) == own), None)
         marks = [entry.removeprefix(MARK) for entry in environment_of(pid) if entry.startswith(MARK)]
         seen = look(pid)
         for number, order in self._orders.items():
@@ -245,10 +246,6 @@ class LinuxSystem(PlainSystem):
             if works_under(pid, order.folder):
                 return number
         return None if _may_signal(pid) else NOBODY
-
-    def _by_tag(self, tag: int) -> int | None:
-        wanted = tag % (1 << TAG_BITS)
-        return next((number for number in self._orders if number % (1 << TAG_BITS) == wanted), None)
 
     # ------------------------------------------------------------------------------------------------ signals
 

@@ -17,20 +17,7 @@ import signal
 from collections.abc import Iterable
 from typing import NamedTuple, NoReturn
 
-from tasuki.worker.keeper.protocol import (
-    NO_LIMITS,
-    PROGRESS_DESCRIPTOR,
-    EndReason,
-    Limits,
-    NotSpawned,
-    Prepare,
-    Prepared,
-    PythonStart,
-    Ready,
-    Report,
-    Spawn,
-    Spawned,
-)
+from tasuki.worker.keeper import protocol
 
 MB = 1024 * 1024
 CPU_GRACE_S = 5  # after SIGXCPU, before the kernel's SIGKILL
@@ -60,26 +47,26 @@ class PlainSystem:
         self.leaders: dict[int, int] = {}  # pid of the first process → number, until it is waited for
         self._groups: dict[int, int] = {}  # number → process group, until `forget`
         self.poll = select.poll()  # of the keeper, with the descriptors of warm interpreters
-        self.reports: list[Report] = []  # to be sent to the worker
-        self.begun: list[Spawned | NotSpawned] = []  # results of starts for which `spawn` returned None
+        self.reports: list[protocol.Report] = []  # to be sent to the worker
+        self.begun: list[protocol.Spawned | protocol.NotSpawned] = []  # results of starts for which `spawn` returned None
 
-    def ready(self) -> Ready:
-        return Ready("group", f"process groups only, what calls setsid is not found ({self._why})", "none")
+    def ready(self) -> protocol.Ready:
+        return protocol.Ready("group", f"process groups only, what calls setsid is not found ({self._why})", "none")
 
     # ------------------------------------------------------------------------------------------------ starting
 
-    def prepare(self, order: Prepare) -> None:
+    def prepare(self, order: protocol.Prepare) -> None:
         """Start the warm interpreter of an exec. There are none here: its jobs start as programs."""
-        self.reports.append(Prepared(order.name, PythonStart.COLD, self._why))
+        self.reports.append(protocol.Prepared(order.name, protocol.PythonStart.COLD, self._why))
 
     def withdraw(self, number: int) -> bool:
         """Cancel a start for which `spawn` returned None; False if it is too late, and `begun` will have it."""
         return False
 
-    def spawn(self, order: Spawn) -> int | None:
+    def spawn(self, order: protocol.Spawn) -> int | None:
         """Start the program in a session of its own and return its pid, or raise OSError. None: `begun` will have it."""
         os.chdir(order.cwd)
-        if order.limits == NO_LIMITS:
+        if order.limits == protocol.NO_LIMITS:
             pid = spawn_session(order.program, order.argv, order.env, files_of(order))
         else:
             pid = _fork(order, rlimits_of(order.limits))
@@ -126,7 +113,7 @@ class PlainSystem:
         """Return the usage of jobs with watched limits, by number."""
         return {}
 
-    def trouble(self, number: int, exit_code: int) -> tuple[EndReason | None, str]:
+    def trouble(self, number: int, exit_code: int) -> tuple[protocol.EndReason | None, str]:
         """Return the reason and detail of an end that the keeper did not cause, as far as more than the exit code is known."""
         return None, ""
 
@@ -137,7 +124,7 @@ class PlainSystem:
         """Release everything: the keeper ends."""
 
 
-def rlimits_of(limits: Limits) -> list[tuple[int, int, int]]:
+def rlimits_of(limits: protocol.Limits) -> list[tuple[int, int, int]]:
     """Return the limits that the kernel enforces for each process: (which, soft, hard)."""
     found: list[tuple[int, int, int]] = []
     if limits.cpu_seconds is not None:
@@ -152,11 +139,11 @@ def rlimits_of(limits: Limits) -> list[tuple[int, int, int]]:
     return found
 
 
-def files_of(order: Spawn) -> list[tuple[int, bytes, int]]:
+def files_of(order: protocol.Spawn) -> list[tuple[int, bytes, int]]:
     """Return the files of a job's descriptors: (number, path, flags)."""
     append = os.O_WRONLY | os.O_APPEND
     files = [(0, order.stdin, os.O_RDONLY), (1, order.stdout, append), (2, order.stderr, append)]
-    return [*files, (PROGRESS_DESCRIPTOR, order.progress, append)] if order.progress else files
+    return [*files, (protocol.PROGRESS_DESCRIPTOR, order.progress, append)] if order.progress else files
 
 
 def spawn_session(program: bytes, argv: tuple[bytes, ...], env: dict[bytes, bytes], files: list[tuple[int, bytes, int]]) -> int:
@@ -172,7 +159,7 @@ def spawn_session(program: bytes, argv: tuple[bytes, ...], env: dict[bytes, byte
     )
 
 
-def _fork(order: Spawn, rlimits: list[tuple[int, int, int]]) -> int:
+def _fork(order: protocol.Spawn, rlimits: list[tuple[int, int, int]]) -> int:
     """Start a program that has limits from its first instruction on, which `posix_spawn` cannot set."""
     failed, fail = os.pipe()
     try:
@@ -189,13 +176,13 @@ def _fork(order: Spawn, rlimits: list[tuple[int, int, int]]) -> int:
     return pid
 
 
-def _exec(order: Spawn, rlimits: list[tuple[int, int, int]], fail: int) -> NoReturn:
+def _exec(order: protocol.Spawn, rlimits: list[tuple[int, int, int]], fail: int) -> NoReturn:
     """Set the forked process up and exec the program."""
     try:
         os.setsid()
         for number in IGNORED_BY_PYTHON:
             signal.signal(number, signal.SIG_DFL)
-        fail = fcntl.fcntl(fail, fcntl.F_DUPFD_CLOEXEC, PROGRESS_DESCRIPTOR + 1)  # above the job's own descriptors
+        fail = fcntl.fcntl(fail, fcntl.F_DUPFD_CLOEXEC, protocol.PROGRESS_DESCRIPTOR + 1)  # above the job's own descriptors
         for descriptor, path, flags in files_of(order):
             opened = os.open(path, flags)
             if opened != descriptor:

@@ -30,18 +30,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tasuki.worker import preforked
+from tasuki.worker.keeper import protocol
 from tasuki.worker.keeper.plain import files_of, rlimits_of, spawn_session
-from tasuki.worker.keeper.protocol import (
-    PROGRESS_DESCRIPTOR,
-    READ_BYTES,
-    NotSpawned,
-    Prepare,
-    Prepared,
-    PythonStart,
-    Report,
-    Spawn,
-    Spawned,
-)
 from tasuki.worker.linux_calls import living, signal_checked
 from tasuki.worker.preforked import SERVE
 
@@ -65,7 +55,7 @@ class InterpreterState(enum.Enum):
 class _Interpreter:
     """The interpreter of one exec, over all its restarts."""
 
-    def __init__(self, order: Prepare) -> None:
+    def __init__(self, order: protocol.Prepare) -> None:
         self.order = order
         self.state = InterpreterState.FAILED
         self.failure = ""
@@ -93,10 +83,10 @@ class WarmInterpreters:
 
     def __init__(
         self,
-        start: Callable[[Prepare, socket.socket], int],
-        begun: Callable[[Spawned | NotSpawned], None],
+        start: Callable[[protocol.Prepare, socket.socket], int],
+        begun: Callable[[protocol.Spawned | protocol.NotSpawned], None],
         poll: select.poll,
-        reports: list[Report],
+        reports: list[protocol.Report],
     ) -> None:
         """`start` starts the process of an interpreter with its end of a socket, and returns the pid; `begun` receives the answer
         to each `ask`. Sockets are registered with `poll`, results of imports are added to `reports`."""
@@ -109,12 +99,12 @@ class WarmInterpreters:
 
     # ------------------------------------------------------------------------------------------------ requests
 
-    def prepare(self, order: Prepare) -> None:
+    def prepare(self, order: protocol.Prepare) -> None:
         """Start the interpreter of this exec."""
         self._by_name[order.name] = interpreter = _Interpreter(order)
         self._start(interpreter)
 
-    def ask(self, order: Spawn, *, tag: tuple[int, int] | None, leaf: Path | None) -> None:
+    def ask(self, order: protocol.Spawn, *, tag: tuple[int, int] | None, leaf: Path | None) -> None:
         """Have a job forked; `begun` receives the answer, at once or later."""
         interpreter = self._by_name.get(order.warm)
         if interpreter is None:
@@ -122,7 +112,7 @@ class WarmInterpreters:
         if interpreter.state is InterpreterState.FAILED and interpreter.age_s >= RETRY_S:
             self._start(interpreter)
         if interpreter.state is InterpreterState.FAILED:
-            self._begun(NotSpawned(order.number, 0, interpreter.failure))
+            self._begun(protocol.NotSpawned(order.number, 0, interpreter.failure))
             return
         interpreter.waiting[order.number] = _request(order, tag, leaf)
         self._send(interpreter)
@@ -159,9 +149,9 @@ class WarmInterpreters:
         interpreter.failure = why
         interpreter.enter(InterpreterState.FAILED)
         for number in interpreter.waiting:
-            self._begun(NotSpawned(number, 0, why))
+            self._begun(protocol.NotSpawned(number, 0, why))
         interpreter.waiting.clear()
-        self._reports.append(Prepared(interpreter.order.name, PythonStart.FAILED, why))
+        self._reports.append(protocol.Prepared(interpreter.order.name, protocol.PythonStart.FAILED, why))
 
     def _drop(self, interpreter: _Interpreter, why: str = "") -> None:
         """End the current process, and give back the requests that it has not answered."""
@@ -171,7 +161,7 @@ class WarmInterpreters:
         interpreter.unanswered_ends += bool(interpreter.asked)
         message = why if interpreter.unanswered_ends >= UNANSWERED_MAX else ""
         for number in interpreter.asked:
-            self._begun(NotSpawned(number, errno.EAGAIN, message))
+            self._begun(protocol.NotSpawned(number, errno.EAGAIN, message))
         interpreter.asked.clear()
 
     def _hang_up(self, interpreter: _Interpreter) -> None:
@@ -227,7 +217,7 @@ class WarmInterpreters:
     def _read(self, interpreter: _Interpreter) -> None:
         while interpreter.control is not None:
             try:
-                data = interpreter.control.recv(READ_BYTES)
+                data = interpreter.control.recv(protocol.READ_BYTES)
             except BlockingIOError:
                 return
             except ConnectionError:
@@ -249,7 +239,7 @@ class WarmInterpreters:
                 case ["ready", float(took_s)]:
                     interpreter.enter(InterpreterState.READY)
                     interpreter.ready_at = interpreter.since
-                    self._reports.append(Prepared(interpreter.order.name, PythonStart.WARM, f"{took_s:.2f} s"))
+                    self._reports.append(protocol.Prepared(interpreter.order.name, protocol.PythonStart.WARM, f"{took_s:.2f} s"))
                     self._send(interpreter)
                 case ["failed", str(why)]:
                     self._fail(interpreter, why)
@@ -259,10 +249,10 @@ class WarmInterpreters:
                     self.pids.pop(pid, None)
                     interpreter.asked.remove(number)
                     interpreter.unanswered_ends = 0
-                    self._begun(Spawned(number, pid))
+                    self._begun(protocol.Spawned(number, pid))
                 case ["refused", [int(number), int(error)]]:
                     interpreter.asked.remove(number)
-                    self._begun(NotSpawned(number, error))
+                    self._begun(protocol.NotSpawned(number, error))
                 case other:
                     raise ValueError(f"it sent {other!r}")
         except (ValueError, KeyError) as error:  # a module has written to the socket
@@ -300,13 +290,13 @@ class WarmInterpreters:
         self._poll.modify(interpreter.control, select.POLLIN | (select.POLLOUT if interpreter.unsent else 0))
 
 
-def check_texts(order: Spawn) -> None:
+def check_texts(order: protocol.Spawn) -> None:
     """Raise ValueError for texts that no program can be given, which functions do not get either."""
     if any(b"\0" in text for text in (*order.argv, *order.env, *order.env.values())):
         raise ValueError("an argument or a variable has a NUL character")
 
 
-def _request(order: Spawn, tag: tuple[int, int] | None, leaf: Path | None) -> bytes:
+def _request(order: protocol.Spawn, tag: tuple[int, int] | None, leaf: Path | None) -> bytes:
     request = {
         "number": order.number,
         "arguments": [os.fsdecode(argument) for argument in order.argv[CALL_AT + 1 :]],
@@ -322,10 +312,10 @@ def _request(order: Spawn, tag: tuple[int, int] | None, leaf: Path | None) -> by
     return _LENGTH.pack(len(body)) + body
 
 
-def start_process(order: Prepare, control: socket.socket) -> int:
+def start_process(order: protocol.Prepare, control: socket.socket) -> int:
     """Start an interpreter in a session of its own, with the worker's stderr, and return its pid."""
     control.set_inheritable(True)
-    words = ["-P", str(PROGRAM), SERVE, str(control.fileno()), str(PROGRESS_DESCRIPTOR), order.call, *order.modules]
+    words = ["-P", str(PROGRAM), SERVE, str(control.fileno()), str(protocol.PROGRESS_DESCRIPTOR), order.call, *order.modules]
     nothing = os.devnull.encode()
     files = [(0, nothing, os.O_RDONLY), (1, nothing, os.O_WRONLY)]
     return spawn_session(order.program, (order.program, *map(os.fsencode, words)), order.env, files)
