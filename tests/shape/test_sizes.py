@@ -16,6 +16,7 @@ LONG_FILES: dict[str, str] = {
     "client/aio.py": "the client and its handles of jobs: one state, shared with the machine it drives",
     "core/store_messages.py": "requests, answers and the table of verbs, which must agree",
     "core/worker/machine.py": "one machine, with its records of leases and slots",
+    "stores/redis/store.py": "each verb of the store: the arguments of its script and the decoder of its answer",
     "testing/harness.py": "one world for all tests of machines",
     "testing/harness_nodes.py": "the peers of that world",
     "testing/sim/ablations_store.py": "one entry for each safeguard of a store",

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -185,16 +186,17 @@ def test_a_migration_that_older_servers_can_live_with_runs_while_they_are_up(
     add_server(postgres, url, "server-old", schema_version=standalone.SCHEMA_VERSION)
     running = SqlStore.open_postgresql(url)
     monkeypatch.setattr(standalone, "SCHEMA_VERSION", standalone.SCHEMA_VERSION + 1)
-    done: list[str] = []
-    monkeypatch.setattr(standalone, "_plan", lambda connection: [] if done else ["0002_a_new_column"])
+    plan = [(SimpleNamespace(name="0002_a_new_column"), False)]
 
-    def add_a_column(connection: Any) -> list[str]:
-        with connection.cursor() as cursor:
-            cursor.execute("ALTER TABLE tasuki_jobrun ADD COLUMN a_new_column integer DEFAULT 0")
-        done.append("0002_a_new_column")
-        return done
+    class Executor:
+        def __init__(self, connection: Any) -> None:
+            self.connection = connection
 
-    monkeypatch.setattr(standalone, "_migrate", add_a_column)
+        def migrate(self, _targets: object, _plan: object) -> None:
+            with self.connection.cursor() as cursor:
+                cursor.execute("ALTER TABLE tasuki_jobrun ADD COLUMN a_new_column integer DEFAULT 0")
+
+    monkeypatch.setattr(standalone, "_plan", lambda connection: (Executor(connection), [], plan))
 
     assert standalone.migrate(alias) == ["0002_a_new_column"]
 

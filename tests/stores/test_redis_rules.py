@@ -13,7 +13,7 @@ from tasuki.core.job import JobSpec, Outcome, State
 from tasuki.core.lifecycle import TRANSITIONS, Event, after_failure, after_loss, is_late, skip_outcome, sources
 from tasuki.core.subject import matches
 from tasuki.stores.common import FairTurns
-from tasuki.stores.redis.scripts import outsiders_of, rules_script, script
+from tasuki.stores.redis.scripts import rules_script, script
 from tests.support.redis_service import RedisService
 
 HELD = st.sampled_from(sorted(sources(Event.RETRY)))
@@ -183,7 +183,7 @@ PATTERNS = st.tuples(st.lists(st.one_of(TOKENS, st.just("*")), max_size=3), st.s
 
 def whole(body: str) -> str:
     """The script up to where it would begin its turn, and something else instead."""
-    text = script("rules", outsiders_of("rules", JobSpec(job_id="")), 60)
+    text = script("rules", JobSpec(job_id=""), 60)
     return text[: text.index("-- One turn: all its verbs")] + body
 
 

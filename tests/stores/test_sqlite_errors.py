@@ -11,9 +11,8 @@ import pytest
 from tasuki.core.job import State
 from tasuki.core.store_messages import Filter
 from tasuki.errors import TasukiError, Unavailable
-from tasuki.stores.sql.read import SqlReader
 from tasuki.stores.sql.sqlite import SqliteDatabase, SqliteSession
-from tasuki.stores.sql.store import SqlStore
+from tasuki.stores.sql.store import SqlReader, SqlStore
 from tasuki.testing.clocks import FakeClock
 from tasuki.testing.store_stage import Stage
 from tests.support.sqlite_files import with_tables

@@ -68,7 +68,8 @@ class RedisCarrier:
         number = urlsplit(self.url).path.strip("/")
         with self.service.client() as raw:
             client: Any = raw
-            return sum(one["db"] == number for one in client.client_list())
+            own = str(client.client_id())
+            return sum(one["db"] == number and one["id"] != own for one in client.client_list())
 
 
 Carrier = PostgresCarrier | RedisCarrier

@@ -74,11 +74,9 @@ class Coordination(Protocol):
         written only when its version or incarnation is not the stored one. Also removes members that have been dead for
         FORGET_AFTER_S, a few at a time.
         """
-        ...
 
     def leave(self, member_id: str, incarnation: str) -> None:
         """Remove a member that ends. Does nothing if another incarnation has beaten since."""
-        ...
 
     # -- the leader's lock ----------------------------------------------------------------------------------------
     def acquire(self, scope: str, holder: str, ttl_s: float, floor: int) -> Locked | Busy:
@@ -86,7 +84,6 @@ class Coordination(Protocol):
 
         Its epoch is one more than the last of this scope, or than `floor`, the highest that the store knows, if that is higher.
         """
-        ...
 
     def renew(self, scope: str, holder: str, epoch: int, ttl_s: float) -> bool:
         """Extend the lock to ttl_s from now; False, and no change, if the holder does not hold it any more.
@@ -102,20 +99,16 @@ class Coordination(Protocol):
 
     def _set_expiry(self, scope: str, holder: str, epoch: int, ttl_s: float) -> bool:
         """Let a lock that is held end ttl_s from now; False, and no change, if the holder does not hold it any more."""
-        ...
 
     # -- workers that get no more work ----------------------------------------------------------------------------
     def set_detached(self, worker_id: str, detached: bool, *, actor: str, reason: str = "") -> bool:
         """Give a worker no more work, or give it work again. True if that changed anything; else actor and reason stay."""
-        ...
 
     def detached(self) -> frozenset[str]:
         """Return the worker_ids that get no more work."""
-        ...
 
     def close(self) -> None:
         """Close the connection. Call `leave` and `release` before: neither is implied."""
-        ...
 
 
 def check_ttl(ttl_s: float) -> None:

@@ -27,7 +27,7 @@ from tasuki.coords.coordination import (
     check_ttl,
 )
 from tasuki.core.election import LOCK_TTL_MAX_S, Busy, Locked
-from tasuki.errors import ConfigError, TasukiError, Unavailable
+from tasuki.errors import ConfigError, Unavailable
 
 if TYPE_CHECKING:
     import redis
@@ -102,15 +102,10 @@ class RedisCoordination(Coordination):
         except redis.RedisError as error:
             # The server may be a replica now, or answer later, when another answer is waited for.
             self._client.connection_pool.disconnect()
-            raise self._translate(error) from None
-
-    def _translate(self, error: redis.RedisError) -> TasukiError:
-        import redis
-
-        text = " ".join(str(error).split()) or type(error).__name__
-        if isinstance(error, redis.AuthenticationError) or any(word in text for word in _REFUSED):
-            return ConfigError(f"coordination: {self._where}: {text}; check user, password and rights")
-        return Unavailable(f"coordination: {self._where}: {text}")
+            text = " ".join(str(error).split()) or type(error).__name__
+            if isinstance(error, redis.AuthenticationError) or any(word in text for word in _REFUSED):
+                raise ConfigError(f"coordination: {self._where}: {text}; check user, password and rights") from None
+            raise Unavailable(f"coordination: {self._where}: {text}") from None
 
 
 _VERBS = ("beat", "leave", "acquire", "set_expiry")

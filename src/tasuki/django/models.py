@@ -26,9 +26,22 @@ from tasuki.core.lifecycle import LEASE_TTL_S
 from tasuki.django.fields import NameField, RowIdField, UnixTimeField
 
 
-class JobRun(models.Model):
+class Row(models.Model):
+    """A row of one of the tables below, shown to people by the format `shown`."""
+
+    shown = "{0.pk}"
+
+    class Meta:
+        abstract = True
+
+    def __str__(self) -> str:
+        return self.shown.format(self)
+
+
+class JobRun(Row):
     """One job (`core.job.Job`) with its current or latest attempt. The column names are part of the contract with users."""
 
+    shown = "{0.idempotency_key} ({0.state})"
     id = RowIdField(primary_key=True)
     """Row id, growing with the time of submission: the age by which leasing orders."""
     idempotency_key = NameField(max_length=128, unique=True)
@@ -135,13 +148,11 @@ class JobRun(models.Model):
     def job_id(self) -> str:
         return self.idempotency_key
 
-    def __str__(self) -> str:
-        return f"{self.idempotency_key} ({self.state})"
 
-
-class Incident(models.Model):
+class Incident(Row):
     """Something unusual that happened to a job. The ordinary life of a job has none."""
 
+    shown = "{0.kind}: {0.reason}"
     id = RowIdField(primary_key=True)
     # Without a constraint: only pruning deletes jobs, and deletes these too, so no job pays for the check.
     job = models.ForeignKey(JobRun, on_delete=models.CASCADE, related_name="incidents", db_constraint=False)
@@ -153,13 +164,11 @@ class Incident(models.Model):
     actor = NameField(max_length=255, db_default="")
     reason = models.TextField(db_default="")
 
-    def __str__(self) -> str:
-        return f"{self.kind}: {self.reason}"
 
-
-class JobBlob(models.Model):
+class JobBlob(Row):
     """Reference of a job to an input or result blob; written in the job's transaction, so that collection cannot come before."""
 
+    shown = "{0.role} {0.sha256}"
     id = RowIdField(primary_key=True)
     job = models.ForeignKey(JobRun, on_delete=models.CASCADE, related_name="blobs", db_constraint=False)
     sha256 = NameField(max_length=64)
@@ -168,11 +177,8 @@ class JobBlob(models.Model):
     class Meta:
         indexes = [models.Index(fields=["sha256"], name="tasuki_blob_sha256")]
 
-    def __str__(self) -> str:
-        return f"{self.role} {self.sha256}"
 
-
-class Blob(models.Model):
+class Blob(Row):
     """Bytes that are kept, or about to be. The row exists before the bytes are written and until they are deleted: there are
     never bytes without a row. References to them are in JobBlob.
 
@@ -180,6 +186,7 @@ class Blob(models.Model):
     gets the next generation, kept under another name. So a deleter that was frozen for an hour cannot delete bytes in use.
     """
 
+    shown = "{0.sha256} ({0.generation})"
     id = RowIdField(primary_key=True)
     sha256 = NameField(max_length=64)
     generation = models.IntegerField(db_default=0)
@@ -201,17 +208,15 @@ class Blob(models.Model):
             models.Index(fields=["touched_at"], condition=Q(condemned=1), name="tasuki_blob_condemned"),
         ]
 
-    def __str__(self) -> str:
-        return f"{self.sha256} ({self.generation})"
 
-
-class Counter(models.Model):
+class Counter(Row):
     """Number of jobs of a group by state; maintained with every transition, so that jobs need not be counted.
 
     The number is the sum over the shards. Each server adds to a shard of its own: on one row the transactions of all servers
     would queue up.
     """
 
+    shown = "{0.group} {0.state}: {0.n}"
     id = RowIdField(primary_key=True)
     group = NameField(max_length=255)
     state = NameField(max_length=12)
@@ -222,40 +227,34 @@ class Counter(models.Model):
     class Meta:
         constraints = [models.UniqueConstraint(fields=["group", "state", "shard"], name="tasuki_counter_key")]
 
-    def __str__(self) -> str:
-        return f"{self.group} {self.state}: {self.n}"
 
-
-class ScopeEpoch(models.Model):
+class ScopeEpoch(Row):
     """The highest epoch ever registered in a scope, and who holds it. Leader writes are checked against it."""
 
+    shown = "{0.scope}: {0.epoch} ({0.holder})"
     scope = NameField(max_length=64, primary_key=True)
     epoch = models.BigIntegerField()
     holder = NameField(max_length=255)
     taken_over_at = models.FloatField(null=True)
     """Lease-clock time of the takeover: a lease is renewed by one takeover, not by one after the other."""
 
-    def __str__(self) -> str:
-        return f"{self.scope}: {self.epoch} ({self.holder})"
 
-
-class ScopeLease(models.Model):
+class ScopeLease(Row):
     """The leader's lock on a scope, and its end. A row apart from ScopeEpoch: a leader's writes share-lock that one, and renewals
     would queue up behind them."""
 
+    shown = "{0.scope}: {0.holder} until {0.expires_at}"
     scope = NameField(max_length=64, primary_key=True)
     epoch = models.BigIntegerField()
     holder = NameField(max_length=255)
     expires_at = UnixTimeField()
     """Time on the database's clock."""
 
-    def __str__(self) -> str:
-        return f"{self.scope}: {self.holder} until {self.expires_at}"
 
-
-class Member(models.Model):
+class Member(Row):
     """A process that announces itself: a server, with its addresses and the workers connected to it."""
 
+    shown = "{0.kind} {0.member_id}"
     member_id = NameField(max_length=128, primary_key=True)
     kind = NameField(max_length=10)
     incarnation = NameField(max_length=64)
@@ -268,36 +267,30 @@ class Member(models.Model):
     info = models.BinaryField()
     """msgpack of facts for the other members."""
 
-    def __str__(self) -> str:
-        return f"{self.kind} {self.member_id}"
 
-
-class Detached(models.Model):
+class Detached(Row):
     """A worker that gets no more work."""
 
+    shown = "{0.worker_id}"
     worker_id = NameField(max_length=128, primary_key=True)
     at = UnixTimeField()
     actor = NameField(max_length=255, db_default="")
     reason = models.TextField(db_default="")
 
-    def __str__(self) -> str:
-        return self.worker_id
 
-
-class TurnMark(models.Model):
+class TurnMark(Row):
     """The last turn that each writer committed: it tells, after a connection broke in a commit, whether the turn is stored."""
 
+    shown = "{0.writer}: {0.turn}"
     writer = NameField(max_length=64, primary_key=True)
     turn = models.BigIntegerField()
     at = UnixTimeField()
 
-    def __str__(self) -> str:
-        return f"{self.writer}: {self.turn}"
 
-
-class Audit(models.Model):
+class Audit(Row):
     """One entry of the audit of tokens."""
 
+    shown = "{0.actor} {0.action} {0.target}"
     id = RowIdField(primary_key=True)
     at = UnixTimeField()
     actor = NameField(max_length=255)
@@ -306,24 +299,20 @@ class Audit(models.Model):
     target = NameField(max_length=255)
     detail = models.TextField(db_default="")
 
-    def __str__(self) -> str:
-        return f"{self.actor} {self.action} {self.target}"
 
-
-class Schema(models.Model):
+class Schema(Row):
     """The one row with the version of these tables and the oldest code that can work with them."""
 
+    shown = "version {0.version}, for code from {0.oldest_code} on"
     id = models.SmallIntegerField(primary_key=True, db_default=1)
     version = models.IntegerField()
     oldest_code = models.IntegerField()
 
-    def __str__(self) -> str:
-        return f"version {self.version}, for code from {self.oldest_code} on"
 
-
-class Token(models.Model):
+class Token(Row):
     """A token that grants access. Never the secret, only its sha256."""
 
+    shown = "{0.token_id} ({0.kind})"
     id = RowIdField(primary_key=True)
     token_id = NameField(max_length=64, unique=True)
     kind = NameField(max_length=10)
@@ -338,6 +327,3 @@ class Token(models.Model):
     revoked_by = NameField(max_length=255, db_default="")
     worker_id = NameField(max_length=64, db_default="")
     """The only worker that may use the token; empty: any."""
-
-    def __str__(self) -> str:
-        return f"{self.token_id} ({self.kind})"

@@ -20,6 +20,7 @@ from tasuki.errors import ConfigError
 
 if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper
+    from django.db.migrations.executor import MigrationExecutor
     from django.db.migrations.migration import Migration
 
 BUSY_TIMEOUT_S = 5.0
@@ -42,10 +43,9 @@ def configure(path: Path | None = None) -> None:
 
     with _lock:
         if not settings.configured:
-            default = sqlite_settings(path) if path is not None else {}
             settings.configure(
                 INSTALLED_APPS=["tasuki.django"],
-                DATABASES={"default": default} if default else {},
+                DATABASES={"default": sqlite_settings(path)} if path is not None else {},
                 USE_TZ=True,
                 DEFAULT_AUTO_FIELD="tasuki.django.fields.RowIdField",
             )
@@ -77,18 +77,15 @@ def register(path: Path) -> str:
 
 
 def register_postgresql(parameters: Mapping[str, Any]) -> str:
-    """Make a PostgreSQL, given by libpq's parameters, known to Django, and return an alias for this one caller."""
-    return _add(f"tasuki:postgresql:{next(_numbers)}", postgresql_settings(parameters))
-
-
-def postgresql_settings(parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the entry of Django's DATABASES. All parameters go to libpq as they are, so that passfile and service work."""
-    return {
+    """Make a PostgreSQL known to Django, and return an alias for this one caller. All parameters go to libpq as they are, so that
+    passfile and service work."""
+    settings = {
         "ENGINE": "django.db.backends.postgresql",
         "NAME": parameters.get("dbname", ""),
         "CONN_MAX_AGE": None,
         "OPTIONS": {**parameters, "prepare_threshold": 5},
     }
+    return _add(f"tasuki:postgresql:{next(_numbers)}", settings)
 
 
 def _add(alias: str, settings: dict[str, Any]) -> str:
@@ -117,34 +114,28 @@ def migrate(alias: str = "default") -> list[str]:
 
     connection = connections[alias]
     _check_code(connection)
-    if not _plan(connection) and _has_version(connection):
+    current = "SELECT 1 FROM tasuki_schema WHERE version >= %s"
+    if not _plan(connection)[2] and _select(connection, "tasuki_schema", current, (SCHEMA_VERSION,)):
         return []
     with _alone(connection):
         _check_code(connection)
-        if connection.vendor == "postgresql" and _plan(connection):
+        executor, targets, plan = _plan(connection)
+        if plan and connection.vendor == "postgresql":
             _check_servers(connection)
-        applied = _migrate(connection)
+        if plan:
+            # Straight from the executor: 30 ms; the `migrate` command with its signals takes 300.
+            executor.migrate(targets, plan)
         _write_version(connection)
-        return applied
+        return [migration.name for migration, _backwards in plan]
 
 
-def _plan(connection: BaseDatabaseWrapper) -> list[tuple[Migration, bool]]:
-    from django.db.migrations.executor import MigrationExecutor
-
-    executor = MigrationExecutor(connection)
-    return executor.migration_plan(executor.loader.graph.leaf_nodes("tasuki"))
-
-
-def _migrate(connection: BaseDatabaseWrapper) -> list[str]:
-    """Apply the app's own migrations straight from the executor: 30 ms; the `migrate` command with its signals takes 300."""
+def _plan(connection: BaseDatabaseWrapper) -> tuple[MigrationExecutor, list[tuple[str, str]], list[tuple[Migration, bool]]]:
+    """Return Django's executor, the last migrations of the app, and the plan to get there."""
     from django.db.migrations.executor import MigrationExecutor
 
     executor = MigrationExecutor(connection)
     targets = executor.loader.graph.leaf_nodes("tasuki")
-    plan = executor.migration_plan(targets)
-    if plan:
-        executor.migrate(targets, plan)
-    return [migration.name for migration, _backwards in plan]
+    return executor, targets, executor.migration_plan(targets)
 
 
 @contextmanager
@@ -182,14 +173,13 @@ def _check_code(connection: BaseDatabaseWrapper) -> None:
             )
 
 
-def _check_servers(connection: BaseDatabaseWrapper, oldest_code: int | None = None) -> None:
+def _check_servers(connection: BaseDatabaseWrapper) -> None:
     """ConfigError if a live server could not work with the tables after the migration."""
-    oldest_code = OLDEST_CODE if oldest_code is None else oldest_code
     statement = (
         "SELECT member_id, schema_version FROM tasuki_member WHERE kind = 'server' AND schema_version < %s"
         " AND beat_at > extract(epoch FROM clock_timestamp()) - %s ORDER BY member_id"
     )
-    found = _select(connection, "tasuki_member", statement, (oldest_code, MEMBER_ALIVE_S))
+    found = _select(connection, "tasuki_member", statement, (OLDEST_CODE, MEMBER_ALIVE_S))
     if found:
         servers = ", ".join(f"{member_id} (version {version})" for member_id, version in found)
         raise ConfigError(
@@ -206,10 +196,6 @@ def _write_version(connection: BaseDatabaseWrapper) -> None:
             " WHERE tasuki_schema.version < excluded.version",
             (SCHEMA_VERSION, OLDEST_CODE),
         )
-
-
-def _has_version(connection: BaseDatabaseWrapper) -> bool:
-    return bool(_select(connection, "tasuki_schema", "SELECT 1 FROM tasuki_schema WHERE version >= %s", (SCHEMA_VERSION,)))
 
 
 def _select(

@@ -88,8 +88,8 @@ def _open_sqlite(folder: DataFolder, fault: Callable[[str], None]) -> Store:
 
 
 def _open_sqlite_reader(folder: DataFolder) -> Reader:
-    from tasuki.stores.sql.read import SqlReader
     from tasuki.stores.sql.sqlite import SqliteReadOnly
+    from tasuki.stores.sql.store import SqlReader
 
     return SqlReader(SqliteReadOnly(folder.database))
 
@@ -97,7 +97,7 @@ def _open_sqlite_reader(folder: DataFolder) -> Reader:
 def open_postgresql_reader(url: str) -> Reader:
     """Open a read-only connection."""
     from tasuki.stores.sql.postgres import PostgresReadOnly, connection_parameters
-    from tasuki.stores.sql.read import SqlReader
+    from tasuki.stores.sql.store import SqlReader
 
     return SqlReader(PostgresReadOnly(connection_parameters(url)))
 

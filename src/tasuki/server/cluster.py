@@ -83,7 +83,7 @@ class Cluster:
     def __init__(
         self,
         open_coordination: Callable[[], Coordination],
-        wakeups: Wakeups,
+        wakeups: Wakeups[Any],
         *,
         incarnation: str,
         schema_version: int,

@@ -116,7 +116,10 @@ class StoreThread:
     def _run(self) -> None:
         try:
             store = self._open()
-            epoch = 0 if Feature.SHARED in store.features else self._lead(store)
+            epoch = 0
+            if Feature.SHARED not in store.features:  # its only user leads it
+                epoch = store.epoch()[0] + 1
+                store.take_over(self._holder, epoch)
         except BaseException as error:  # noqa: BLE001 - raised again where `open` waits
             self._opened.put(error)
             return
@@ -126,12 +129,6 @@ class StoreThread:
                 self._deliver(turn, self._attempt(store, turn))
         finally:
             store.close()
-
-    def _lead(self, store: Store) -> int:
-        """Register a new epoch for the only user of the store, who leads it."""
-        epoch = store.epoch()[0] + 1
-        store.take_over(self._holder, epoch)
-        return epoch
 
     def _attempt(self, store: Store, turn: Turn) -> Answers | TasukiError:
         try:

@@ -109,6 +109,13 @@ def fenced_reason(report: Report, attempt: int, state: str) -> str:
     return f"attempt {report.attempt} of worker {report.worker_id} does not hold the lease; attempt {attempt} is {state}"
 
 
+def report_identity(report: Report, verb: str) -> tuple[str | int | None, ...]:
+    """Return the fields by which a repeat of this report is recognized. Not the message: a program's log tail often differs."""
+    outcome = report.outcome
+    shown = (verb, report.worker_id, report.lease_id, report.attempt)
+    return (*shown, outcome.exit_code, outcome.error_code, outcome.result_sha256)
+
+
 def requeue_reason(state: str, outcome: Outcome | None, reason: str) -> str:
     """Return the reason of the incident `requeued`, with the outcome that is about to be replaced."""
     was = f"was {state}"
@@ -181,11 +188,8 @@ class FairTurns:
             # A group that got one item more than others comes after them for the next one, in this call and in the next.
             live = sorted(still_live, key=dealt.__getitem__)
         for group in sorted(filter(dealt.get, dealt), key=dealt.__getitem__):
-            self._mark(group)
+            self._served.pop(group, None)
+            self._served[group] = None
+            if len(self._served) > REMEMBERED_GROUPS_MAX:
+                del self._served[next(iter(self._served))]
         return taken
-
-    def _mark(self, group: str) -> None:
-        self._served.pop(group, None)
-        self._served[group] = None
-        if len(self._served) > REMEMBERED_GROUPS_MAX:
-            del self._served[next(iter(self._served))]

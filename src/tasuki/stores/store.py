@@ -52,17 +52,18 @@ from tasuki.core.store_messages import (
 )
 from tasuki.errors import Conflict
 
+Answered = Submitted | Conflict | MissingBlobs
+"""Answer to one submission."""
+
 
 class Clock(Protocol):
     """The two clocks of a store, in seconds."""
 
     def lease(self) -> float:
         """Return the time of the lease clock, which counts on while the machine sleeps; for SQLite the owner's CLOCK_BOOTTIME."""
-        ...
 
     def wall(self) -> float:
         """Return the Unix time."""
-        ...
 
 
 class Feature(enum.StrEnum):
@@ -86,16 +87,12 @@ class Store(Protocol):
 
         Not `lasting`: a power cut may undo it, together with everything after it. For facts that nobody was promised.
         """
-        ...
 
     def close(self) -> None:
         """Release all resources; a SQLite file is free for another owner afterwards."""
-        ...
 
     # -- submitters -----------------------------------------------------------------------------------------------
-    def submit(
-        self, submissions: Sequence[Submission], *, on_failed: str = "return"
-    ) -> list[Submitted | Conflict | MissingBlobs]:
+    def submit(self, submissions: Sequence[Submission], *, on_failed: str = "return") -> list[Answered]:
         """Store new jobs. Same id and body: the existing job. Same id, other body: Conflict. Also between items of one batch.
         Every new job is younger than all jobs stored before it, also than those before it in the batch.
 
@@ -107,11 +104,9 @@ class Store(Protocol):
         With on_failed="rerun" a job of the same submitter that ended other than SUCCEEDED is set going again: generation + 1,
         budgets reset.
         """
-        ...
 
     def cancel(self, job_ids: Sequence[str], *, actor: str, reason: str = "") -> list[Canceled]:
         """Cancel jobs: waiting ones become CANCELED; leased ones get `cancel_requested`, which `renew` tells their worker."""
-        ...
 
     def requeue(self, job_ids: Sequence[str], *, actor: str, reason: str = "", generation: int | None = None) -> list[Requeued]:
         """Set terminal jobs going again: generation + 1, both budgets reset, attempt goes on, the old outcome is an incident.
@@ -119,7 +114,6 @@ class Store(Protocol):
 
         The spec's own `not_before` holds again, and its `not_after` unless that time is over: the caller wants the job run now.
         """
-        ...
 
     # -- workers --------------------------------------------------------------------------------------------------
     def lease(self, requests: Sequence[LeaseRequest]) -> list[list[Grant]]:
@@ -131,7 +125,6 @@ class Store(Protocol):
         one request may share their random part: they belong to one worker. A subject that the request `leaves` to another live
         worker is not granted by patterns.
         """
-        ...
 
     def held(self, holders: Sequence[tuple[str, str]]) -> list[list[Grant]]:
         """Return for each (worker_id, incarnation) its live leases that are still ASSIGNED, to be delivered again after a broken
@@ -139,11 +132,9 @@ class Store(Protocol):
 
         `ttl_s` is the time left of each lease, without the margin.
         """
-        ...
 
     def start(self, claims: Sequence[HeldLease]) -> list[LeaseStatus]:
         """Mark attempts as started: ASSIGNED → RUNNING with started_at; again: no change. Answers and resumes like `renew`."""
-        ...
 
     def renew(self, claims: Sequence[HeldLease]) -> list[LeaseStatus]:
         """Extend leases to now + ttl_s + margin. LOST if a lease is not the current one of this incarnation.
@@ -152,26 +143,21 @@ class Store(Protocol):
         An ORPHANED job whose lease is still the current one is resumed: RUNNING again, not ready any more, with the incident
         `resumed`. The loss that was counted stays counted.
         """
-        ...
 
     def release(self, claims: Sequence[HeldLease], *, reason: str = "") -> list[bool]:
         """Give unstarted attempts back: PENDING again (CANCELED if that was asked for), no retry and no loss used; the attempt
         number stays used."""
-        ...
 
     def finish(self, reports: Sequence[Report]) -> list[ReportAnswer]:
         """Record that attempts succeeded, with their results. BLOB_MISSING, and nothing written, if the result is a blob that is
         not stored (also for `fail`); else the reference to it is written too."""
-        ...
 
     def fail(self, reports: Sequence[Report]) -> list[ReportAnswer]:
         """Record that attempts failed: PENDING with not_before while a retry remains, else FAILED, TIMED_OUT or CANCELED."""
-        ...
 
     # -- the leader -----------------------------------------------------------------------------------------------
     def epoch(self) -> tuple[int, str]:
         """Return the highest epoch ever registered, and its holder; (0, "") before the first."""
-        ...
 
     def take_over(self, holder: str, epoch: int) -> bool:
         """Register this epoch. False, and no change, unless it is higher than all before.
@@ -179,31 +165,25 @@ class Store(Protocol):
         Every lease that was not reaped yet counts as renewed now, by its own ttl; except one that an earlier takeover renewed
         and its worker has not renewed since. (A takeover before a restart of the lease clock does not count.)
         """
-        ...
 
     def assign(self, assignments: Sequence[Assignment], *, epoch: int) -> list[Grant | None]:
         """Grant ready jobs to chosen workers; None where the job is not ready."""
-        ...
 
     def reap(self, *, epoch: int, limit: int = 256) -> list[Reaped]:
         """End expired leases (`keep`: expired by their grace too): PENDING, ORPHANED, CANCELED or, without budget, FAILED.
 
         Outcomes that the store makes itself have the error_code LOST or CANCELED.
         """
-        ...
 
     def skip(self, *, epoch: int, limit: int = 1024) -> list[str]:
         """End jobs that wait, ready, delayed or ORPHANED, past their `not_after`: SKIPPED, with the error_code TOO_LATE and the
         incident `skipped`. Return at most `limit` ids, the longest overdue first. Costs nothing for jobs without a not_after."""
-        ...
 
     def promote(self, *, epoch: int, limit: int = 1024) -> Promoted:
         """Make delayed jobs whose time has come ready, at most `limit`."""
-        ...
 
     def prune(self, *, before: float, epoch: int, limit: int = 256) -> int:
         """Delete jobs that became terminal before that wall time, with their incidents; return how many."""
-        ...
 
     def condemn_blobs(self, order: CondemnOrder, *, epoch: int) -> Condemned:
         """Condemn at most `limit` blobs that no job refers to, so that their bytes can be deleted: first those condemned before
@@ -213,87 +193,67 @@ class Store(Protocol):
         `budget_bytes`, before `squeezed_since` (which is later) is enough. From then on nothing can refer to it: `place_blobs`
         gives the next generation.
         """
-        ...
 
     def forget_blobs(self, places: Sequence[BlobPlace], *, epoch: int) -> int:
         """Drop the rows of condemned blobs whose bytes are deleted; return how many."""
-        ...
 
     def next_due(self) -> tuple[float | None, float | None]:
         """Return (lease-clock time of the next lease to end, wall time of the next delayed job), for the leader's next look."""
-        ...
 
     # -- readers --------------------------------------------------------------------------------------------------
     def get(self, job_ids: Sequence[str]) -> list[Job | None]:
         """Return jobs by id, None for an unknown one."""
-        ...
 
     def find(self, filter: Filter, *, limit: int = 50, cursor: str | None = None) -> Page:
         """Return jobs by filter, newest first. Bounded work per call: go on with the cursor."""
-        ...
 
     def incidents(self, job_id: str) -> list[JobIncident]:
         """Return the unusual events of a job, oldest first."""
-        ...
 
     def counts(self) -> dict[str, GroupCounts]:
         """Return the number of jobs per group and state, from maintained counters, never a scan."""
-        ...
 
     def ready_ahead(self, job_id: str, *, limit: int = 10_000) -> int | None:
         """Return how many ready jobs of its priority and subject come before it (at most `limit`); None if it is not ready."""
-        ...
 
     def top_band(self) -> int | None:
         """Return the highest priority of any ready job; None if no job is ready."""
-        ...
 
     def ended_among(self, job_ids: Sequence[str]) -> list[str]:
         """Return the jobs that are terminal, or do not exist any more. Cheap: servers ask it in case they missed an end."""
-        ...
 
     def blob_places(self, sha256s: Sequence[str]) -> list[BlobPlace | None]:
         """Return the places of these blobs; None for one that is not stored (or condemned)."""
-        ...
 
     def blob_owners(self, sha256: str, *, limit: int = 16) -> list[str]:
         """Return ids of jobs whose inputs or result are this blob; a peer that may read one of them may read the blob."""
-        ...
 
     # -- blobs ----------------------------------------------------------------------------------------------------
     def place_blobs(self, claims: Sequence[BlobClaim]) -> list[BlobPlace]:
         """Return the places of blobs that a peer brings or will refer to soon: where the bytes are (`stored`) or are to be
         written. Touches them, so that collection leaves them alone for its grace time. The first claim of a blob that is not
         stored yet sets its size."""
-        ...
 
     def blobs_stored(self, places: Sequence[BlobPlace]) -> list[bool]:
         """Note that the bytes are durable at these places. False: the blob was condemned meanwhile; place it again."""
-        ...
 
     # -- tokens ---------------------------------------------------------------------------------------------------
     def add_token(self, token: TokenRow) -> bool:
         """Store a token's row, and note in the audit that `created_by` made it. The same row again: no change. False, and no
         change, if another row has that id or that hash."""
-        ...
 
     def token(self, sha256: str) -> TokenRow | None:
         """Return the row with that hash, also if it is revoked or expired (the caller judges)."""
-        ...
 
     def tokens(self) -> list[TokenRow]:
         """Return all tokens, oldest first."""
-        ...
 
     def revoke_token(self, token_id: str, *, actor: str) -> bool:
         """Mark a token revoked, and note it in the audit; False if it is unknown or was revoked before. Of several callers one
         gets True: so an enrol token is used once."""
-        ...
 
     def revoked_among(self, token_ids: Sequence[str]) -> list[str]:
         """Return the ids of tokens that are revoked or unknown."""
-        ...
 
     def audit(self, *, limit: int = 100) -> list[AuditRow]:
         """Return the changes of tokens, newest first."""
-        ...

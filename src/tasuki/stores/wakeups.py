@@ -1,12 +1,12 @@
-"""Hints between servers that share a store: the contract, and the carrier that reconnects.
+"""Hints between servers that share a store, carried by a service that may be away.
 
 A carrier promises little, because a hint is never the only way to learn something (`cluster_messages.py`): a published hint
 reaches the other servers soon, or not at all. `publish` neither blocks nor raises nor grows without bound, and a server that may
 have missed a hint is told to look at everything. A carrier belongs to one event loop, and is used on its thread alone.
 
-`ReconnectingWakeups` is for a service that may be away. It keeps two connections, one that listens and one that notifies, and
-decides what all such carriers share: the queue of hints to send, when details become an `everything`, how long to wait before
-the next try, and that an outage is logged once. Its subclasses (`sql/postgres.py`, `redis/connection.py`) talk to their service.
+`Wakeups` keeps two connections, one that listens and one that notifies, and decides what all carriers share: the queue of hints
+to send, when details become an `everything`, how long to wait before the next try, and that an outage is logged once. Its
+subclasses (`sql/postgres.py`, `redis/connection.py`) talk to their service.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import random
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 from tasuki.core.backoff import Backoff
 from tasuki.core.cluster_messages import everything
@@ -35,28 +35,8 @@ STEADY_S = 1.0  # a connection that ended sooner counts as a failure
 Connection = TypeVar("Connection")
 
 
-class Wakeups(Protocol):
-    """A carrier of hints. See the module's docstring."""
-
-    async def start(self, on_hint: Callable[[bytes], None]) -> None:
-        """Listen, and call `on_hint` with every hint that comes, also with this server's own. Returns at once, and never raises.
-
-        While the service is away, connecting is tried again and again. Each time that listening begins, `on_hint` gets an
-        `everything`.
-        """
-        ...
-
-    def publish(self, pieces: Sequence[bytes]) -> None:
-        """Send these pieces (of `split`) to all servers. Pieces that cannot be sent in time become one `everything`."""
-        ...
-
-    async def close(self) -> None:
-        """Stop. Pieces that were not sent yet are lost."""
-        ...
-
-
-class ReconnectingWakeups(ABC, Generic[Connection]):
-    """Two connections to a service, made again when lost. `server_id` is the sender of the hint that replaces lost details."""
+class Wakeups(ABC, Generic[Connection]):
+    """A carrier of hints over two connections. `server_id` is the sender of the hint that replaces lost details."""
 
     def __init__(self, *, server_id: str, jitter: Callable[[], float] = random.random) -> None:
         self._server_id = server_id
@@ -90,6 +70,12 @@ class ReconnectingWakeups(ABC, Generic[Connection]):
 
     # -- the contract --------------------------------------------------------------------------------------------------
     async def start(self, on_hint: Callable[[bytes], None]) -> None:
+        """Listen, and call `on_hint` with every hint that comes, also with this server's own. Returns at once, and never raises.
+
+        While the service is away, connecting is tried again and again. Each time that listening begins, `on_hint` gets an
+        `everything`.
+        """
+
         async def listen(connection: Connection) -> None:
             await self._listen(connection, on_hint)
 
@@ -99,6 +85,7 @@ class ReconnectingWakeups(ABC, Generic[Connection]):
         ]
 
     def publish(self, pieces: Sequence[bytes]) -> None:
+        """Send these pieces (of `split`) to all servers. Pieces that cannot be sent in time become one `everything`."""
         if not pieces:
             return
         self._queue += pieces
@@ -107,6 +94,7 @@ class ReconnectingWakeups(ABC, Generic[Connection]):
         self._filled.set()
 
     async def close(self) -> None:
+        """Stop. Pieces that were not sent yet are lost."""
         left = set(self._tasks)
         while left:
             # More than once: a cancel that meets a driver's own timeout is sometimes taken for it, and lost.

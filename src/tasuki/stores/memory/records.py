@@ -17,7 +17,7 @@ from msgspec.structs import replace
 
 from tasuki.core import subject as subjects
 from tasuki.core.job import LEASED, READY, Job, JobIncident, OnDisconnect, Outcome
-from tasuki.core.lifecycle import LEASE_MARGIN_S, TAKEOVER_TIE_S, Event
+from tasuki.core.lifecycle import LEASE_MARGIN_S, TAKEOVER_TIE_S
 from tasuki.core.store_messages import (
     COUNTED,
     AuditRow,
@@ -30,7 +30,6 @@ from tasuki.core.store_messages import (
     HeldLease,
     JobKind,
     Page,
-    Report,
     TokenRow,
     kind_of,
 )
@@ -44,24 +43,6 @@ Entry = tuple[float, int, str]
 """Entry of a sorted index: sort key, seq, job_id."""
 
 
-class ReportDigest(msgspec.Struct, frozen=True):
-    """Identity of the report that ended an attempt, to recognize its repeat. Not the message: a log tail often differs."""
-
-    verb: Event
-    worker_id: str
-    lease_id: str
-    attempt: int
-    exit_code: int | None
-    error_code: str | None
-    result_sha256: str | None
-
-    @classmethod
-    def of(cls, report: Report, verb: Event) -> ReportDigest:
-        outcome = report.outcome
-        shown = (verb, report.worker_id, report.lease_id, report.attempt)
-        return cls(*shown, outcome.exit_code, outcome.error_code, outcome.result_sha256)
-
-
 class MemoryJob(msgspec.Struct, frozen=True):
     """One job with the store's own fields."""
 
@@ -73,8 +54,8 @@ class MemoryJob(msgspec.Struct, frozen=True):
     """True while the job waits for `promote`."""
     ttl_s: float = 0.0
     """Duration of the lease; `take_over` renews by it."""
-    last_report: ReportDigest | None = None
-    """Kept until the next grant or requeue."""
+    last_report: tuple[str | int | None, ...] | None = None
+    """Identity of the report that ended the last attempt; kept until the next grant or requeue."""
     incidents: tuple[JobIncident, ...] = ()
 
     @property
@@ -109,11 +90,6 @@ class BlobRow(msgspec.Struct, frozen=True):
     place: BlobPlace
     touched_at: float
     condemned: bool = False
-
-    @property
-    def age_key(self) -> tuple[float, int]:
-        """Return the sort key that puts the longest untouched first."""
-        return self.touched_at, self.seq
 
 
 Queue = tuple[str, JobKind]
@@ -238,14 +214,9 @@ class MemoryRecords:
         """Return the record, if the claim shows its current lease."""
         record = self._records.get(claim.job_id)
         lease = record.job.lease if record else None
-        if lease is None or (lease.worker_id, lease.incarnation, lease.lease_id, lease.attempt) != (
-            claim.worker_id,
-            claim.incarnation,
-            claim.lease_id,
-            claim.attempt,
-        ):
-            return None
-        return record
+        shown = (claim.worker_id, claim.incarnation, claim.lease_id, claim.attempt)
+        is_held = lease is not None and shown == (lease.worker_id, lease.incarnation, lease.lease_id, lease.attempt)
+        return record if is_held else None
 
     # -- readers --------------------------------------------------------------------------------------------------
     def get(self, job_ids: Sequence[str]) -> list[Job | None]:
@@ -291,11 +262,8 @@ class MemoryRecords:
         return max(self._ready, default=None)
 
     def ended_among(self, job_ids: Sequence[str]) -> list[str]:
-        return [
-            job_id
-            for job_id in dict.fromkeys(job_ids)
-            if (record := self._records.get(job_id)) is None or record.job.state.terminal
-        ]
+        records = ((job_id, self._records.get(job_id)) for job_id in dict.fromkeys(job_ids))
+        return [job_id for job_id, record in records if record is None or record.job.state.terminal]
 
     def blob_owners(self, sha256: str, *, limit: int = 16) -> list[str]:
         return list(islice(self._references.get(sha256, ()), limit))
@@ -329,11 +297,8 @@ class MemoryRecords:
             return True
 
     def revoked_among(self, token_ids: Sequence[str]) -> list[str]:
-        return [
-            token_id
-            for token_id in dict.fromkeys(token_ids)
-            if (token := self._tokens.get(token_id)) is None or token.revoked_at is not None
-        ]
+        tokens = ((token_id, self._tokens.get(token_id)) for token_id in dict.fromkeys(token_ids))
+        return [token_id for token_id, token in tokens if token is None or token.revoked_at is not None]
 
     def audit(self, *, limit: int = 100) -> list[AuditRow]:
         return list(islice(reversed(self._audit), limit))
@@ -344,7 +309,7 @@ class MemoryRecords:
 
     # -- blobs -----------------------------------------------------------------------------------------------------
     def _set_blob(self, sha256: str, generation: int, new: BlobRow | None) -> None:
-        old = self._blobs.get(sha256, {}).get(generation)
+        old = self._blob(sha256, generation)
         self._undo.append(lambda: self._put_blob(sha256, generation, old))
         self._put_blob(sha256, generation, new)
 
@@ -356,6 +321,9 @@ class MemoryRecords:
             rows[generation] = row
         if not rows:
             del self._blobs[sha256]
+
+    def _blob(self, sha256: str, generation: int) -> BlobRow | None:
+        return self._blobs.get(sha256, {}).get(generation)
 
     def _live_blob(self, sha256: str) -> BlobRow | None:
         """Return the one row that is not condemned."""
@@ -389,7 +357,7 @@ class MemoryRecords:
             return [self._blob_stored(place) for place in places]
 
     def _blob_stored(self, place: BlobPlace) -> bool:
-        row = self._blobs.get(place.sha256, {}).get(place.generation)
+        row = self._blob(place.sha256, place.generation)
         if row is None or row.condemned:
             return False
         size_bytes = row.place.size_bytes if row.place.stored else place.size_bytes
@@ -400,33 +368,28 @@ class MemoryRecords:
     def condemn_blobs(self, order: CondemnOrder, *, epoch: int) -> Condemned:
         with self.turn():
             self._check_epoch(epoch)
-            rows = sorted((row for rows in self._blobs.values() for row in rows.values()), key=lambda row: row.age_key)
+            rows = [row for rows in self._blobs.values() for row in rows.values()]
+            rows.sort(key=lambda row: (row.touched_at, row.seq))  # the longest untouched first
             places = [row.place for row in rows if row.condemned][: order.limit]
             total_bytes = sum(row.place.size_bytes for row in rows if not row.condemned)
             for row in rows:
                 is_over = order.budget_bytes is not None and total_bytes > order.budget_bytes
                 before = max(order.unused_since, order.squeezed_since) if is_over else order.unused_since
-                if (
-                    row.condemned
-                    or row.touched_at >= before
-                    or row.place.sha256 in self._references
-                    or len(places) == order.limit
-                ):
-                    continue
-                self._set_blob(row.place.sha256, row.place.generation, replace(row, condemned=True))
-                places.append(row.place)
-                total_bytes -= row.place.size_bytes
+                is_unused = row.touched_at < before and row.place.sha256 not in self._references
+                if is_unused and not row.condemned and len(places) < order.limit:
+                    self._set_blob(row.place.sha256, row.place.generation, replace(row, condemned=True))
+                    places.append(row.place)
+                    total_bytes -= row.place.size_bytes
             return Condemned(tuple(places), None if order.budget_bytes is None else total_bytes)
 
     def forget_blobs(self, places: Sequence[BlobPlace], *, epoch: int) -> int:
         with self.turn():
             self._check_epoch(epoch)
-            doomed = {(place.sha256, place.generation) for place in places}
-            known = [(sha256, number, row) for sha256, number in doomed if (row := self._blobs.get(sha256, {}).get(number))]
-            gone = [(sha256, number) for sha256, number, row in known if row.condemned]
-            for sha256, number in gone:
-                self._set_blob(sha256, number, None)
-            return len(gone)
+            keys = {(place.sha256, place.generation) for place in places}
+            doomed = [key for key in keys if (row := self._blob(*key)) is not None and row.condemned]
+            for key in doomed:
+                self._set_blob(*key, None)
+            return len(doomed)
 
     def epoch(self) -> tuple[int, str]:
         return self._epoch

@@ -49,13 +49,20 @@ from tasuki.core.store_messages import (
     Submitted,
 )
 from tasuki.errors import Conflict
-from tasuki.stores.common import INCIDENT_OF, FairTurns, check_on_failed, fenced_reason, matches, requeue_reason, storable
-from tasuki.stores.memory.records import Entry, MemoryJob, MemoryRecords, ReportDigest
-from tasuki.stores.store import Clock, Feature
+from tasuki.stores.common import (
+    INCIDENT_OF,
+    FairTurns,
+    check_on_failed,
+    fenced_reason,
+    matches,
+    report_identity,
+    requeue_reason,
+    storable,
+)
+from tasuki.stores.memory.records import Entry, MemoryJob, MemoryRecords
+from tasuki.stores.store import Answered, Clock, Feature
 
 LEASE_ID_BYTES = 16
-
-Answered = Submitted | Conflict | MissingBlobs
 
 _encode = msgspec.msgpack.Encoder().encode
 
@@ -358,11 +365,11 @@ class MemoryStore(MemoryRecords):
             )
             answer = ReportAnswer(ReportStatus.RECORDED, disposition.state, disposition.reason)
             record = self._end_attempt(replace(record, job=job), disposition, report.outcome)
-        self._put(job.job_id, replace(record, last_report=ReportDigest.of(report, verb)))
+        self._put(job.job_id, replace(record, last_report=report_identity(report, verb)))
         return answer
 
     def _repeated_or_fenced(self, record: MemoryJob, report: Report, verb: Event) -> ReportAnswer:
-        if record.last_report == ReportDigest.of(report, verb):
+        if record.last_report == report_identity(report, verb):
             return ReportAnswer(ReportStatus.REPEATED, record.job.state)
         job = record.job
         reason = fenced_reason(report, job.attempt, job.state)

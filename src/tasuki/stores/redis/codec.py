@@ -26,6 +26,7 @@ from tasuki.core.job import (
 )
 from tasuki.core.store_messages import AuditRow, Grant, Report, TokenRow, kind_of
 from tasuki.core.subject import group_of
+from tasuki.stores.common import report_identity
 
 PARTS = {"summary_text": "s", "freqs_csv": "f"}
 """Entries of an outcome's meta that have a key of their own (`{app}:summary:{id}`, `{app}:freqs:{id}`), and their letter."""
@@ -144,8 +145,10 @@ class SharedValues(NamedTuple):
     """Values that many jobs have in common."""
 
     place: Place
-    facts: bytes
-    """Packed facts up to the hash of the body; see `_PLAIN_FACTS`."""
+    facts: SpecFacts
+    """Facts up to the hash of the body, which is all zeros."""
+    head: bytes
+    """These facts packed, up to the hash; see `_PLAIN_FACTS`."""
 
 
 @lru_cache(4096)
@@ -153,10 +156,9 @@ def shape_of(
     subject: str, exec: str, submitter: str, priority: int, max_retries: int, max_losses: int, backoff_s: float
 ) -> SharedValues:
     group, kind = group_of(subject), str(kind_of(exec, submitter).value)
-    facts = SpecFacts(
-        subject, group, kind, str(priority), submitter, str(max_retries), str(max_losses), repr(backoff_s), "0" * _HASH_CHARS
-    )
-    return SharedValues((priority, group, kind, subject), encode(facts)[: -_HASH_CHARS - len(_PLAIN_FACTS)])
+    budgets = (str(max_retries), str(max_losses), repr(backoff_s))
+    facts = SpecFacts(subject, group, kind, str(priority), submitter, *budgets, "0" * _HASH_CHARS)
+    return SharedValues((priority, group, kind, subject), facts, encode(facts)[: -_HASH_CHARS - len(_PLAIN_FACTS)])
 
 
 _HASH_CHARS = 64
@@ -164,53 +166,43 @@ _PLAIN_FACTS = b"\xc2" * (len(SpecFacts.__struct_fields__) - SpecFacts.__struct_
 """The packed fields behind the hash of a body, if the job has none of them: false for each."""
 
 
+def _shape(spec: JobSpec, submitter: str) -> SharedValues:
+    return shape_of(spec.subject, spec.exec, submitter, spec.priority, spec.max_retries, spec.max_losses, spec.backoff_s)
+
+
 def spec_value(spec: JobSpec, submitter: str, hashed: bytes, *, with_payload: bool) -> tuple[bytes, Place]:
     """Return the value of `{app}:spec:{id}`: the length of the facts, the facts, and the spec, without its payload if that has
     a key of its own; and the queue that the job waits in, if it waits for nothing else."""
-    shape = shape_of(spec.subject, spec.exec, submitter, spec.priority, spec.max_retries, spec.max_losses, spec.backoff_s)
+    shape = _shape(spec, submitter)
     if spec.files or spec.array_id or spec.delay_first_loss or spec.not_before is not None or spec.not_after is not None:
-        facts = encode(_all_facts(spec, submitter, hashed.hex()))
+        facts = _all_facts(spec, shape, hashed.hex())
     else:
-        facts = shape.facts + hashed.hex().encode() + _PLAIN_FACTS
+        facts = shape.head + hashed.hex().encode() + _PLAIN_FACTS
     packed = encode(spec if with_payload else replace(spec, payload=b""))
     return len(facts).to_bytes(_LENGTH_BYTES, "big") + facts + packed, shape.place
 
 
 def template_value(template: JobSpec, submitter: str) -> bytes:
-    """Return the value of `{app}:spec:{id}` for jobs of outsiders, up to the job_id, which is appended."""
-    facts = encode(_all_facts(template, submitter, False))
-    return len(facts).to_bytes(_LENGTH_BYTES, "big") + facts + _spec_head(template)
-
-
-def _all_facts(spec: JobSpec, submitter: str, hashed: Text) -> SpecFacts:
-    return SpecFacts(
-        spec.subject,
-        group_of(spec.subject),
-        str(kind_of(spec.exec, submitter).value),
-        str(spec.priority),
-        submitter,
-        str(spec.max_retries),
-        str(spec.max_losses),
-        repr(spec.backoff_s),
-        hashed,
-        spec.array_id or False,
-        inputs_of(spec) or False,
-        repr(spec.not_before) if spec.not_before is not None else False,
-        repr(spec.not_after) if spec.not_after is not None else False,
-        "1" if spec.delay_first_loss else False,
-    )
-
-
-def inputs_of(spec: JobSpec) -> str:
-    return "".join(dict.fromkeys(file.sha256 for file in spec.files if file.sha256 is not None)) if spec.files else ""
-
-
-def _spec_head(template: JobSpec) -> bytes:
-    """Return the packed spec up to the value of its job_id."""
+    """Return the value of `{app}:spec:{id}` for jobs of outsiders, up to the value of the job_id, which is appended."""
+    facts = _all_facts(template, _shape(template, submitter), False)
     fields = msgspec.to_builtins(template, builtin_types=(bytes,))
     fields.pop("job_id", None)
     fields.pop("payload", None)
-    return _grown(encode(fields)) + encode("job_id")
+    return len(facts).to_bytes(_LENGTH_BYTES, "big") + facts + _grown(encode(fields)) + encode("job_id")
+
+
+def _all_facts(spec: JobSpec, shape: SharedValues, hashed: Text) -> bytes:
+    inputs = "".join(dict.fromkeys(file.sha256 for file in spec.files if file.sha256 is not None))
+    facts = replace(
+        shape.facts,
+        body_hash=hashed,
+        array_id=spec.array_id or False,
+        inputs=inputs or False,
+        not_before=repr(spec.not_before) if spec.not_before is not None else False,
+        not_after=repr(spec.not_after) if spec.not_after is not None else False,
+        delay_first_loss="1" if spec.delay_first_loss else False,
+    )
+    return encode(facts)
 
 
 def split(value: bytes) -> tuple[SpecFacts, bytes]:
@@ -255,18 +247,8 @@ def _grown(packed: bytes) -> bytes:
 
 
 def report_key(report: Report, verb: str) -> str:
-    """Return the key by which a repeat of this report is recognized. Messages may differ: a program's log tail often does."""
-    outcome = report.outcome
-    shown = (
-        verb,
-        report.worker_id,
-        report.lease_id,
-        report.attempt,
-        outcome.exit_code,
-        outcome.error_code,
-        outcome.result_sha256,
-    )
-    return hashlib.blake2b(encode(shown), digest_size=16).hexdigest()
+    """Return the key by which a repeat of this report is recognized."""
+    return hashlib.blake2b(encode(report_identity(report, verb)), digest_size=16).hexdigest()
 
 
 def outcome_arguments(outcome: Outcome) -> list[Argument]:
@@ -386,7 +368,8 @@ def token_arguments(token: TokenRow) -> list[Argument]:
 def token(flat: Sequence[bytes]) -> TokenRow | None:
     if not flat:
         return None
-    fields: dict[str, Any] = {name: value.decode() for name, value in _fields(flat).items() if name in TokenRow.__struct_fields__}
+    pairs = ((name.decode(), value.decode()) for name, value in zip(flat[::2], flat[1::2], strict=True))
+    fields: dict[str, Any] = {name: value for name, value in pairs if name in TokenRow.__struct_fields__}
     if "scope" in fields:
         fields["scope"] = msgspec.json.decode(fields["scope"])
     return msgspec.convert(fields, TokenRow, strict=False)
@@ -402,11 +385,6 @@ def audit_row(packed: bytes) -> AuditRow:
 
 def text(value: bytes | None) -> str | None:
     return None if value is None else value.decode()
-
-
-def _fields(flat: Sequence[bytes]) -> dict[str, bytes]:
-    values = iter(flat)
-    return {name.decode(): value for name, value in zip(values, values, strict=True)}
 
 
 def _time(value: Text) -> float | None:

@@ -25,7 +25,7 @@ from redis.sentinel import Sentinel
 
 from tasuki.errors import ConfigError, DiskFull, InternalError, InterruptCause, TasukiError, TurnInterrupted
 from tasuki.stores.wakeups import TIMEOUT_S as HINT_TIMEOUT_S
-from tasuki.stores.wakeups import ReconnectingWakeups
+from tasuki.stores.wakeups import Wakeups
 
 logger = logging.getLogger("tasuki.store")
 
@@ -194,7 +194,7 @@ def _asked(ask: Callable[[], Any]) -> dict[str, Any]:
         return {}
 
 
-class RedisWakeups(ReconnectingWakeups[redis.asyncio.Redis]):
+class RedisWakeups(Wakeups[redis.asyncio.Redis]):
     """Hints over publish and subscribe: one connection listens, another one publishes, both apart from the store's.
 
     The channel names app and database: unlike keys, channels are the same in all databases of a Redis. Touches no key.

@@ -20,13 +20,11 @@ import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from importlib.resources import files
-from typing import Any, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
-import msgspec
 import redis
-from msgspec.structs import replace
 
-from tasuki.core.apps import WORDS, template_of
+from tasuki.core.apps import WORDS
 from tasuki.core.job import LEASED, PRIORITY_MAX, READY, TERMINAL, JobSpec, State
 from tasuki.core.lifecycle import LEASE_MARGIN_S, RESUMED, RETRY_DELAY_MAX_S, TAKEOVER_TIE_S, TRANSITIONS
 from tasuki.core.store_messages import COUNTED, kind_of
@@ -35,7 +33,6 @@ from tasuki.errors import InterruptCause, StaleEpoch, TasukiError, TurnInterrupt
 from tasuki.stores.common import GENERATIONS_BEGIN_AT, REMEMBERED_GROUPS_MAX
 from tasuki.stores.redis.codec import RARE, Argument, JobRecord, Reply, SpecFacts, template_value
 from tasuki.stores.redis.connection import translate
-from tasuki.stores.redis.verbs import ScriptCall
 from tasuki.stores.store import Clock
 
 T = TypeVar("T")
@@ -54,19 +51,6 @@ PARTS = ("blobs", "queues", "jobs", "attempts", "outsiders", "submit", "lease", 
 Literal = str | bytes | int | float | Mapping[str, "Literal"]
 
 
-class ForeignJobs(msgspec.Struct, frozen=True, kw_only=True):
-    """Spec and submitter of the jobs that outsiders make with SET and LPUSH; only job_id and payload differ between them."""
-
-    spec: JobSpec
-    submitter: str
-
-
-def outsiders_of(app: str, template: JobSpec | None = None) -> ForeignJobs:
-    """Return the outsiders of an app: by default their jobs are as those over HTTP."""
-    spec = template or template_of(app)
-    return ForeignJobs(spec=replace(spec, job_id="", payload=b""), submitter=f"app:{app}")
-
-
 @lru_cache
 def _lua(name: str) -> str:
     return files("tasuki.stores.redis").joinpath("lua", f"{name}.lua").read_text("utf-8")
@@ -77,9 +61,9 @@ def rules_script(body: str) -> str:
     return f"{_constants()}\n{_lua('rules')}\n{body}"
 
 
-def script(app: str, outsiders: ForeignJobs, result_ttl_s: int) -> str:
-    """Return the whole script of one app."""
-    head = f"local APP, RESULT_TTL_S = {_literal(app)}, {result_ttl_s}\nlocal OWN = {_literal(_own(outsiders))}"
+def script(app: str, template: JobSpec, result_ttl_s: int) -> str:
+    """Return the whole script of one app. Jobs that outsiders make are as the template, but for job_id and payload."""
+    head = f"local APP, RESULT_TTL_S = {_literal(app)}, {result_ttl_s}\nlocal OWN = {_literal(_own(app, template))}"
     parts = [f"do\n{_lua(name)}end" for name in PARTS]
     return "\n".join([_constants(), _records(), head, *map(_lua, SHARED), *parts, _lua("main")])
 
@@ -141,13 +125,13 @@ end
 """
 
 
-def _own(outsiders: ForeignJobs) -> dict[str, Literal]:
-    spec = outsiders.spec
+def _own(app: str, spec: JobSpec) -> dict[str, Literal]:
+    submitter = f"app:{app}"
     return {
-        "spec": template_value(spec, outsiders.submitter),
+        "spec": template_value(spec, submitter),
         "subject": spec.subject,
         "group": group_of(spec.subject),
-        "kind": str(kind_of(spec.exec, outsiders.submitter).value),
+        "kind": str(kind_of(spec.exec, submitter).value),
         "priority": spec.priority,
     }
 
@@ -172,6 +156,17 @@ def _literal(value: Literal) -> str:
 Clocks = tuple[Argument, Argument]
 
 NO_CLOCKS: Clocks = ("", "")
+
+
+class ScriptCall(NamedTuple, Generic[T]):
+    """One verb with its arguments, and the decoder of its answer."""
+
+    verb: str
+    arguments: Sequence[Argument]
+    decode: Callable[[Reply], T]
+    reads: bool = False
+    leads: bool = False
+    """True for a verb that carries an epoch, and may be refused."""
 
 
 def _twice(look: Callable[[], T]) -> T:
@@ -200,10 +195,7 @@ class RedisSession:
         self._client.close()
 
     def time(self) -> float:
-        try:
-            seconds, microseconds = self._client.time()
-        except redis.RedisError as error:
-            raise self._error(error) from error
+        seconds, microseconds = self._command("TIME")
         return int(seconds) + int(microseconds) / 1e6
 
     # -- turns ----------------------------------------------------------------------------------------------------
@@ -290,19 +282,16 @@ class RedisSession:
         for call in calls:
             arguments += (call.verb, len(call.arguments))
             arguments += call.arguments
+        execute: Callable[..., list[Reply]] = self._client.execute_command
         try:
-            reply = self._evaluate(arguments)
+            try:
+                reply = execute("EVALSHA", self._sha, 0, *arguments)
+            except redis.exceptions.NoScriptError:  # a new server, or one that was restarted
+                reply = execute("EVAL", self._script, 0, *arguments)
         except redis.RedisError as error:
             raise self._error(error, was_stored) from error
         if reply[0] == b"stale":
             raise StaleEpoch(f"this epoch does not lead, {int(reply[1])} does ({reply[2].decode() or 'nobody'}); step down")
-        return reply
-
-    def _evaluate(self, arguments: Sequence[Argument]) -> list[Reply]:
-        try:
-            reply: list[Reply] = self._client.execute_command("EVALSHA", self._sha, 0, *arguments)
-        except redis.exceptions.NoScriptError:  # a new server, or one that was restarted
-            reply = self._client.execute_command("EVAL", self._script, 0, *arguments)
         return reply
 
     def _error(self, error: redis.RedisError, was_stored: Callable[[], bool] | None = None) -> TasukiError:

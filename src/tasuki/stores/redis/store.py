@@ -1,7 +1,7 @@
 """The store in Redis: for one server or several over one Redis (or Sentinel), and outsiders that know the keys of their app.
 
-All verbs are Lua (`lua/`) in one script, so that a turn is one call; `verbs.py` makes the calls and decodes the answers. Time is
-Redis TIME. Touches the network.
+All verbs are Lua (`lua/`) in one script, so that a turn is one call. A verb's method makes its `ScriptCall`: the arguments, whose
+order is in the comment above the verb in `lua/`, and the decoder of the answer. Time is Redis TIME. Touches the network.
 
     store = RedisStore.open("redis://127.0.0.1:6379/0", app="zpe")
 
@@ -13,44 +13,65 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import wraps
-from typing import Any, Concatenate, ParamSpec, Self, TypeVar
+from functools import partial, wraps
+from typing import Any, Concatenate, NamedTuple, ParamSpec, Self, TypeVar
 
-from tasuki.core.apps import DEFAULT_APP
-from tasuki.core.job import Job, JobSpec
+import msgspec
+from msgspec.structs import replace
+
+from tasuki.core.apps import DEFAULT_APP, template_of
+from tasuki.core.job import Job, JobIncident, JobSpec, Outcome, State, differing_fields
 from tasuki.core.lifecycle import RETENTION_DAYS
 from tasuki.core.store_messages import (
     VERBS,
     Answers,
     Assignment,
+    AuditRow,
+    BlobClaim,
+    BlobPlace,
     Canceled,
+    Condemned,
+    CondemnOrder,
     Filter,
     Grant,
+    GroupCounts,
+    HeldLease,
     LeaseRequest,
+    LeaseStatus,
+    MissingBlobs,
     Page,
+    Promoted,
+    Reaped,
+    Report,
+    ReportAnswer,
+    ReportStatus,
     Requeued,
     RequeueOrder,
     StoreVerb,
     Submission,
+    Submitted,
+    Takes,
     TokenRow,
     Turn,
 )
-from tasuki.errors import ConfigError, InvalidInput, Unavailable
-from tasuki.stores.common import check_on_failed, is_wanted
-from tasuki.stores.redis import codec, verbs
-from tasuki.stores.redis.codec import Reply
+from tasuki.errors import ConfigError, Conflict, InvalidInput, Unavailable
+from tasuki.stores.common import check_on_failed, is_wanted, storable
+from tasuki.stores.redis import codec
+from tasuki.stores.redis.codec import Argument, JobRecord, Reply, SpecFacts, flag, optional
 from tasuki.stores.redis.connection import TIMEOUT_S, check_settings, connect, name_of
-from tasuki.stores.redis.scripts import Clocks, RedisSession, outsiders_of, script
-from tasuki.stores.redis.verbs import Answered, FilterFields, Random, ScriptCall
-from tasuki.stores.store import Clock, Feature
+from tasuki.stores.redis.scripts import Clocks, RedisSession, ScriptCall, script
+from tasuki.stores.store import Answered, Clock, Feature
 
 P = ParamSpec("P")
 T = TypeVar("T")
+Item = TypeVar("Item")
 
 SCHEMA_VERSION = 1  # of the keys and their values
 RESULT_TTL_S = int((RETENTION_DAYS + 1) * 86_400)  # pruning comes first; this is for stores without a leader
 FIND_SCAN_MAX = 5_000  # jobs that one find looks at; the caller goes on with the cursor
 FIND_WINDOW = 500  # jobs that one call looks at
+LEASE_PREFIX_BYTES = 12  # one worker's leases of one request share these; a number follows
+ASSIGN_LEASE_BYTES = 16
 
 
 class _Open:
@@ -67,21 +88,27 @@ class RedisClock:
     """Redis TIME for leases and for people: one clock for all who share the store."""
 
     def __init__(self, session: RedisSession) -> None:
-        self._session = session
-
-    def lease(self) -> float:
-        return self._session.time()
-
-    def wall(self) -> float:
-        return self._session.time()
+        self.lease = self.wall = session.time
 
 
-def _verb(build: Callable[P, ScriptCall[T]]) -> Callable[Concatenate[RedisStore, P], T]:
-    """Return the method of a verb whose arguments are all that it needs."""
+def _verb(build: Callable[Concatenate[RedisStore, P], ScriptCall[T]]) -> Callable[Concatenate[RedisStore, P], T]:
+    """Return the method that calls what `build` makes."""
 
     @wraps(build)
     def method(store: RedisStore, /, *arguments: P.args, **named: P.kwargs) -> T:
-        return store._do(build(*arguments, **named))
+        return store._do(build(store, *arguments, **named))
+
+    return method
+
+
+def _batch(
+    build: Callable[Concatenate[RedisStore, Sequence[Item], P], ScriptCall[list[T]]],
+) -> Callable[Concatenate[RedisStore, Sequence[Item], P], list[T]]:
+    """Return such a method for a verb with an answer for each item; without items there is no call."""
+
+    @wraps(build)
+    def method(store: RedisStore, items: Sequence[Item], /, *arguments: P.args, **named: P.kwargs) -> list[T]:
+        return store._do(build(store, items, *arguments, **named)) if items else []
 
     return method
 
@@ -92,7 +119,7 @@ class RedisStore:
     features = frozenset({Feature.FIND_TEXT, Feature.DURABLE, Feature.SHARED})
 
     def __init__(
-        self, session: RedisSession, app: str, own_subject: str, clock: Clock | None = None, random: Random = os.urandom
+        self, session: RedisSession, app: str, own_subject: str, clock: Clock | None, random: Callable[[int], bytes] = os.urandom
     ) -> None:
         self._session = session
         self._app, self._own_subject = app, own_subject
@@ -115,20 +142,21 @@ class RedisStore:
     ) -> Self:
         """Connect. `app` is the prefix of all keys, `template` makes outsiders' jobs; `strict` refuses bad settings.
 
-        Without `check` settings are not checked: another object of this process has done so.
+        Without a template outsiders' jobs are as those over HTTP. Without `check` settings are not checked: another object of
+        this process has done so.
         """
         if not app or not app.replace("-", "").replace("_", "").isalnum():
             raise ConfigError(f"app {app!r} must be letters, digits, - and _: it is the prefix of its keys in Redis")
         client = connect(url, timeout_s)
-        outsiders = outsiders_of(app, template)
-        session = RedisSession(client, name_of(url), script(app, outsiders, result_ttl_s), clock)
+        template = template or template_of(app)
+        session = RedisSession(client, name_of(url), script(app, template, result_ttl_s), clock)
         try:
             session.time()
             is_durable = not check or check_settings(client, name_of(url), strict=strict)
         except BaseException:
             session.close()
             raise
-        store = cls(session, app, outsiders.spec.subject, clock)
+        store = cls(session, app, template.subject, clock)
         if not is_durable:
             store.features = cls.features - {Feature.DURABLE}
         return store
@@ -171,10 +199,10 @@ class RedisStore:
 
     def _calls_of(self, verb: StoreVerb, asked: Any, epoch: int) -> ScriptCall[Any] | list[ScriptCall[Any]]:
         """Return the call of one verb of a Turn, or a list if the verb takes one call for each item."""
-        if (build := _SPECIAL.get(verb.name)) is not None:
-            return build(self, asked)
-        method = getattr(verbs, verb.method or verb.name)
-        calls: ScriptCall[Any] | list[ScriptCall[Any]] = verb.call(method, asked, epoch, self.clock.wall)
+        if (build := _OF_TURN.get(verb.name)) is not None:
+            return build(asked)
+        build = partial(getattr(RedisStore, verb.method or verb.name).__wrapped__, self)
+        calls: ScriptCall[Any] | list[ScriptCall[Any]] = verb.call(build, asked, epoch, self.clock.wall)
         return calls
 
     def _do(self, call: ScriptCall[T]) -> T:
@@ -190,22 +218,161 @@ class RedisStore:
         self._session.run(calls, found.extend)
         return call.decode(found[0])
 
-    # -- verbs that need more than their arguments ---------------------------------------------------------------
-    def submit(self, submissions: Sequence[Submission], *, on_failed: str = "return") -> list[Answered]:
+    # -- submitters -----------------------------------------------------------------------------------------------
+    @_batch
+    def submit(self, submissions: Sequence[Submission], *, on_failed: str = "return") -> ScriptCall[list[Answered]]:
+        """Store new jobs. A payload has a key of its own if outsiders may look for it there, or if it is large."""
         check_on_failed(on_failed)
-        return self._do(verbs.submit(submissions, on_failed, self._own_subject))
+        places: dict[codec.Place, int] = {}
+        jobs: list[Argument] = []
+        for submission in submissions:
+            spec, number = submission.spec, 0
+            is_inside = spec.subject != self._own_subject and len(spec.payload) <= codec.INSIDE_MAX_BYTES
+            value, place = codec.spec_value(spec, submission.submitter, submission.body_hash, with_payload=is_inside)
+            if spec.not_before is None and spec.not_after is None and not spec.files:
+                number = places.setdefault(place, len(places) + 1)
+            jobs += (number, value, b"" if is_inside else spec.payload)
+        arguments: list[Argument] = [on_failed, len(places)]
+        for place in places:
+            arguments += (*place, codec.record_head(place[1], False), codec.record_head(place[1], True))
+        arguments += (len(submissions), *(submission.spec.job_id for submission in submissions), *jobs)
+        return ScriptCall("submit", arguments, lambda reply: [_submitted(*pair) for pair in zip(submissions, reply, strict=True)])
 
-    def cancel(self, job_ids: Sequence[str], *, actor: str, reason: str = "") -> list[Canceled]:
-        return self._do(verbs.cancel([(job_id, actor, reason) for job_id in job_ids]))
+    @_batch
+    def cancel(self, job_ids: Sequence[str], *, actor: str, reason: str = "") -> ScriptCall[list[Canceled]]:
+        return _cancel([(job_id, actor, reason) for job_id in job_ids])
 
-    def requeue(self, job_ids: Sequence[str], *, actor: str, reason: str = "", generation: int | None = None) -> list[Requeued]:
-        return self._do(verbs.requeue([RequeueOrder(job_id, actor, reason, generation) for job_id in job_ids]))
+    @_batch
+    def requeue(
+        self, job_ids: Sequence[str], *, actor: str, reason: str = "", generation: int | None = None
+    ) -> ScriptCall[list[Requeued]]:
+        return _requeue([RequeueOrder(job_id, actor, reason, generation) for job_id in job_ids])
 
-    def lease(self, requests: Sequence[LeaseRequest]) -> list[list[Grant]]:
-        return self._do(verbs.lease(requests, self._random)) if requests else []
+    # -- workers --------------------------------------------------------------------------------------------------
+    @_batch
+    def lease(self, requests: Sequence[LeaseRequest]) -> ScriptCall[list[list[Grant]]]:
+        # Requests of one turn mostly share one map of live workers, and idle workers ask for the same: both go once.
+        maps = {id(request.live_workers): request.live_workers for request in requests}
+        number_of = {key: number for number, key in enumerate(maps, 1)}
+        arguments: list[Argument] = [len(maps)]
+        for live_workers in maps.values():
+            arguments.append(len(live_workers))
+            for worker_id, patterns in live_workers.items():
+                arguments += (worker_id, len(patterns), *patterns)
+        terms: dict[tuple[Argument, ...], int] = {}
+        secrets = self._random(LEASE_PREFIX_BYTES * len(requests)).hex("-", LEASE_PREFIX_BYTES).split("-")
+        asking: list[Argument] = []
+        for request, secret in zip(requests, secrets, strict=True):
+            number = terms.setdefault(_terms(request, number_of[id(request.live_workers)]), len(terms) + 1)
+            asking += (request.worker_id, secret, number, len(request.job_ids), *request.job_ids)
+        arguments += (len(terms), *(part for shared in terms for part in shared), len(requests), *asking)
 
-    def assign(self, assignments: Sequence[Assignment], *, epoch: int) -> list[Grant | None]:
-        return self._do(verbs.assign(assignments, epoch, self._random))
+        def decode(reply: Reply) -> list[list[Grant]]:
+            return [
+                [
+                    codec.grant((job_id, lease_id, attempt, request.ttl_s, spec, payload))
+                    for job_id, lease_id, attempt, spec, payload in zip(*(iter(flat),) * 5, strict=True)
+                ]
+                for request, flat in zip(requests, reply, strict=True)
+            ]
+
+        return ScriptCall("lease", arguments, decode)
+
+    @_batch
+    def held(self, holders: Sequence[tuple[str, str]]) -> ScriptCall[list[list[Grant]]]:
+        def decode(reply: Reply) -> list[list[Grant]]:
+            return [[codec.grant(row) for row in rows] for rows in reply]
+
+        return ScriptCall("held", [len(holders), *(part for holder in holders for part in holder)], decode, reads=True)
+
+    @_batch
+    def start(self, claims: Sequence[HeldLease]) -> ScriptCall[list[LeaseStatus]]:
+        arguments = [len(claims), *(part for claim in claims for part in (*_key_of(claim), claim.ttl_s))]
+        return ScriptCall("start", arguments, _statuses)
+
+    @_batch
+    def renew(self, claims: Sequence[HeldLease]) -> ScriptCall[list[LeaseStatus]]:
+        arguments: list[Argument] = [len(claims)]
+        for claim in claims:
+            arguments += (*_key_of(claim), claim.ttl_s, "" if claim.progress is None else msgspec.json.encode(claim.progress))
+        return ScriptCall("renew", arguments, _statuses)
+
+    @_batch
+    def release(self, claims: Sequence[HeldLease], *, reason: str = "") -> ScriptCall[list[bool]]:
+        arguments: list[Argument] = [storable(reason), len(claims)]
+        for claim in claims:
+            outcome = Outcome(error_code="CANCELED", message=f"canceled; {claim.worker_id} had not started it")
+            arguments += (*_key_of(claim), codec.encode(outcome))
+        return ScriptCall("release", arguments, _flags)
+
+    @_batch
+    def finish(self, reports: Sequence[Report]) -> ScriptCall[list[ReportAnswer]]:
+        return _report("finish", reports)
+
+    @_batch
+    def fail(self, reports: Sequence[Report]) -> ScriptCall[list[ReportAnswer]]:
+        return _report("fail", reports)
+
+    # -- the leader -----------------------------------------------------------------------------------------------
+    @_verb
+    def assign(self, assignments: Sequence[Assignment], *, epoch: int) -> ScriptCall[list[Grant | None]]:
+        arguments: list[Argument] = [epoch, len(assignments)]
+        for item in assignments:
+            lease_id = self._random(ASSIGN_LEASE_BYTES).hex()
+            arguments += (item.job_id, item.worker_id, item.incarnation)
+            arguments += (item.ttl_s, item.on_disconnect.value, item.reconnect_grace_s, lease_id)
+        return ScriptCall("assign", arguments, lambda reply: [row and codec.grant(row) for row in reply], leads=True)
+
+    @_verb
+    def take_over(self, holder: str, epoch: int) -> ScriptCall[bool]:
+        return ScriptCall("take_over", [holder, epoch], _is_one)
+
+    @_verb
+    def reap(self, *, epoch: int, limit: int = 256) -> ScriptCall[list[Reaped]]:
+        def decode(reply: Reply) -> list[Reaped]:
+            rows = map(_texts, reply)
+            return [Reaped(job_id, State(state), worker_id, int(attempt), why) for job_id, state, worker_id, attempt, why in rows]
+
+        return ScriptCall("reap", [epoch, limit], decode, leads=True)
+
+    @_verb
+    def promote(self, *, epoch: int, limit: int = 1024) -> ScriptCall[Promoted]:
+        return ScriptCall("promote", [epoch, limit], lambda reply: Promoted(tuple(_texts(reply[1:])), int(reply[0])), leads=True)
+
+    @_verb
+    def skip(self, *, epoch: int, limit: int = 1024) -> ScriptCall[list[str]]:
+        return ScriptCall("skip", [epoch, limit], _texts, leads=True)
+
+    @_verb
+    def prune(self, *, before: float, epoch: int, limit: int = 256) -> ScriptCall[int]:
+        return ScriptCall("prune", [before, epoch, limit], int, leads=True)
+
+    @_verb
+    def condemn_blobs(self, order: CondemnOrder, *, epoch: int) -> ScriptCall[Condemned]:
+        def decode(reply: Reply) -> Condemned:
+            places = tuple(_place(sha256.decode(), *row) for sha256, *row in reply[1])
+            return Condemned(places, None if order.budget_bytes is None else int(reply[0]))
+
+        arguments = [epoch, order.unused_since, optional(order.budget_bytes), order.squeezed_since, order.limit]
+        return ScriptCall("condemn_blobs", arguments, decode, leads=True)
+
+    @_verb
+    def forget_blobs(self, places: Sequence[BlobPlace], *, epoch: int) -> ScriptCall[int]:
+        doomed = dict.fromkeys((place.sha256, place.generation) for place in places)
+        return ScriptCall("forget_blobs", [epoch, len(doomed), *(part for place in doomed for part in place)], int, leads=True)
+
+    @_verb
+    def epoch(self) -> ScriptCall[tuple[int, str]]:
+        return ScriptCall("epoch", [], lambda reply: (int(reply[0]), reply[1].decode()), reads=True)
+
+    @_verb
+    def next_due(self) -> ScriptCall[tuple[float | None, float | None]]:
+        return ScriptCall("next_due", [], lambda reply: (reply[0] and float(reply[0]), reply[1] and float(reply[1])), reads=True)
+
+    # -- readers --------------------------------------------------------------------------------------------------
+    @_batch
+    def get(self, job_ids: Sequence[str]) -> ScriptCall[list[Job | None]]:
+        return ScriptCall("get", [len(job_ids), *job_ids], lambda reply: [codec.job(row) for row in reply], reads=True)
 
     def find(self, filter: Filter, *, limit: int = 50, cursor: str | None = None) -> Page:
         if cursor is not None and not cursor.isdecimal():
@@ -214,8 +381,8 @@ class RedisStore:
         window = limit if filter == Filter() else FIND_WINDOW
         looked_at = 0
         while len(jobs) < limit and looked_at < FIND_SCAN_MAX:
-            rows = self._do(verbs.find(cursor, window, with_texts=filter.text is not None))
-            wanted = [row for row in rows if _passes(filter, row)][: limit - len(jobs)]
+            rows = self._newest(cursor, window, with_texts=filter.text is not None)
+            wanted = [row for row in rows if row.passes(filter)][: limit - len(jobs)]
             if wanted:
                 jobs += [job for job in self.get([row.job_id for row in wanted]) if job is not None]
             looked_at += window
@@ -225,60 +392,246 @@ class RedisStore:
             cursor = str(last.record.seq)
         return Page(jobs, cursor)
 
-    def ready_ahead(self, job_id: str, *, limit: int = 10_000) -> int | None:
-        ahead = self._do(verbs.ready_ahead(job_id))
-        return None if ahead is None else min(limit, ahead)
+    @_verb
+    def _newest(self, below: str | None, count: int, *, with_texts: bool) -> ScriptCall[list[FilterFields]]:
+        """Read the newest jobs below a seq, with the fields that a filter looks at."""
+
+        def decode(reply: Reply) -> list[FilterFields]:
+            return [
+                FilterFields(job_id.decode(), codec.read_record(record), codec.split(spec)[0], outcome)
+                for job_id, record, spec, outcome in reply
+            ]
+
+        return ScriptCall("find", [optional(below), count, flag(with_texts)], decode, reads=True)
+
+    @_verb
+    def incidents(self, job_id: str) -> ScriptCall[list[JobIncident]]:
+        return ScriptCall("incidents", [job_id], lambda reply: [codec.incident(row) for row in reply], reads=True)
+
+    @_verb
+    def counts(self) -> ScriptCall[dict[str, GroupCounts]]:
+        def decode(reply: Reply) -> dict[str, GroupCounts]:
+            groups: dict[str, dict[str, int]] = {}
+            for field, number in zip(reply[::2], reply[1::2], strict=True):
+                counter, _, group = field.decode().partition(":")
+                groups.setdefault(group, {})[counter] = int(number)
+            return {group: GroupCounts(**counters) for group, counters in groups.items()}
+
+        return ScriptCall("counts", [], decode, reads=True)
+
+    @_verb
+    def ready_ahead(self, job_id: str, *, limit: int = 10_000) -> ScriptCall[int | None]:
+        return ScriptCall("ready_ahead", [job_id], lambda reply: reply and min(limit, int(reply)), reads=True)
+
+    @_verb
+    def top_band(self) -> ScriptCall[int | None]:
+        return ScriptCall("top_band", [], lambda reply: reply and int(reply), reads=True)
+
+    @_batch
+    def ended_among(self, job_ids: Sequence[str]) -> ScriptCall[list[str]]:
+        return _some_of("ended_among", job_ids)
+
+    # -- blobs ----------------------------------------------------------------------------------------------------
+    @_batch
+    def blob_places(self, sha256s: Sequence[str]) -> ScriptCall[list[BlobPlace | None]]:
+        def decode(reply: Reply) -> list[BlobPlace | None]:
+            return [row and _place(sha256, *row) for sha256, row in zip(sha256s, reply, strict=True)]
+
+        return ScriptCall("blob_places", [len(sha256s), *sha256s], decode, reads=True)
+
+    @_verb
+    def blob_owners(self, sha256: str, *, limit: int = 16) -> ScriptCall[list[str]]:
+        return ScriptCall("blob_owners", [sha256, limit], _texts, reads=True)
+
+    @_batch
+    def place_blobs(self, claims: Sequence[BlobClaim]) -> ScriptCall[list[BlobPlace]]:
+        def decode(reply: Reply) -> list[BlobPlace]:
+            return [_place(claim.sha256, *row) for claim, row in zip(claims, reply, strict=True)]
+
+        arguments = [len(claims), *(part for claim in claims for part in (claim.sha256, claim.size_bytes))]
+        return ScriptCall("place_blobs", arguments, decode)
+
+    @_batch
+    def blobs_stored(self, places: Sequence[BlobPlace]) -> ScriptCall[list[bool]]:
+        arguments = [len(places), *(part for place in places for part in (place.sha256, place.generation, place.size_bytes))]
+        return ScriptCall("blobs_stored", arguments, _flags)
+
+    # -- tokens ---------------------------------------------------------------------------------------------------
+    @_verb
+    def add_token(self, token: TokenRow) -> ScriptCall[bool]:
+        token = replace(token, label=storable(token.label))
+
+        def decode(reply: Reply) -> bool:
+            return reply == [b"added"] or [codec.token(row) for row in reply] == [token]
+
+        fields = codec.token_arguments(token)
+        detail = f"{token.kind} {token.label}".rstrip()
+        return ScriptCall("add_token", [token.token_id, token.sha256, token.created_by, detail, len(fields), *fields], decode)
 
     def token(self, sha256: str) -> TokenRow | None:
         if self._open is not None:
-            return self._do(verbs.token([sha256]))[0]
+            return self._do(_tokens_of([sha256]))[0]
         # One plain command: doors ask this for every request.
         return codec.token(self._session.fields_of(f"{self._app}:token:{sha256}"))
 
-    # -- all others -----------------------------------------------------------------------------------------------
-    held = _verb(verbs.held)
-    start = _verb(verbs.start)
-    renew = _verb(verbs.renew)
-    release = _verb(verbs.release)
-    finish = _verb(verbs.finish)
-    fail = _verb(verbs.fail)
-    take_over = _verb(verbs.take_over)
-    reap = _verb(verbs.reap)
-    skip = _verb(verbs.skip)
-    promote = _verb(verbs.promote)
-    prune = _verb(verbs.prune)
-    condemn_blobs = _verb(verbs.condemn_blobs)
-    forget_blobs = _verb(verbs.forget_blobs)
-    epoch = _verb(verbs.epoch)
-    next_due = _verb(verbs.next_due)
-    get = _verb(verbs.get)
-    incidents = _verb(verbs.incidents)
-    counts = _verb(verbs.counts)
-    top_band = _verb(verbs.top_band)
-    ended_among = _verb(verbs.ended_among)
-    blob_places = _verb(verbs.blob_places)
-    blob_owners = _verb(verbs.blob_owners)
-    place_blobs = _verb(verbs.place_blobs)
-    blobs_stored = _verb(verbs.blobs_stored)
-    add_token = _verb(verbs.add_token)
-    tokens = _verb(verbs.tokens)
-    revoke_token = _verb(verbs.revoke_token)
-    revoked_among = _verb(verbs.revoked_among)
-    audit = _verb(verbs.audit)
+    @_verb
+    def tokens(self) -> ScriptCall[list[TokenRow]]:
+        return ScriptCall(
+            "tokens", [], lambda reply: [row for flat in reply if (row := codec.token(flat)) is not None], reads=True
+        )
+
+    @_verb
+    def revoke_token(self, token_id: str, *, actor: str) -> ScriptCall[bool]:
+        return ScriptCall("revoke_token", [token_id, actor], _is_one)
+
+    @_batch
+    def revoked_among(self, token_ids: Sequence[str]) -> ScriptCall[list[str]]:
+        return _some_of("revoked_among", token_ids)
+
+    @_verb
+    def audit(self, *, limit: int = 100) -> ScriptCall[list[AuditRow]]:
+        return ScriptCall("audit", [limit], lambda reply: [codec.audit_row(row) for row in reply], reads=True)
 
 
-_SPECIAL: dict[str, Callable[[RedisStore, Any], ScriptCall[Any]]] = {
-    "cancel": lambda _, orders: verbs.cancel(orders),
-    "requeue": lambda _, orders: verbs.requeue(orders),
-    "submit": lambda store, submissions: verbs.submit(submissions, "return", store._own_subject),
-    "rerun": lambda store, submissions: verbs.submit(submissions, "rerun", store._own_subject),
-    "lease": lambda store, requests: verbs.lease(requests, store._random),
-    "token": lambda _, sha256s: verbs.token(sha256s),
-}
-"""Builders of the script call for the verbs of a Turn that differ from the method of the store."""
+class FilterFields(NamedTuple):
+    """Fields of a job that a filter looks at."""
+
+    job_id: str
+    record: JobRecord
+    facts: SpecFacts
+    outcome: bytes | None
+
+    def passes(self, filter: Filter) -> bool:
+        record, facts = self.record, self.facts
+        texts = (self.job_id, *codec.outcome_texts(self.outcome)) if filter.text is not None else ()
+        return is_wanted(filter, record.state, facts.subject, facts.submitter, record.assigned_worker_id, facts.array_id, texts)
 
 
-def _passes(filter: Filter, found: FilterFields) -> bool:
-    record, facts = found.record, found.facts
-    texts = (found.job_id, *codec.outcome_texts(found.outcome)) if filter.text is not None else ()
-    return is_wanted(filter, record.state, facts.subject, facts.submitter, record.assigned_worker_id, facts.array_id, texts)
+# ---------------------------------------------------------------------------------------------------- calls
+
+
+def _cancel(orders: Sequence[tuple[str, str, str]]) -> ScriptCall[list[Canceled]]:
+    """Cancel jobs; orders are (job_id, actor, reason)."""
+    arguments: list[Argument] = [len(orders)]
+    for job_id, actor, reason in orders:
+        outcome = Outcome(error_code="CANCELED", message=storable(reason) or f"canceled by {actor}")
+        arguments += (job_id, actor, storable(reason), codec.encode(outcome))
+    return ScriptCall("cancel", arguments, lambda reply: [_canceled(*row) for row in reply])
+
+
+def _canceled(
+    state: bytes | None, requested: bytes | None = None, worker_id: bytes | None = None, lease_id: bytes | None = None
+) -> Canceled:
+    return Canceled(_state(state), requested is not None, codec.text(worker_id), codec.text(lease_id))
+
+
+def _requeue(orders: Sequence[RequeueOrder]) -> ScriptCall[list[Requeued]]:
+    arguments: list[Argument] = [len(orders)]
+    for order in orders:
+        arguments += (order.job_id, order.actor, storable(order.reason), optional(order.generation))
+    return ScriptCall("requeue", arguments, lambda reply: [Requeued(row[0] == b"1", _state(row[1])) for row in reply])
+
+
+def _tokens_of(sha256s: Sequence[str]) -> ScriptCall[list[TokenRow | None]]:
+    return ScriptCall("token", [len(sha256s), *sha256s], lambda reply: [codec.token(row) for row in reply], reads=True)
+
+
+_OF_TURN: dict[str, Callable[[Any], ScriptCall[Any]]] = {"cancel": _cancel, "requeue": _requeue, "token": _tokens_of}
+"""Verbs of a Turn whose items differ from the arguments of the store's method: one call for all of them."""
+
+
+def _terms(request: LeaseRequest, live_workers: int) -> tuple[Argument, ...]:
+    return (
+        request.incarnation,
+        request.ttl_s,
+        request.on_disconnect.value,
+        request.reconnect_grace_s,
+        _KINDS[request.takes],
+        request.limit,
+        live_workers,
+        len(request.patterns),
+        *request.patterns,
+    )
+
+
+_KINDS = {takes: "".join(str(kind.value) for kind in takes.kinds) for takes in Takes}
+
+
+def _key_of(claim: HeldLease) -> tuple[Argument, ...]:
+    return claim.job_id, claim.worker_id, claim.incarnation, claim.lease_id, claim.attempt
+
+
+def _report(verb: str, reports: Sequence[Report]) -> ScriptCall[list[ReportAnswer]]:
+    arguments: list[Argument] = [len(reports), *(item.job_id for item in reports)]
+    for item in reports:
+        outcome = item.outcome
+        if "\0" in outcome.message:
+            outcome = replace(outcome, message=storable(outcome.message))
+        arguments += (
+            item.worker_id,
+            item.lease_id,
+            item.attempt,
+            optional(item.started_at),
+            codec.report_key(item, verb),
+            *codec.outcome_arguments(outcome),
+        )
+        if verb == "fail":
+            words = outcome.message or outcome.error_code or "failed"
+            arguments += (outcome.error_code or "", flag(outcome.permanent), words)
+    return ScriptCall(verb, arguments, _recorded)
+
+
+def _some_of(verb: str, names: Sequence[str]) -> ScriptCall[list[str]]:
+    """Call a verb that returns some of the names."""
+    unique = dict.fromkeys(names)
+    return ScriptCall(verb, [len(unique), *unique], _texts, reads=True)
+
+
+# ---------------------------------------------------------------------------------------------------- answers
+
+
+def _submitted(submission: Submission, row: Reply) -> Answered:
+    spec = submission.spec
+    if row == b"created":
+        return Submitted(spec.job_id, created=True)
+    if row[0] == b"missing":
+        return MissingBlobs(spec.job_id, tuple(sha256.decode() for sha256 in row[1:]))
+    job = codec.job(row[1])
+    assert job is not None
+    if job.body_hash != submission.body_hash:
+        return Conflict(spec.job_id, differing_fields(job.spec, spec), (job.submitter, job.spec.subject))
+    return Submitted.before(job)
+
+
+_SUCCEEDED = ReportAnswer(ReportStatus.RECORDED, State.SUCCEEDED)
+
+
+def _recorded(reply: Reply) -> list[ReportAnswer]:
+    return [
+        _SUCCEEDED if row == b"recorded" else ReportAnswer(ReportStatus(row[0].decode()), _state(row[1]), row[2].decode())
+        for row in reply
+    ]
+
+
+def _statuses(reply: Reply) -> list[LeaseStatus]:
+    return [LeaseStatus(row.decode()) for row in reply]
+
+
+def _place(sha256: str, size_bytes: bytes, generation: bytes, stored: bytes) -> BlobPlace:
+    return BlobPlace(sha256, int(size_bytes), int(generation), stored == b"1")
+
+
+def _texts(reply: Reply) -> list[str]:
+    return [row.decode() for row in reply]
+
+
+def _flags(reply: Reply) -> list[bool]:
+    return [row == b"1" for row in reply]
+
+
+def _is_one(reply: Reply) -> bool:
+    return bool(reply == b"1")
+
+
+def _state(state: bytes | None) -> State | None:
+    return None if state is None else State(state.decode())

@@ -3,16 +3,14 @@
 A verb of `SqlStore` enters the store's one `Transaction` and calls its function, which reads and writes by the named statements
 of the vendor (`statements/`); the outermost verb or turn writes counters and incidents, and commits.
 
-    store              `SqlStore`: opening, and the list of verbs
-    transaction        the transaction that verbs share, and their common writes
+    store              `SqlStore`: opening, the list of verbs, the verbs that only read
     submit             submit, cancel, requeue
     lease              lease, assign, held; the index of ready jobs
     report             start, renew, release, finish, fail; the end of an attempt
     leader             take over, reap, skip, promote, prune
     blobs              places of bytes, and their collection
-    read               the verbs that only read
     rows               conversion between rows and structs
-    database           the interface between verbs and vendors; named statements
+    database           the interface between verbs and vendors, named statements, the transaction that verbs share
     sqlite             SQLite: file, settings, statements, errors
     sqlite_backup      backup and restore of a SQLite file
     postgres           PostgreSQL: opening, transactions, reconnecting, hints

@@ -17,8 +17,7 @@ from typing import Any
 from tasuki.core.store_messages import BlobClaim, BlobPlace, Condemned, CondemnOrder
 from tasuki.errors import InterruptCause, TurnInterrupted
 from tasuki.stores.common import lowest_generation
-from tasuki.stores.sql.database import NOTHING_STORED
-from tasuki.stores.sql.transaction import Transaction
+from tasuki.stores.sql.database import NOTHING_STORED, Transaction
 
 SCAN_MAX = 2_000  # rows that one call looks at, a few ms; the next one goes on where it stopped
 
@@ -30,8 +29,6 @@ def place_of(row: tuple[Any, ...]) -> BlobPlace:
 
 
 def place_blobs(tx: Transaction, claims: Sequence[BlobClaim]) -> list[BlobPlace]:
-    if not claims:
-        return []
     sizes: dict[str, int] = {}
     for claim in claims:
         sizes.setdefault(claim.sha256, claim.size_bytes)
@@ -50,7 +47,7 @@ def place_blobs(tx: Transaction, claims: Sequence[BlobClaim]) -> list[BlobPlace]
 
 
 def _touch(tx: Transaction, sha256s: Iterable[str]) -> dict[str, BlobPlace]:
-    parameters = (tx.clock.wall(), tx.session.texts(sorted(sha256s)))
+    parameters = (tx.clock.wall(), tx.session.listed(sorted(sha256s)))
     return {row[0]: place_of(row) for row in tx.session.rows("touch_blobs", parameters)}
 
 
@@ -97,8 +94,8 @@ def _condemn(tx: Transaction, order: CondemnOrder, limit: int, total_bytes: int 
             tx.condemn_after = (rows[-1][1], rows[-1][0])
     if not chosen:
         return []
-    locked = [row_id for (row_id,) in tx.session.rows("lock_blobs", (tx.session.ids(chosen), before))]
-    condemned = {row[0]: place_of(row[1:]) for row in tx.session.rows("condemn_blobs", (tx.session.ids(locked),))}
+    locked = [row_id for (row_id,) in tx.session.rows("lock_blobs", (tx.session.listed(chosen), before))]
+    condemned = {row[0]: place_of(row[1:]) for row in tx.session.rows("condemn_blobs", (tx.session.listed(locked),))}
     return [condemned[row_id] for row_id in chosen if row_id in condemned]
 
 

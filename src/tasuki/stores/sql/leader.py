@@ -8,9 +8,8 @@ from tasuki.core.job import TERMINAL, State
 from tasuki.core.lifecycle import LEASE_MARGIN_S, TAKEOVER_TIE_S, Event, after, skip_outcome
 from tasuki.core.store_messages import Promoted, Reaped
 from tasuki.stores.sql import report
-from tasuki.stores.sql.database import LEADER_SCOPE
+from tasuki.stores.sql.database import LEADER_SCOPE, Transaction
 from tasuki.stores.sql.rows import JobRow, outcome_of
-from tasuki.stores.sql.transaction import Transaction
 
 PRUNE_SCAN_MAX = 20_000  # rows that one prune looks at, some 20 ms; the next call goes on where it stopped
 _PRUNE_STEP = 1_000
@@ -47,7 +46,7 @@ def _rows_of(tx: Transaction, ids: list[int]) -> list[JobRow]:
     """Return rows that were just locked, in this order."""
     if not ids:
         return []
-    rows = {row[0]: JobRow._make(row) for row in tx.session.rows("rows_by_id", (tx.session.ids(ids),))}
+    rows = {row[0]: JobRow._make(row) for row in tx.session.rows("rows_by_id", (tx.session.listed(ids),))}
     return [rows[row_id] for row_id in ids]
 
 
@@ -73,7 +72,7 @@ def promote(tx: Transaction, *, epoch: int, limit: int = 1024) -> Promoted:
     tx.check_epoch(epoch)
     due = tx.session.rows("delayed_due", (tx.clock.wall(), limit))
     if due:
-        tx.session.change("promote", (tx.session.ids([row_id for row_id, _ in due]),))
+        tx.session.change("promote", (tx.session.listed([row_id for row_id, _ in due]),))
     return Promoted(tuple(dict.fromkeys(subject for _, subject in due)), len(due))
 
 
@@ -84,20 +83,20 @@ def prune(tx: Transaction, *, before: float, epoch: int, limit: int = 256) -> in
         return 0
     # Others may have requeued one since it was read: only rows that are still old, and locked now, are deleted.
     session = tx.session
-    doomed = [row_id for (row_id,) in session.rows("still_old", (session.ids(list(found)), before))]
+    doomed = [row_id for (row_id,) in session.rows("still_old", (session.listed(list(found)), before))]
     for row_id in doomed:
         group, state = found[row_id]
         tx.count(group, state, -1)
     tx.write_collected()
     for name in ("prune_jobs", "prune_incidents", "prune_blobs"):
-        session.change(name, (session.ids(doomed),))
+        session.change(name, (session.listed(doomed),))
     _fold_counters(tx, {found[row_id][0] for row_id in doomed})
     return len(doomed)
 
 
 def _fold_counters(tx: Transaction, groups: set[str]) -> None:
     """Delete counters that are 0, and add up those of many shards: only pruning empties a group."""
-    for group, name, n in tx.session.rows("take_counters", (tx.session.texts(sorted(groups)),)):
+    for group, name, n in tx.session.rows("take_counters", (tx.session.listed(sorted(groups)),)):
         tx.add_to_counter(group, name, n)
 
 

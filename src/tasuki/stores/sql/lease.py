@@ -22,9 +22,16 @@ from tasuki.core.store_messages import Assignment, Grant, LeaseRequest
 from tasuki.core.subject import group_of, literal_prefix, matches
 from tasuki.errors import Unavailable
 from tasuki.stores.sql import report
-from tasuki.stores.sql.database import ABOVE_ALL_PRIORITIES, NOTHING_STORED, Parameters, Queues, SqlSession
+from tasuki.stores.sql.database import (
+    ABOVE_ALL_PRIORITIES,
+    NOTHING_STORED,
+    Parameters,
+    Queues,
+    SqlSession,
+    Transaction,
+    must_change,
+)
 from tasuki.stores.sql.rows import READY
-from tasuki.stores.sql.transaction import Transaction, must_change
 from tasuki.stores.store import Clock
 
 LEASE_ID_BYTES = 16
@@ -250,7 +257,7 @@ def _take_from_lost(tx: Transaction, job_id: str, by: str) -> bool:
 def _grant(tx: Transaction, row: list[Any], group: str, to: LeaseRequest | Assignment, epoch: int | None = None) -> Grant:
     """Lease a row that was just read as ready, and locked: (id, job_id, spec, submitter, attempt, state, result_sha256)."""
     prefix = _lease_id_prefix(tx)
-    changed = tx.session.change("grant", (*_terms(tx, prefix, to, epoch), tx.session.ids([row[0]])))
+    changed = tx.session.change("grant", (*_terms(tx, prefix, to, epoch), tx.session.listed([row[0]])))
     if changed != 1:
         raise Unavailable(f"job {row[1]!r} was leased by another writer meanwhile; {NOTHING_STORED}")
     return _granted(tx, [row], group, prefix, to)[0]

@@ -28,7 +28,7 @@ from tasuki.stores.sql.database import NOT_KNOWN, NOTHING_STORED, InDjango
 from tasuki.stores.sql.postgres_session import PostgresSession, Translated, is_lost, name_of, translate
 from tasuki.stores.store import Feature
 from tasuki.stores.wakeups import TIMEOUT_S as HINT_TIMEOUT_S
-from tasuki.stores.wakeups import ReconnectingWakeups
+from tasuki.stores.wakeups import Wakeups
 
 if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper
@@ -80,7 +80,6 @@ class DatabaseClock:
 class PostgresDatabase:
     """One connection that Django made, connected again when it is lost; used by one thread at a time, any thread."""
 
-    vendor = "postgresql"
     features = FEATURES
 
     def __init__(self, url: str, *, shard: int | None = None, lock_ttl_s: float = LOCK_TTL_S) -> None:
@@ -242,7 +241,6 @@ class PostgresDatabase:
 class PostgresInDjango(InDjango):
     """A PostgreSQL of the user's own Django project. Its session's settings are not touched, and nothing is tried again."""
 
-    vendor = "postgresql"
     features = FEATURES
 
     def __init__(self, alias: str = "default") -> None:
@@ -387,7 +385,7 @@ _NOTIFY_SETTINGS = b"SELECT set_config('synchronous_commit', 'off', false), set_
 _NOTIFY = b"SELECT pg_notify(%s, piece) FROM unnest(%s::text[]) AS piece"
 
 
-class PostgresWakeups(ReconnectingWakeups["psycopg.AsyncConnection[tuple[Any, ...]]"]):
+class PostgresWakeups(Wakeups["psycopg.AsyncConnection[tuple[Any, ...]]"]):
     """Hints over LISTEN and NOTIFY: one connection listens, another one notifies, both apart from the store's.
 
     NOTIFY is not part of the store's own transactions: from there on until its end such a commit holds a lock that every other

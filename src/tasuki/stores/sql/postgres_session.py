@@ -21,7 +21,7 @@ from psycopg import adapt, pq
 
 from tasuki.core.address import without_secrets
 from tasuki.errors import ConfigError, DiskFull, InterruptCause, TasukiError, TurnInterrupted, Unavailable
-from tasuki.stores.sql.database import WALL, Batch, InsertedRows, Parameters, Queues, load_statements
+from tasuki.stores.sql.database import WALL, Batch, InsertedRows, Parameters, Queues, TranslatedErrors, load_statements
 
 WALK_FIRST = 256  # rows of the first step of a `find`; each further step takes four times as many
 LOOK_AGAIN_MAX = 4  # how often a claim looks further when other servers took the jobs it found; four times as far each time
@@ -198,7 +198,8 @@ class PostgresSession:
         return self.change(name, (*shared, *columns(batch))) if batch else 0
 
     def returned(self, name: str, shared: tuple[Any, ...], batch: Batch) -> list[Any]:
-        return self.rows(name, (*shared, *columns(_by_row_id(batch)))) if batch else []
+        # By row id: all servers lock rows in this order, so that two never wait for each other in a circle.
+        return self.rows(name, (*shared, *columns(sorted(batch, key=itemgetter(0))))) if batch else []
 
     def walk(self, name: str, conditions: str, values: dict[str, Any]) -> Iterator[Any]:
         """Read in steps, so that a page of fifty does not bring twenty thousand rows over the network."""
@@ -218,11 +219,8 @@ class PostgresSession:
         return self._cursor.execute(statement.text, statement.values(parameters), prepare=self._prepare or None, binary=True)
 
     # -- lists as parameters --------------------------------------------------------------------------------------
-    def ids(self, ids: list[int]) -> list[int]:
-        return ids
-
-    def texts(self, texts: list[str]) -> list[str]:
-        return texts
+    def listed(self, values: Sequence[Any]) -> Sequence[Any]:
+        return values
 
     def holders(self, pairs: list[tuple[str, str]]) -> tuple[list[str], list[str]]:
         return [worker_id for worker_id, _ in pairs], [incarnation for _, incarnation in pairs]
@@ -295,11 +293,6 @@ class PostgresSession:
         return self.returned("finish_plain", (wall,), plain) + self.returned("finish_full", (wall,), full)
 
 
-def _by_row_id(batch: Batch) -> list[tuple[Any, ...]]:
-    """Return the batch by row id: all servers lock rows in this order, so that two never wait for each other in a circle."""
-    return sorted(batch, key=itemgetter(0))
-
-
 # ---------------------------------------------------------------------------------------------------- errors
 
 CONFLICTS = frozenset({"40001", "40P01"})  # serialization failure, deadlock
@@ -318,14 +311,6 @@ def name_of(given: Mapping[str, object]) -> str:
     host = given.get("host") or given.get("hostaddr") or given.get("service") or "the local socket"
     port = given.get("port")
     return f"PostgreSQL at {host}{f':{port}' if port else ''}, database {str(given.get('dbname') or '')!r}"
-
-
-def driver_error(error: BaseException) -> psycopg.Error | None:
-    """Return the driver's own error; Django wraps some of them in classes of its own."""
-    for candidate in (error, error.__cause__):
-        if isinstance(candidate, psycopg.Error):
-            return candidate
-    return None
 
 
 def is_lost(error: psycopg.Error, connection: psycopg.Connection[object] | None) -> bool:
@@ -352,19 +337,16 @@ def translate(error: psycopg.Error, fate: str, given: Mapping[str, object], *, l
     return Unavailable(f"{where} cannot be used: {text}; {fate}")
 
 
-class Translated:
-    """`with …translated():` turns errors of the driver into tasuki's. `after_error` says whether an error lost the connection."""
+class Translated(TranslatedErrors):
+    """Context that turns errors of PostgreSQL into tasuki's. `after_error` says whether an error lost the connection."""
 
     def __init__(self, given: Mapping[str, object], fate: str, after_error: Callable[[psycopg.Error], bool]) -> None:
         self._given = given
         self._fate = fate
         self._after_error = after_error
 
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
-        if error is None or isinstance(error, TasukiError):
-            return
-        if (cause := driver_error(error)) is not None:
-            raise translate(cause, self._fate, self._given, lost=self._after_error(cause)) from error
+    def replacement(self, error: BaseException) -> TasukiError | None:
+        cause = error if isinstance(error, psycopg.Error) else error.__cause__
+        if not isinstance(cause, psycopg.Error):
+            return None
+        return translate(cause, self._fate, self._given, lost=self._after_error(cause))

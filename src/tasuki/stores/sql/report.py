@@ -10,10 +10,11 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from tasuki.core.job import LEASED, OnDisconnect, Outcome, Progress, State
+from tasuki.core.job import LEASED, OnDisconnect, Outcome, State
 from tasuki.core.lifecycle import LEASE_MARGIN_S, RESUMED, Disposition, Event, after, after_failure, after_loss, sources
 from tasuki.core.store_messages import HeldLease, LeaseStatus, Report, ReportAnswer, ReportStatus
 from tasuki.stores.common import INCIDENT_OF, fenced_reason, storable
+from tasuki.stores.sql.database import Transaction, must_change
 from tasuki.stores.sql.rows import (
     DELAYED,
     READY,
@@ -25,7 +26,6 @@ from tasuki.stores.sql.rows import (
     result_sha256_of,
     result_size_of,
 )
-from tasuki.stores.sql.transaction import Transaction, must_change
 
 _REPORTABLE = sources(Event.SUCCEED)
 _RECORDED = ReportAnswer(ReportStatus.RECORDED, State.SUCCEEDED)
@@ -50,7 +50,8 @@ def renew(tx: Transaction, claims: Sequence[HeldLease]) -> list[LeaseStatus]:
     rows = [(*_claim_values(claim), claim.ttl_s) for claim in claims]
     base = tx.clock.lease() + LEASE_MARGIN_S
     answers = _statuses(tx, claims, tx.session.returned("renew", (base,), rows))
-    progress = [(*_claim_values(claim), *_progress_values(claim.progress)) for claim in claims if claim.progress is not None]
+    told = [(claim, claim.progress) for claim in claims if claim.progress is not None]
+    progress = [(*_claim_values(claim), progress.fraction, storable(progress.text)) for claim, progress in told]
     tx.session.changed("tell_progress", (), progress)
     return answers
 
@@ -59,9 +60,9 @@ def _statuses(tx: Transaction, claims: Sequence[HeldLease], changed: list[Any]) 
     """Return the status of each claim. One that changed no row may still be current: started before, or ORPHANED."""
     cancels = {tuple(key): cancel for *key, cancel in changed}
     rest = tx.rows_unlocked(claim.job_id for claim in claims if _key_of(claim) not in cancels)
-    held = {_key_of(claim): (claim, rest[claim.job_id]) for claim in claims if _is_held(rest.get(claim.job_id), claim)}
-    cancels |= {key: row.cancel_requested for key, (_, row) in held.items() if row.job_state in LEASED}
-    cancels |= _resume(tx, [(claim, row) for claim, row in held.values() if row.job_state is State.ORPHANED])
+    shown = {_key_of(claim): (claim, row) for claim in claims if (row := rest.get(claim.job_id)) and _is_holder(row, claim)}
+    cancels |= {key: row.cancel_requested for key, (_, row) in shown.items() if row.job_state in LEASED}
+    cancels |= _resume(tx, [(claim, row) for claim, row in shown.values() if row.job_state is State.ORPHANED])
     found = [cancels.get(_key_of(claim)) for claim in claims]
     return [LeaseStatus.LOST if cancel is None else LeaseStatus.CANCEL if cancel else LeaseStatus.GO_ON for cancel in found]
 
@@ -92,35 +93,22 @@ def release(tx: Transaction, claims: Sequence[HeldLease], *, reason: str = "") -
         del rows[claim.job_id]  # shown again in this batch, the lease is gone
         answers.append(True)
         if row.cancel_requested:
-            _cancel_unstarted(tx, row, reason)
+            outcome = Outcome(error_code="CANCELED", message=f"canceled; {claim.worker_id} had not started it")
+            tx.incident(row, "canceled", worker_id=claim.worker_id, reason=reason)
+            tx.change_state(row, after(row.job_state, Event.CANCEL), outcome, keep_lease=False, not_before=row.not_before)
         else:
-            released.append(row)
-    _give_back(tx, released, reason)
+            tx.incident(row, "released", worker_id=claim.worker_id, reason=reason)
+            tx.count_move(row.group, row.job_state, after(row.job_state, Event.RELEASE))
+            released.append((row.id, row.version, row.lease_id))
+    must_change(len(released), tx.session.changed("release", (), released))
     tx.write_state_changes()
     return answers
-
-
-def _cancel_unstarted(tx: Transaction, row: JobRow, reason: str) -> None:
-    worker_id = row.assigned_worker_id or ""
-    outcome = Outcome(error_code="CANCELED", message=f"canceled; {worker_id} had not started it")
-    tx.incident(row, "canceled", worker_id=worker_id, reason=reason)
-    tx.change_state(row, after(row.job_state, Event.CANCEL), outcome, keep_lease=False, not_before=row.not_before)
-
-
-def _give_back(tx: Transaction, rows: list[JobRow], reason: str) -> None:
-    batch = [(row.id, row.version, row.lease_id) for row in rows]
-    must_change(len(batch), tx.session.changed("release", (), batch))
-    for row in rows:
-        tx.incident(row, "released", worker_id=row.assigned_worker_id or "", reason=reason)
-        tx.count_move(row.group, row.job_state, after(row.job_state, Event.RELEASE))
 
 
 # ---------------------------------------------------------------------------------------------------- reports
 
 
 def finish(tx: Transaction, reports: Sequence[Report]) -> list[ReportAnswer]:
-    if not reports:
-        return []
     by_row = {row_id_of(report.lease_id): report for report in reports}
     if len(by_row) < len(reports) or len({report.job_id for report in reports}) < len(reports):
         # Several reports on one job: each is judged by what those before it left.
@@ -143,7 +131,11 @@ def _finish_batch(tx: Transaction, by_row: dict[int, Report]) -> frozenset[int]:
     plain = [(row_id, *_plain_values(report)) for row_id, report in by_row.items() if _is_plain(report.outcome)]
     full = []
     if len(plain) < len(by_row):
-        full = _full_batch(tx, [(row_id, report) for row_id, report in by_row.items() if not _is_plain(report.outcome)])
+        unusual = [(row_id, report) for row_id, report in by_row.items() if not _is_plain(report.outcome)]
+        refs = {row_id: ref.sha256 for row_id, report in unusual if (ref := report.outcome.result_ref) is not None}
+        stored = tx.stored_among(refs.values())
+        # A report whose result is a blob that is not stored is left to `_report`.
+        full = [(row_id, *_full_values(report)) for row_id, report in unusual if row_id not in refs or refs[row_id] in stored]
     recorded = tx.session.finish(tx.clock.wall(), plain, full)
     for group, n in Counter([group for _, group in recorded]).items():
         tx.count_move(group, State.RUNNING, State.SUCCEEDED, n)
@@ -152,17 +144,6 @@ def _finish_batch(tx: Transaction, by_row: dict[int, Report]) -> frozenset[int]:
         if (ref := by_row[row_id].outcome.result_ref) is not None:
             tx.session.change("add_blob", (by_row[row_id].job_id, ref.sha256, "result"))
     return changed_ids
-
-
-def _full_batch(tx: Transaction, unusual: list[tuple[int, Report]]) -> list[tuple[Any, ...]]:
-    """Return the rows of `finish_full`, without those whose result is a blob that is not stored: `_report` answers them."""
-    refs = [report.outcome.result_ref for _, report in unusual if report.outcome.result_ref is not None]
-    stored = tx.stored_among(ref.sha256 for ref in refs)
-    return [
-        (row_id, *_full_values(report))
-        for row_id, report in unusual
-        if report.outcome.result_ref is None or report.outcome.result_ref.sha256 in stored
-    ]
 
 
 def fail(tx: Transaction, reports: Sequence[Report]) -> list[ReportAnswer]:
@@ -259,21 +240,12 @@ def disposition_of_loss(row: JobRow) -> Disposition:
 # ---------------------------------------------------------------------------------------------------- values of statements
 
 
-def _progress_values(progress: Progress) -> tuple[float, str]:
-    return progress.fraction, storable(progress.text)
-
-
 def _claim_values(claim: HeldLease) -> tuple[Any, ...]:
     return (row_id_of(claim.lease_id), *_key_of(claim))
 
 
 def _key_of(claim: HeldLease) -> tuple[Any, ...]:
     return (claim.job_id, claim.lease_id, claim.worker_id, claim.incarnation, claim.attempt)
-
-
-def _is_held(row: JobRow | None, claim: HeldLease) -> bool:
-    """Return whether the claim shows a lease that may still report."""
-    return row is not None and row.job_state in _REPORTABLE and _is_holder(row, claim)
 
 
 def _is_holder(row: JobRow, claim: HeldLease) -> bool:

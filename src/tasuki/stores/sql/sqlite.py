@@ -12,7 +12,7 @@ import logging
 import os
 import sqlite3
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,6 +29,7 @@ from tasuki.stores.sql.database import (
     InsertedRows,
     Parameters,
     Queues,
+    TranslatedErrors,
     load_statements,
     pieces,
 )
@@ -96,6 +97,26 @@ class OwnerLock:
         os.close(self._descriptor)
 
 
+class SqliteErrors(TranslatedErrors):
+    """Context that turns errors of SQLite into tasuki's. `fate`: what an error means for the data to be stored."""
+
+    def __init__(self, fate: str = NOTHING_STORED) -> None:
+        self._fate = fate
+
+    def replacement(self, error: BaseException) -> TasukiError | None:
+        cause = error if isinstance(error, sqlite3.Error) else error.__cause__
+        if not isinstance(cause, sqlite3.Error):
+            return None
+        code = getattr(cause, "sqlite_errorcode", 0) & 0xFF
+        if code == sqlite3.SQLITE_FULL:
+            return DiskFull(f"the disk of the database is full; {self._fate}, try again when there is space")
+        if code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
+            return Unavailable(f"the database is locked by another process; {self._fate}")
+        if code in (sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_CORRUPT):
+            return ConfigError(f"the file is damaged or not a database: {cause}; restore it from a backup, or name another file")
+        return Unavailable(f"the database cannot be used: {cause}; {self._fate}")
+
+
 class SqliteSession:
     """Statements of `statements/sqlite.sql` on one connection. See `database.SqlSession` for what each call promises.
 
@@ -116,42 +137,37 @@ class SqliteSession:
         return self._execute(self.one[name], parameters).rowcount
 
     def changed(self, name: str, shared: tuple[Any, ...], batch: Batch) -> int:
-        statements = self.many[name]
-        changed = 0
-        for start, size in pieces(len(batch)):
-            part = batch if size == len(batch) else batch[start : start + size]
-            changed += self._execute(statements[size], (*shared, *chain.from_iterable(part))).rowcount
-        return changed
+        return sum([cursor.rowcount for _, cursor in self._run(name, shared, batch)])
 
     def returned(self, name: str, shared: tuple[Any, ...], batch: Batch) -> list[Any]:
-        statements = self.many[name]
         returned: list[Any] = []
+        for _, cursor in self._run(name, shared, batch):
+            returned += cursor.fetchall()
+        return returned
+
+    def _run(self, name: str, shared: tuple[Any, ...], batch: Batch) -> Iterator[tuple[int, sqlite3.Cursor]]:
+        """Run a batch statement piece by piece; yield the size of each piece and its cursor."""
+        statements = self.many[name]
         for start, size in pieces(len(batch)):
             part = batch if size == len(batch) else batch[start : start + size]
-            returned += self._execute(statements[size], (*shared, *chain.from_iterable(part))).fetchall()
-        return returned
+            yield size, self._execute(statements[size], (*shared, *chain.from_iterable(part)))
 
     def walk(self, name: str, conditions: str, values: dict[str, Any]) -> Iterator[Any]:
         return self._execute(self.one[name].replace("{and}", conditions), values)
 
     # -- lists as parameters --------------------------------------------------------------------------------------
-    def ids(self, ids: list[int]) -> str:
-        return _encode_json(ids).decode()
-
-    def texts(self, texts: list[str]) -> str:
-        return _encode_json(texts).decode()
+    def listed(self, values: Sequence[Any]) -> str:
+        return _encode_json(values).decode()
 
     def holders(self, pairs: list[tuple[str, str]]) -> tuple[str]:
-        return (_encode_json(pairs).decode(),)
+        return (self.listed(pairs),)
 
     def contains(self, column: str) -> str:
         return f"instr({column}, :text) > 0"
 
     # -- where vendors differ as a whole --------------------------------------------------------------------------
     def insert(self, name: str, wall: float, batch: Batch) -> Iterator[InsertedRows]:
-        statements = self.many[name]
-        for start, size in pieces(len(batch)):
-            cursor = self._execute(statements[size], (wall, *chain.from_iterable(batch[start : start + size])))
+        for size, cursor in self._run(name, (wall,), batch):
             created = cursor.rowcount
             newest = cursor.lastrowid or 0
             # One writer: the new rows of one statement have consecutive ids.
@@ -162,10 +178,10 @@ class SqliteSession:
         if len(queues.members) == 1:
             rows = self.rows("oldest_of_queue", (queues.priority, queues.group, *queues.members[0], queues.limit, wall))
         else:
-            members = _encode_json(queues.members).decode()
+            members = self.listed(queues.members)
             rows = self.rows("oldest_of_queues", (queues.priority, queues.group, members, queues.limit, wall))
         if rows:
-            changed = self.change("grant", (*terms, self.ids([row[0] for row in rows])))
+            changed = self.change("grant", (*terms, self.listed([row[0] for row in rows])))
             if changed != len(rows):
                 raise Unavailable(
                     f"{len(rows)} jobs were ready and {changed} could be leased: another process writes to this file"
@@ -173,7 +189,7 @@ class SqliteSession:
         return rows
 
     def finish(self, wall: float, plain: Batch, full: Batch) -> list[tuple[int, str]]:
-        ids = self.ids([row[0] for row in chain(plain, full)])
+        ids = self.listed([row[0] for row in chain(plain, full)])
         leased = self.rows("leased_groups", (ids,))
         changed = self.changed("finish_plain", (wall,), plain) + self.changed("finish_full", (wall,), full)
         if changed < len(leased):
@@ -186,9 +202,9 @@ class SqliteSession:
 class SqliteDatabase:
     """One owned file, on a connection that Django made; used by one thread at a time, any thread."""
 
-    vendor = "sqlite"
     features = FEATURES
     shard = 0
+    translated = SqliteErrors
 
     def __init__(self, path: Path, *, file_system: Callable[[Path], str] = file_system_of, stretch_bytes: int = 0) -> None:
         from django.db import connections
@@ -221,7 +237,7 @@ class SqliteDatabase:
         self._is_open = True
         self._lasting = True
         try:
-            with translated():
+            with SqliteErrors():
                 self._wrapper.ensure_connection()
                 self.connection: sqlite3.Connection = self._wrapper.connection
                 _tune(self.connection)
@@ -247,9 +263,6 @@ class SqliteDatabase:
         if self.connection.in_transaction:
             self.connection.execute("ROLLBACK")
 
-    def translated(self, fate: str = NOTHING_STORED) -> translated:
-        return translated(fate)
-
     def reader(self) -> SqliteReadOnly:
         return SqliteReadOnly(self.path)
 
@@ -267,25 +280,17 @@ class SqliteDatabase:
 class SqliteInDjango(InDjango):
     """A SQLite file of the user's own Django project."""
 
-    vendor = "sqlite"
     features = FEATURES
     shard = 0
+    translated = SqliteErrors
 
     def __init__(self, alias: str = "default") -> None:
         super().__init__(alias)
         self.clock = SystemClock()
 
     @property
-    def connection(self) -> sqlite3.Connection:
-        connection: sqlite3.Connection = self.wrapper().connection
-        return connection
-
-    @property
     def session(self) -> SqliteSession:
-        return SqliteSession(self.connection)
-
-    def translated(self, fate: str = NOTHING_STORED) -> translated:
-        return translated(fate)
+        return SqliteSession(self.wrapper().connection)
 
     def reader(self) -> SqliteReadOnly:
         return SqliteReadOnly(Path(str(self.wrapper().settings_dict["NAME"])).absolute())
@@ -294,16 +299,15 @@ class SqliteInDjango(InDjango):
 class SqliteReadOnly:
     """A second connection that cannot write, for the calling thread."""
 
+    translated = SqliteErrors
+
     def __init__(self, path: Path) -> None:
-        with translated():
+        with SqliteErrors():
             self._connection = sqlite3.connect(f"{path.as_uri()}?mode=ro", uri=True, isolation_level=None)
             self._connection.execute("PRAGMA query_only = 1")
             self._connection.execute(f"PRAGMA cache_size = -{READER_CACHE_KIB}")
             self._connection.execute(f"PRAGMA busy_timeout = {BUSY_TIMEOUT_MS}")
         self.session = SqliteSession(self._connection)
-
-    def translated(self) -> translated:
-        return translated()
 
     def close(self) -> None:
         self._connection.close()
@@ -342,32 +346,3 @@ def _stretch(connection: sqlite3.Connection, wanted_bytes: int) -> None:
         if connection.in_transaction:
             connection.execute("ROLLBACK")
         connection.execute(f"PRAGMA cache_size = -{CACHE_KIB}")
-
-
-class translated:
-    """`with translated():` turns errors of the driver into tasuki's. `fate`: what an error means for the data to be stored."""
-
-    def __init__(self, fate: str = NOTHING_STORED) -> None:
-        self._fate = fate
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
-        if error is not None and (replacement := translate(error, self._fate)) is not None:
-            raise replacement from error
-
-
-def translate(error: BaseException, fate: str) -> TasukiError | None:
-    """Return tasuki's error for one of the driver, None for any other error. Django wraps some of the driver's in its own."""
-    cause = error if isinstance(error, sqlite3.Error) else error.__cause__
-    if isinstance(error, TasukiError) or not isinstance(cause, sqlite3.Error):
-        return None
-    code = getattr(cause, "sqlite_errorcode", 0) & 0xFF
-    if code == sqlite3.SQLITE_FULL:
-        return DiskFull(f"the disk of the database is full; {fate}, try again when there is space")
-    if code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
-        return Unavailable(f"the database is locked by another process; {fate}")
-    if code in (sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_CORRUPT):
-        return ConfigError(f"the file is damaged or not a database: {cause}; restore it from a backup, or name another file")
-    return Unavailable(f"the database cannot be used: {cause}; {fate}")

@@ -21,7 +21,7 @@ from tasuki.core.lifecycle import ATTEMPT_STEP, LEASE_MARGIN_S
 from tasuki.core.store_messages import COUNTED, BlobPlace
 from tasuki.errors import Corrupt, InvalidInput
 from tasuki.stores.sql.database import LEADER_SCOPE, Statements
-from tasuki.stores.sql.sqlite import BUSY_TIMEOUT_MS, SqliteDatabase, translated
+from tasuki.stores.sql.sqlite import BUSY_TIMEOUT_MS, SqliteDatabase, SqliteErrors
 
 PAGES_PER_STEP = 4096  # 16 MiB between two calls of progress
 EPOCH_STEP = 1_000_000_000  # an epoch costs the start of a server: a hundred a second reach this in four months
@@ -61,7 +61,7 @@ def snapshot(database: Path, target: Path, progress: Progress = lambda done, who
     """
     address = f"{database.absolute().as_uri()}?mode=ro"
     with (
-        translated("nothing was copied"),
+        SqliteErrors("nothing was copied"),
         closing(sqlite3.connect(address, uri=True, isolation_level=None)) as source,
         closing(sqlite3.connect(target)) as copy,
     ):
@@ -140,7 +140,7 @@ def begin_new_life(path: Path, *, now: float, present: Iterable[tuple[str, int]]
     statements = _statements()
     database = SqliteDatabase(path)
     try:
-        with translated():
+        with SqliteErrors():
             database.begin()
             run = database.connection.execute
             run(statements["add_incidents"], (now, RESTORER, _REASON))

@@ -13,19 +13,15 @@ from tasuki.core.store_messages import Canceled, MissingBlobs, Requeued, Submiss
 from tasuki.core.subject import group_of
 from tasuki.errors import Conflict, Unavailable
 from tasuki.stores.common import check_on_failed, requeue_reason, storable
-from tasuki.stores.sql.database import NOTHING_STORED
+from tasuki.stores.sql.database import NOTHING_STORED, Transaction, must_change
 from tasuki.stores.sql.rows import JobRow, decode_spec, encode_spec, job_of, outcome_of, ready_value
-from tasuki.stores.sql.transaction import Transaction, must_change
+from tasuki.stores.store import Answered
 
 _PLAIN = (5, 3, 3, 10.0)  # the database's defaults, in the order of _is_plain
-
-Answered = Submitted | Conflict | MissingBlobs
 
 
 def submit(tx: Transaction, submissions: Sequence[Submission], *, on_failed: str = "return") -> list[Answered]:
     rerun = check_on_failed(on_failed)
-    if not submissions:
-        return []
     has_files = any(submission.spec.files for submission in submissions)
     answers = _insert_with_files(tx, submissions, rerun) if has_files else _insert(tx, submissions, rerun)
     tx.at("submit.written")

@@ -20,7 +20,7 @@ from tasuki.stores.memory import store as memory
 from tasuki.stores.memory.records import MemoryJob, MemoryRecords
 from tasuki.stores.memory.store import MemoryStore
 from tasuki.stores.sql import lease, report, submit
-from tasuki.stores.sql.transaction import Transaction
+from tasuki.stores.sql.database import Transaction
 from tasuki.testing.sim.world import SimOptions
 
 # ---------------------------------------------------------------------------------------------------- replacements

@@ -107,14 +107,14 @@ verbs.blobs_stored = function()
 end
 
 -- condemn_blobs(epoch, unused_since, budget_bytes or '', squeezed_since, limit)
---   -> {size of all live blobs, then for each {sha256, generation, size_bytes, 1 if stored}}
+--   -> {size of all live blobs, then for each {sha256, size_bytes, generation, 1 if stored}}
 -- Reads {app}:epoch; moves the longest untouched blobs from {app}:blobs to {app}:condemned. {app}:blob:{sha256}, {app}:blob_bytes
 
 local function condemned_before(limit)
   local places = {}
   for _, member in ipairs(redis.call('ZRANGE', key.condemned, 0, limit - 1)) do
     local sha256, generation, size_bytes, is_stored = string.match(member, '^%d+:(%x+):(%d+):(%d+):(%d)$')
-    places[#places + 1] = { sha256, generation, size_bytes, is_stored }
+    places[#places + 1] = { sha256, size_bytes, generation, is_stored }
   end
   return places
 end
@@ -129,7 +129,7 @@ local function condemn(member, score)
   write('HDEL', name, 'generation', 'size_bytes', 'stored', 'seq', 'touched_at')
   write('HSET', name, 'condemned:' .. row[1], condemned)
   write('INCRBY', key.blob_bytes, '-' .. row[2])
-  return { sha256, row[1], row[2], row[3] }
+  return { sha256, row[2], row[1], row[3] }
 end
 
 verbs.condemn_blobs = function()
@@ -168,14 +168,14 @@ verbs.forget_blobs = function()
   return tostring(forgotten)
 end
 
--- blob_places(count, sha256, …) -> for each {size_bytes, generation} or false
+-- blob_places(count, sha256, …) -> for each {size_bytes, generation, 1} or false
 -- Reads {app}:blob:{sha256}.
 
 reads.blob_places = function()
   local answers = {}
   for i, sha256 in ipairs(take_list()) do
     local row = redis.call('HMGET', of('blob', sha256), 'size_bytes', 'generation', 'stored')
-    answers[i] = row[3] == '1' and { row[1], row[2] }
+    answers[i] = row[3] == '1' and row
   end
   return answers
 end

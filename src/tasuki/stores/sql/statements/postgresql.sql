@@ -394,18 +394,16 @@ SELECT {found} FROM tasuki_jobrun WHERE id >= :low::bigint AND id < :high::bigin
 -- ------------------------------------------------------------------------------------------------ tokens
 
 -- name: add_token
-INSERT INTO tasuki_token (token_id, kind, sha256, label, scope, created_at, created_by, expires_at, revoked_at, revoked_by, worker_id)
-VALUES ($1::text, $2::text, $3::text, $4::text, $5::text::jsonb, $6::float8, $7::text, $8::float8, $9::float8, $10::text,
+INSERT INTO tasuki_token ({token})
+VALUES ($1::text, $2::text, $3::text, $4::text, $5::text::jsonb, $6::text, $7::float8, $8::text, $9::float8, $10::float8,
     $11::text)
 ON CONFLICT DO NOTHING
 
 -- name: token
-SELECT token_id, kind, sha256, label, scope::text, created_at, created_by, expires_at, revoked_at, revoked_by, worker_id
-FROM tasuki_token WHERE sha256 = $1::text
+SELECT {token_as_read} FROM tasuki_token WHERE sha256 = $1::text
 
 -- name: tokens
-SELECT token_id, kind, sha256, label, scope::text, created_at, created_by, expires_at, revoked_at, revoked_by, worker_id
-FROM tasuki_token ORDER BY id
+SELECT {token_as_read} FROM tasuki_token ORDER BY id
 
 -- name: unrevoked_among
 SELECT token_id FROM tasuki_token WHERE token_id = ANY($1::text[]) AND revoked_at IS NULL

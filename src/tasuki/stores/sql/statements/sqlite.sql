@@ -356,17 +356,15 @@ SELECT {found} FROM tasuki_jobrun WHERE id >= :low AND id < :high {and} ORDER BY
 -- ------------------------------------------------------------------------------------------------ tokens
 
 -- name: add_token
-INSERT INTO tasuki_token (token_id, kind, sha256, label, scope, created_at, created_by, expires_at, revoked_at, revoked_by, worker_id)
+INSERT INTO tasuki_token ({token})
 VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)
 ON CONFLICT DO NOTHING
 
 -- name: token
-SELECT token_id, kind, sha256, label, scope, created_at, created_by, expires_at, revoked_at, revoked_by, worker_id
-FROM tasuki_token WHERE sha256 = ?1
+SELECT {token_as_read} FROM tasuki_token WHERE sha256 = ?1
 
 -- name: tokens
-SELECT token_id, kind, sha256, label, scope, created_at, created_by, expires_at, revoked_at, revoked_by, worker_id
-FROM tasuki_token ORDER BY id
+SELECT {token_as_read} FROM tasuki_token ORDER BY id
 
 -- name: unrevoked_among
 SELECT token_id FROM tasuki_token WHERE token_id IN (SELECT value FROM json_each(?1)) AND revoked_at IS NULL
