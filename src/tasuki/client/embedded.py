@@ -38,14 +38,20 @@ def ensure_server(folder: DataFolder) -> str:
 
 def _start(folder: DataFolder) -> None:
     log = folder.root / "embedded.log"
+    command = [sys.executable, "-m", "tasuki", "up", "--data", os.fspath(folder.root), "--until-idle"]
     try:
         folder.root.mkdir(parents=True, exist_ok=True, mode=0o700)
-        process = _launch(folder, log)
+        with os.fdopen(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as out:
+            process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True, cwd=folder.root
+            )
     except OSError as error:
         raise ConfigError(
             f"the data folder {folder.root} cannot be made or written to: {error.strerror or error}; "
             "choose another with --data or TASUKI_DATA"
         ) from None
+    # It may end long before this process does, and would stay a zombie if nobody waited for it.
+    threading.Thread(target=process.wait, name="tasuki-embedded", daemon=True).start()
     deadline = time.monotonic() + START_TIMEOUT_S
     while time.monotonic() < deadline:
         if answers(folder.socket):
@@ -58,20 +64,6 @@ def _start(folder: DataFolder) -> None:
     with contextlib.suppress(OSError):
         tail = log.read_text("utf-8", "replace")[-2000:].strip()
     raise Unavailable(f"the embedded server for {folder.root} did not start; its log {log} ends with:\n{tail or '(nothing)'}")
-
-
-def _launch(folder: DataFolder, log: Path) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "tasuki", "up", "--data", os.fspath(folder.root), "--until-idle"]
-    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    try:
-        process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=descriptor, stderr=descriptor, start_new_session=True, cwd=folder.root
-        )
-    finally:
-        os.close(descriptor)
-    # It may end long before this process does, and would stay a zombie if nobody waited for it.
-    threading.Thread(target=process.wait, name="tasuki-embedded", daemon=True).start()
-    return process
 
 
 class Owner(NamedTuple):

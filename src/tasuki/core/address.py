@@ -93,16 +93,10 @@ def parse_agents(url: str) -> list[Address]:
         place = rest if separator else own
         scheme = own if separator else scheme
         if scheme not in ("http", "https") or not place or "@" in place:
-            raise ConfigError(
-                f"address of node agents is not understood at {_shown(part)}; use agents:http://n1:7090,https://n2:7090"
-            )
+            shown = part.rpartition("@")[2][:80]  # without the text before an @, which may be a password
+            raise ConfigError(f"address of node agents is not understood at {shown!r}; use agents:http://n1:7090,https://n2:7090")
         places[_place(scheme, place, url, AGENT_PORT)] = None
     return list(places)
-
-
-def _shown(part: str) -> str:
-    """Quote a part of an address without the text before an @, which may be a password."""
-    return repr(part.rpartition("@")[2][:80])
 
 
 def _place(scheme: str, text: str, url: str, default_port: int | None = None) -> Address:

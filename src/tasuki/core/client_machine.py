@@ -16,26 +16,9 @@ from typing import Any
 
 import msgspec
 
+from tasuki.core import protocol
 from tasuki.core.address import Address
 from tasuki.core.machine import Closed, Hangup, Now, Opened, Received, Send, Ticked
-from tasuki.core.protocol import (
-    HANDSHAKE_TIMEOUT_S,
-    PROTOCOL_OLDEST,
-    PROTOCOL_VERSION,
-    Accepted,
-    ErrorMessage,
-    Heartbeat,
-    HeartbeatAnswer,
-    HelloClient,
-    JobResult,
-    Message,
-    Reply,
-    Request,
-    Results,
-    SubmitJobs,
-    Welcome,
-    check_version,
-)
 from tasuki.core.reconnect import HELLO_QUICK_S, Connect, Redial
 from tasuki.errors import TasukiError, Unavailable, VersionMismatch, from_wire
 
@@ -53,7 +36,7 @@ class Call(msgspec.Struct, frozen=True):
     """Request to send; its msg_id is the machine's. `lasting` ones are sent again after a reconnect, if that is safe."""
 
     ticket: int
-    make: Callable[[int], Message]
+    make: Callable[[int], protocol.Message]
     lasting: bool = True
     watch: tuple[str, ...] = ()
     """Jobs of a submit whose results the server delivers once it has accepted them."""
@@ -89,13 +72,13 @@ class CallAnswered(msgspec.Struct, frozen=True):
 class ResultsArrived(msgspec.Struct, frozen=True):
     """Results of watched jobs that are terminal."""
 
-    items: list[JobResult]
+    items: list[protocol.JobResult]
 
 
 class Welcomed(msgspec.Struct, frozen=True):
     """The server accepted the client's Hello."""
 
-    welcome: Welcome
+    welcome: protocol.Welcome
 
 
 class WatchRefused(msgspec.Struct, frozen=True):
@@ -117,19 +100,19 @@ Command = Connect | Send | Hangup | CallAnswered | ResultsArrived | Welcomed | W
 
 class _Waiting(msgspec.Struct):
     ticket: int
-    make: Callable[[int], Message]
+    make: Callable[[int], protocol.Message]
     lasting: bool
     watch: tuple[str, ...]
     said: bool = False
     again_at: float | None = None
 
 
-def safe_to_repeat(message: Message) -> bool:
+def safe_to_repeat(message: protocol.Message) -> bool:
     """Return True if sending the message twice has the effect of sending it once, whatever happened in between."""
     match message:
-        case SubmitJobs():
+        case protocol.SubmitJobs():
             return message.on_failed == "return"
-        case Request():
+        case protocol.Request():
             return message.verb not in ONCE_VERBS
         case _:
             return True
@@ -138,7 +121,7 @@ def safe_to_repeat(message: Message) -> bool:
 class ClientMachine:
     """One client process's calls and watched jobs."""
 
-    def __init__(self, hello: HelloClient, *, addresses: Sequence[Address], jitter: Callable[[], float]) -> None:
+    def __init__(self, hello: protocol.HelloClient, *, addresses: Sequence[Address], jitter: Callable[[], float]) -> None:
         self.online = False
         self._hello = hello
         self._redial = Redial(addresses, jitter)
@@ -179,7 +162,7 @@ class ClientMachine:
                 self._conn = event.conn
                 self._heard_at = now.monotonic
                 self._msg_id += 1
-                ours = {"msg_id": self._msg_id, "version": PROTOCOL_VERSION, "oldest": PROTOCOL_OLDEST}
+                ours = {"msg_id": self._msg_id, "version": protocol.PROTOCOL_VERSION, "oldest": protocol.PROTOCOL_OLDEST}
                 return [Send(event.conn, msgspec.structs.replace(self._hello, **ours))]
             case Closed():
                 return self._offline(event, now)
@@ -224,34 +207,34 @@ class ClientMachine:
             some = job_ids[start : start + WATCH_MAX]
             self._msg_id += 1
             self._watches[self._msg_id] = some
-            commands.append(Send(self._conn, Request(self._msg_id, "watch", {"job_ids": some})))
+            commands.append(Send(self._conn, protocol.Request(self._msg_id, "watch", {"job_ids": some})))
         return commands
 
     # ------------------------------------------------------------------------------------------------ the server's words
 
-    def _received(self, message: Message, now: Now) -> list[Command]:
+    def _received(self, message: protocol.Message, now: Now) -> list[Command]:
         match message:
-            case Results():
+            case protocol.Results():
                 watching = self._watching
                 for item in message.items:
                     watching.pop(item.job_id, None)
                 return [ResultsArrived(message.items)]
-            case Accepted():
+            case protocol.Accepted():
                 return self._accepted(message)
-            case Reply():
+            case protocol.Reply():
                 return self._replied(message)
-            case Welcome():
+            case protocol.Welcome():
                 return self._welcomed(message, now)
-            case ErrorMessage():
+            case protocol.ErrorMessage():
                 return self._refused(message, now)
-            case HeartbeatAnswer():
+            case protocol.HeartbeatAnswer():
                 if message.servers:
                     self._redial.learn(message.servers)
                 return []
             case _:
                 return []  # newer than this client
 
-    def _accepted(self, accepted: Accepted) -> list[Command]:
+    def _accepted(self, accepted: protocol.Accepted) -> list[Command]:
         waiting = self._calls.pop(accepted.corr_id, None)
         if waiting is None:
             return []
@@ -262,16 +245,16 @@ class ClientMachine:
         self._watching.update(dict.fromkeys(watch))
         return [CallAnswered(waiting.ticket, accepted)]
 
-    def _replied(self, reply: Reply) -> list[Command]:
+    def _replied(self, reply: protocol.Reply) -> list[Command]:
         if self._watches.pop(reply.corr_id, None) is not None:
             return []
         waiting = self._calls.pop(reply.corr_id, None)
         return [CallAnswered(waiting.ticket, reply.body)] if waiting is not None else []
 
-    def _welcomed(self, welcome: Welcome, now: Now) -> list[Command]:
+    def _welcomed(self, welcome: protocol.Welcome, now: Now) -> list[Command]:
         assert self._conn is not None
         try:
-            check_version(welcome)
+            protocol.check_version(welcome)
         except VersionMismatch as error:
             return [*self._fail(error), Hangup(self._conn, error)]
         self.online = True
@@ -290,7 +273,7 @@ class ClientMachine:
         every_s = self._idle_timeout_s / 3
         return min(BEAT_QUICK_S, every_s) if self._redial.several else every_s
 
-    def _refused(self, message: ErrorMessage, now: Now) -> list[Command]:
+    def _refused(self, message: protocol.ErrorMessage, now: Now) -> list[Command]:
         error = from_wire(message.code, message.message, message.details)
         if not message.corr_id:
             if message.code in FATAL_CODES and not self.online:
@@ -347,7 +330,7 @@ class ClientMachine:
         if self._conn is None:
             return [self._redial.dialed()] if due_at is not None and due_at <= now.monotonic else []
         if not self.online:
-            silent = now.monotonic - self._heard_at > (HELLO_QUICK_S if self._redial.several else HANDSHAKE_TIMEOUT_S)
+            silent = now.monotonic - self._heard_at > (HELLO_QUICK_S if self._redial.several else protocol.HANDSHAKE_TIMEOUT_S)
             return [Hangup(self._conn, Unavailable("the server does not answer the Hello"))] if silent else []
         commands: list[Command] = []
         if now.monotonic - self._heard_at > self._beat_every_s() * BEATS_UNANSWERED:
@@ -355,7 +338,7 @@ class ClientMachine:
         if now.monotonic >= self._beat_at:
             self._beat_at = now.monotonic + self._beat_every_s()
             self._msg_id += 1
-            commands.append(Send(self._conn, Heartbeat(self._msg_id)))
+            commands.append(Send(self._conn, protocol.Heartbeat(self._msg_id)))
         due = [job_ids for at, job_ids in self._watch_again if at <= now.monotonic]
         self._watch_again = [(at, job_ids) for at, job_ids in self._watch_again if at > now.monotonic]
         for job_ids in due:

@@ -13,6 +13,7 @@ Directions:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 from typing import Any, TypeVar
 
 import msgspec
@@ -459,11 +460,8 @@ def check_outcome(outcome: Outcome) -> None:
 def _check_depth(meta: object) -> None:
     level: list[object] = [meta]
     for _ in range(META_DEPTH_MAX):
-        level = [inner for value in level if isinstance(value, dict | list) for inner in _inside(value)]
+        inside = (value.values() if isinstance(value, dict) else value for value in level if isinstance(value, dict | list))
+        level = list(chain.from_iterable(inside))
         if not level:
             return
     raise InvalidInput(f"an outcome's meta may nest {META_DEPTH_MAX} levels, not more")
-
-
-def _inside(value: dict[object, object] | list[object]) -> list[object]:
-    return list(value.values()) if isinstance(value, dict) else value

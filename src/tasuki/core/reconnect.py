@@ -58,8 +58,8 @@ class Redial:
         self._given = tuple(dict.fromkeys(given))
         self._jitter = jitter
         self._backoff = Backoff(BACKOFF_FIRST_S, BACKOFF_MAX_S, jitter)
-        self._ring = self._shuffled(self._given)
-        """Known addresses; the next one to dial is the first."""
+        self.addresses = self._shuffled(self._given)
+        """All known addresses, in a ring: the next one to dial is the first."""
         self._missed: dict[Address, int] = {}
         """Learned addresses, and how many Welcomes in a row did not name them."""
         self._failures = 0
@@ -68,21 +68,16 @@ class Redial:
         """Time of the next dial; None while a connection exists or is being made."""
 
     @property
-    def addresses(self) -> tuple[Address, ...]:
-        """All known addresses, the next one to dial first."""
-        return tuple(self._ring)
-
-    @property
     def several(self) -> bool:
         """True if there is more than one address."""
-        return len(self._ring) > 1
+        return len(self.addresses) > 1
 
     def dialed(self) -> Connect:
         """Return the connection to make now; its address becomes the last of the ring."""
         self.due_at = None
-        address = self._ring.pop(0)
-        self._ring.append(address)
-        first_round = self._failures <= len(self._ring)
+        address = self.addresses.pop(0)
+        self.addresses.append(address)
+        first_round = self._failures <= len(self.addresses)
         return Connect(address, CONNECT_QUICK_S if self.several and first_round else CONNECT_TIMEOUT_S)
 
     def connected(self, now: float, servers: Iterable[str] = ()) -> None:
@@ -99,7 +94,7 @@ class Redial:
         self._failures += 1
 
     def _wait_s(self) -> float:
-        rounds, place = divmod(self._failures, len(self._ring))
+        rounds, place = divmod(self._failures, len(self.addresses))
         if self._failures == 0:
             return 0.0
         return jittered(IN_ROUND_S, self._jitter) if place else self._backoff.delay_s(rounds - 1)
@@ -117,10 +112,10 @@ class Redial:
         self._missed = fresh
         known = {*self._given, *fresh}
         # Newcomers stand anywhere but behind the one that is connected, which is last and stays so.
-        added = self._shuffled([address for address in fresh if address not in self._ring])
-        self._ring = [*added, *(address for address in self._ring if address in known)]
-        if added and len(self._ring) > 1:
-            self._ring = [*self._shuffled(self._ring[:-1]), self._ring[-1]]
+        added = self._shuffled([address for address in fresh if address not in self.addresses])
+        self.addresses = [*added, *(address for address in self.addresses if address in known)]
+        if added and len(self.addresses) > 1:
+            self.addresses = [*self._shuffled(self.addresses[:-1]), self.addresses[-1]]
 
     def _shuffled(self, addresses: Sequence[Address]) -> list[Address]:
         found = list(addresses)

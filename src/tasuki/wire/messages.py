@@ -18,41 +18,8 @@ from typing import Any, NamedTuple, TypeVar
 import msgspec
 from msgspec.structs import replace
 
+from tasuki.core import protocol
 from tasuki.core.job import JobSpec, Progress
-from tasuki.core.protocol import (
-    PROTOCOL_VERSION,
-    UNAUTHENTICATED_FRAME_MAX_BYTES,
-    Acceptance,
-    Accepted,
-    AssignJobs,
-    BlobGet,
-    BlobPut,
-    CancelJobs,
-    CancelLeases,
-    Chunk,
-    Claim,
-    Ending,
-    ErrorMessage,
-    GiveCredit,
-    Heartbeat,
-    HeartbeatAnswer,
-    HelloClient,
-    HelloWorker,
-    JobResult,
-    JobsFinished,
-    JobsRecorded,
-    JobsReleased,
-    JobsStarted,
-    LogPiece,
-    Message,
-    ReadLog,
-    Reply,
-    Request,
-    Results,
-    SubmitJobs,
-    Subscribe,
-    Welcome,
-)
 from tasuki.core.store_messages import Grant
 from tasuki.core.subject import DEFAULT_SUBJECT
 from tasuki.errors import InvalidInput, ProtocolError, TooLarge, UnknownFrame
@@ -88,7 +55,7 @@ def encode_frame(type: int, header: bytes, payload: bytes = b"", flags: int = 0)
 class FrameDecoder:
     """Turns bytes as they come into whole frames. After an error the connection cannot be used any more."""
 
-    def __init__(self, max_bytes: int = UNAUTHENTICATED_FRAME_MAX_BYTES) -> None:
+    def __init__(self, max_bytes: int = protocol.UNAUTHENTICATED_FRAME_MAX_BYTES) -> None:
         self.max_bytes = max_bytes
         self._buffer = bytearray()
 
@@ -245,11 +212,11 @@ def _items(item: type[T]) -> Callable[[Frame], list[T]]:
 
 
 _specs = _items(JobSpec)
-_claims = _items(Claim)
-_endings = _items(Ending)
+_claims = _items(protocol.Claim)
+_endings = _items(protocol.Ending)
 _grants = _items(Grant)
-_results = _items(JobResult)
-_acceptances = _items(Acceptance)
+_results = _items(protocol.JobResult)
+_acceptances = _items(protocol.Acceptance)
 _texts = _items(str)
 _fenced = _items(tuple[str, str])
 _submit_header = _decoder(_SubmitHeader)
@@ -266,12 +233,13 @@ _anything = _decoder(Any)
 _piece_header = _decoder(_PieceHeader)
 
 
-def decode(frame: Frame, max_bytes: int) -> Message:
+def decode(frame: Frame, max_bytes: int) -> protocol.Message:
     """Return the message in a frame; ProtocolError if it is malformed or nested too deep, UnknownFrame if its type is unknown."""
     reader = _READERS.get(frame.type)
     if reader is None:
-        known = f"protocol version {PROTOCOL_VERSION} has {_known_types()}"
-        raise UnknownFrame(f"frame type {frame.type} is not known here; {known}", _msg_id_of(frame))
+        known = ", ".join(f"{kind.name}={kind.value}" for kind in Type if kind.value in _READERS)
+        has = f"protocol version {protocol.PROTOCOL_VERSION} has {known}"
+        raise UnknownFrame(f"frame type {frame.type} is not known here; {has}", _msg_id_of(frame))
     try:
         if frame.flags & ~BATCH:
             frame = frame._replace(payload=decompress(frame.payload, frame.flags, max_bytes))
@@ -288,76 +256,80 @@ def _msg_id_of(frame: Frame) -> int:
         return 0
 
 
-def _known_types() -> str:
-    return ", ".join(f"{kind.name}={kind.value}" for kind in Type if kind.value in _READERS)
-
-
-def _read_submit(frame: Frame) -> Message:
+def _read_submit(frame: Frame) -> protocol.Message:
     header = _submit_header(frame.header)
     specs = _specs(frame)
     if header.subject is not None:
         subject = header.subject
         specs = [replace(spec, subject=subject) if spec.subject == DEFAULT_SUBJECT else spec for spec in specs]
-    return SubmitJobs(header.msg_id, specs, header.watch, header.on_failed)
+    return protocol.SubmitJobs(header.msg_id, specs, header.watch, header.on_failed)
 
 
-def _read_ack(frame: Frame) -> Message:
+def _read_ack(frame: Frame) -> protocol.Message:
     header = _ack_header(frame.header)
     match header.stage:
         case "accepted":
-            return Accepted(header.corr_id, header.count, _acceptances(frame))
+            return protocol.Accepted(header.corr_id, header.count, _acceptances(frame))
         case "started":
-            return JobsStarted(_claims(frame))
+            return protocol.JobsStarted(_claims(frame))
         case "finished":
-            return JobsFinished(_endings(frame))
+            return protocol.JobsFinished(_endings(frame))
         case "released":
-            return JobsReleased(_claims(frame), header.reason)
+            return protocol.JobsReleased(_claims(frame), header.reason)
         case "recorded":
-            return JobsRecorded(_texts(frame), [])
+            return protocol.JobsRecorded(_texts(frame), [])
         case "fenced":
-            return JobsRecorded([], _fenced(frame))
+            return protocol.JobsRecorded([], _fenced(frame))
         case stage:
             raise ProtocolError(f"an ACK_JOB frame has the unknown stage {stage[:40]!r}")
 
 
-def _read_heartbeat(frame: Frame) -> Message:
+def _read_heartbeat(frame: Frame) -> protocol.Message:
     header = _beat_header(frame.header)
     if header.corr_id:
         answer = _beat_answer(frame.payload or _EMPTY_MAP)
-        return HeartbeatAnswer(header.corr_id, answer.cancel, answer.lost, answer.servers)
-    return Heartbeat(header.msg_id, _claims(frame), header.progress)
+        return protocol.HeartbeatAnswer(header.corr_id, answer.cancel, answer.lost, answer.servers)
+    return protocol.Heartbeat(header.msg_id, _claims(frame), header.progress)
 
 
-def _read_cancel(frame: Frame) -> Message:
+def _read_cancel(frame: Frame) -> protocol.Message:
     header = _cancel_header(frame.header)
-    return CancelJobs(header.msg_id, _texts(frame), header.reason) if header.msg_id else CancelLeases(_texts(frame))
+    return (
+        protocol.CancelJobs(header.msg_id, _texts(frame), header.reason)
+        if header.msg_id
+        else protocol.CancelLeases(_texts(frame))
+    )
 
 
-def _read_request(frame: Frame) -> Message:
+def _read_request(frame: Frame) -> protocol.Message:
     header = _request_header(frame.header)
-    return Request(header.msg_id, header.verb, _params(frame.payload) if frame.payload else {})
+    return protocol.Request(header.msg_id, header.verb, _params(frame.payload) if frame.payload else {})
 
 
-def _read_chunk(frame: Frame) -> Message:
+def _read_chunk(frame: Frame) -> protocol.Message:
     header = _chunk_header(frame.header)
-    return Chunk(header.corr_id, header.offset, frame.payload, header.last)
+    return protocol.Chunk(header.corr_id, header.offset, frame.payload, header.last)
 
 
-def _read_piece(frame: Frame) -> Message:
+def _read_piece(frame: Frame) -> protocol.Message:
     header = _piece_header(frame.header)
-    return LogPiece(header.corr_id, header.offset, frame.payload, header.next, header.end, header.cut_bytes, header.ended)
+    return protocol.LogPiece(
+        header.corr_id, header.offset, frame.payload, header.next, header.end, header.cut_bytes, header.ended
+    )
 
 
-_READERS: dict[int, Callable[[Frame], Message]] = {
+_READERS: dict[int, Callable[[Frame], protocol.Message]] = {
     Type.SUBMIT_JOB: _read_submit,
-    Type.ASSIGN_JOB: lambda frame: AssignJobs(_assign_header(frame.header).ttl_s, _grants(frame)),
+    Type.ASSIGN_JOB: lambda frame: protocol.AssignJobs(_assign_header(frame.header).ttl_s, _grants(frame)),
     Type.ACK_JOB: _read_ack,
-    Type.RESULT: lambda frame: Results(_results(frame)),
+    Type.RESULT: lambda frame: protocol.Results(_results(frame)),
     Type.HEARTBEAT: _read_heartbeat,
     Type.CHUNK: _read_chunk,
     Type.CANCEL: _read_cancel,
     Type.REQUEST: _read_request,
-    Type.REPLY: lambda frame: Reply(_id_header(frame.header).corr_id, _anything(frame.payload) if frame.payload else None),
+    Type.REPLY: lambda frame: protocol.Reply(
+        _id_header(frame.header).corr_id, _anything(frame.payload) if frame.payload else None
+    ),
     Type.LOG_PIECE: _read_piece,
 }
 _NO_BODY = b""
@@ -369,26 +341,31 @@ def _batch(items: Sequence[Any]) -> tuple[bytes, int]:
 
 
 _WRITERS: dict[type, Callable[[Any], _Parts]] = {
-    SubmitJobs: lambda m: (Type.SUBMIT_JOB, _SubmitHeader(m.msg_id, m.watch, m.on_failed), *_batch(m.specs)),
-    Accepted: lambda m: (Type.ACK_JOB, _AckHeader("accepted", m.corr_id, m.count), *_batch(m.exceptions)),
-    Results: lambda m: (Type.RESULT, _Empty(), *_batch(m.items)),
-    CancelJobs: lambda m: (Type.CANCEL, _CancelHeader(m.msg_id, m.reason), *_batch(m.job_ids)),
-    Request: lambda m: (Type.REQUEST, _RequestHeader(m.msg_id, m.verb), _encode(m.params), 0),
-    Reply: lambda m: (Type.REPLY, _IdHeader(corr_id=m.corr_id), _encode(m.body), 0),
-    AssignJobs: lambda m: (Type.ASSIGN_JOB, _AssignHeader(m.ttl_s), *_batch(m.grants)),
-    JobsStarted: lambda m: (Type.ACK_JOB, _AckHeader("started"), *_batch(m.claims)),
-    JobsFinished: lambda m: (Type.ACK_JOB, _AckHeader("finished"), *_batch(m.endings)),
-    JobsReleased: lambda m: (Type.ACK_JOB, _AckHeader("released", reason=m.reason), *_batch(m.claims)),
-    CancelLeases: lambda m: (Type.CANCEL, _CancelHeader(), *_batch(m.lease_ids)),
-    Heartbeat: lambda m: (Type.HEARTBEAT, _BeatHeader(m.msg_id, 0, m.progress), *_batch(m.claims)),
-    HeartbeatAnswer: lambda m: (
+    protocol.SubmitJobs: lambda m: (Type.SUBMIT_JOB, _SubmitHeader(m.msg_id, m.watch, m.on_failed), *_batch(m.specs)),
+    protocol.Accepted: lambda m: (Type.ACK_JOB, _AckHeader("accepted", m.corr_id, m.count), *_batch(m.exceptions)),
+    protocol.Results: lambda m: (Type.RESULT, _Empty(), *_batch(m.items)),
+    protocol.CancelJobs: lambda m: (Type.CANCEL, _CancelHeader(m.msg_id, m.reason), *_batch(m.job_ids)),
+    protocol.Request: lambda m: (Type.REQUEST, _RequestHeader(m.msg_id, m.verb), _encode(m.params), 0),
+    protocol.Reply: lambda m: (Type.REPLY, _IdHeader(corr_id=m.corr_id), _encode(m.body), 0),
+    protocol.AssignJobs: lambda m: (Type.ASSIGN_JOB, _AssignHeader(m.ttl_s), *_batch(m.grants)),
+    protocol.JobsStarted: lambda m: (Type.ACK_JOB, _AckHeader("started"), *_batch(m.claims)),
+    protocol.JobsFinished: lambda m: (Type.ACK_JOB, _AckHeader("finished"), *_batch(m.endings)),
+    protocol.JobsReleased: lambda m: (Type.ACK_JOB, _AckHeader("released", reason=m.reason), *_batch(m.claims)),
+    protocol.CancelLeases: lambda m: (Type.CANCEL, _CancelHeader(), *_batch(m.lease_ids)),
+    protocol.Heartbeat: lambda m: (Type.HEARTBEAT, _BeatHeader(m.msg_id, 0, m.progress), *_batch(m.claims)),
+    protocol.HeartbeatAnswer: lambda m: (
         Type.HEARTBEAT,
         _IdHeader(corr_id=m.corr_id),
         _encode(_BeatAnswer(m.cancel, m.lost, m.servers)),
         0,
     ),
-    Chunk: lambda m: (Type.CHUNK, _ChunkHeader(m.corr_id, m.offset, m.last), m.data, 0),
-    LogPiece: lambda m: (Type.LOG_PIECE, _PieceHeader(m.corr_id, m.offset, m.next, m.end, m.cut_bytes, m.ended), m.data, 0),
+    protocol.Chunk: lambda m: (Type.CHUNK, _ChunkHeader(m.corr_id, m.offset, m.last), m.data, 0),
+    protocol.LogPiece: lambda m: (
+        Type.LOG_PIECE,
+        _PieceHeader(m.corr_id, m.offset, m.next, m.end, m.cut_bytes, m.ended),
+        m.data,
+        0,
+    ),
 }
 
 
@@ -399,25 +376,25 @@ def _add_header_message(number: Type, kind: type[Any]) -> None:
     _WRITERS[kind] = lambda message: (number, message, _NO_BODY, 0)
 
 
-_add_header_message(Type.CREDIT, GiveCredit)
-_add_header_message(Type.HELLO_CLIENT, HelloClient)
-_add_header_message(Type.HELLO_WORKER, HelloWorker)
-_add_header_message(Type.SUBSCRIBE, Subscribe)
-_add_header_message(Type.WELCOME, Welcome)
-_add_header_message(Type.ERROR, ErrorMessage)
-_add_header_message(Type.BLOB_PUT, BlobPut)
-_add_header_message(Type.BLOB_GET, BlobGet)
-_add_header_message(Type.READ_LOG, ReadLog)
+_add_header_message(Type.CREDIT, protocol.GiveCredit)
+_add_header_message(Type.HELLO_CLIENT, protocol.HelloClient)
+_add_header_message(Type.HELLO_WORKER, protocol.HelloWorker)
+_add_header_message(Type.SUBSCRIBE, protocol.Subscribe)
+_add_header_message(Type.WELCOME, protocol.Welcome)
+_add_header_message(Type.ERROR, protocol.ErrorMessage)
+_add_header_message(Type.BLOB_PUT, protocol.BlobPut)
+_add_header_message(Type.BLOB_GET, protocol.BlobGet)
+_add_header_message(Type.READ_LOG, protocol.ReadLog)
 
 
-def encode(message: Message, codec: str | None = None, *, max_bytes: int | None = None) -> bytes:
+def encode(message: protocol.Message, codec: str | None = None, *, max_bytes: int | None = None) -> bytes:
     """Return the frame of a message; two frames for a JobsRecorded with both kinds.
 
     InvalidInput if it holds something that msgpack cannot carry: half a surrogate pair, an integer of more than 64 bits.
     TooLarge if it has more than `max_bytes`, counted before compression, as the peer counts.
     """
     try:
-        if type(message) is JobsRecorded:
+        if type(message) is protocol.JobsRecorded:
             return _encode_recorded(message)
         kind, header, payload, flags = _WRITERS[type(message)](message)
         if max_bytes is not None and len(payload) + HEADER_MAX_BYTES > max_bytes:
@@ -433,7 +410,7 @@ def encode(message: Message, codec: str | None = None, *, max_bytes: int | None 
         raise InvalidInput(f"a {type(message).__name__} cannot be sent: {error}") from None
 
 
-def _encode_recorded(message: JobsRecorded) -> bytes:
+def _encode_recorded(message: protocol.JobsRecorded) -> bytes:
     frames = b""
     if message.recorded:
         frames += encode_frame(Type.ACK_JOB, _encode(_AckHeader("recorded")), *_batch(message.recorded))

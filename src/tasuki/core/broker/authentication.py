@@ -119,13 +119,15 @@ def new_servers(state: BrokerState, session: Session) -> tuple[str, ...]:
 
 
 def servers_for(state: BrokerState, peer: Peer) -> tuple[str, ...]:
-    """Return the addresses that this peer can turn to; a loopback address is of use only on the machine itself."""
+    """Return the addresses that this peer can turn to."""
     if not state.cluster.servers:  # alone: the peer has found us, perhaps through a relay that must not be gone round
         return ()
-    addresses = (*state.addresses, *state.cluster.addresses)
-    if peer.local:
-        return addresses
-    return tuple(url for url in addresses if not _is_loopback(url))
+    return usable_by(peer, (*state.addresses, *state.cluster.addresses))
+
+
+def usable_by(peer: Peer, addresses: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the addresses without loopback ones, which are of use only on the machine itself."""
+    return addresses if peer.local else tuple(url for url in addresses if not _is_loopback(url))
 
 
 @lru_cache(1024)  # asked again for every heartbeat of every peer

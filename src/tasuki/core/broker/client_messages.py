@@ -9,42 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
+from tasuki.core import protocol
 from tasuki.core.access import Identity, PeerKind
-from tasuki.core.broker import authentication
-from tasuki.core.broker.events import (
-    BlobArrived,
-    BlobPiece,
-    BlobsUnderWay,
-    Command,
-    DeleteBlobs,
-    Detach,
-    Query,
-    ReceiveBlob,
-    SendBlob,
-)
+from tasuki.core.broker import authentication, events
 from tasuki.core.broker.log_reads import question_of
 from tasuki.core.broker.state import BrokerState, ClientSession, Session, TransferSession, WorkerSession
 from tasuki.core.broker.turn_builder import TurnEffects, ignore
 from tasuki.core.job import TERMINAL, Job, Outcome, State, body_hash, check_name, check_sha256, check_spec
 from tasuki.core.machine import Send
-from tasuki.core.protocol import (
-    BATCH_MAX,
-    NUMBER_MAX,
-    Acceptance,
-    Accepted,
-    BlobGet,
-    BlobPut,
-    CancelJobs,
-    CancelLeases,
-    Chunk,
-    Heartbeat,
-    HeartbeatAnswer,
-    JobResult,
-    Message,
-    Reply,
-    Request,
-    SubmitJobs,
-)
 from tasuki.core.store_messages import (
     BlobClaim,
     BlobPlace,
@@ -57,28 +29,30 @@ from tasuki.core.store_messages import (
 )
 from tasuki.errors import Conflict, DiskFull, Forbidden, InvalidInput, NotFound, ProtocolError, TasukiError, Unavailable, discreet
 
-SPECS_MAX = BATCH_MAX  # jobs of one frame: the answers must fit a frame too, and those that exist are read whole
+SPECS_MAX = protocol.BATCH_MAX  # jobs of one frame: the answers must fit a frame too, and those that exist are read whole
 RESULTS_READ = 256  # results that one read of a resubmit brings
 READ_VERBS = frozenset({"get", "find", "counts", "explain", "token.audit"})
 REASON_MAX_CHARS = 1000
 
 
-def received(state: BrokerState, client: ClientSession, message: Message) -> list[Command]:
+def received(state: BrokerState, client: ClientSession, message: protocol.Message) -> list[events.Command]:
     """Take one message of a client."""
     identity = client.identity
     assert identity is not None
     if identity.kind is PeerKind.ENROL:
         authentication.check_enrolment(message)
     match message:
-        case SubmitJobs():
+        case protocol.SubmitJobs():
             return submit(state, client, identity, message)
-        case Heartbeat():
-            return [Send(client.conn, HeartbeatAnswer(message.msg_id, servers=authentication.new_servers(state, client)))]
-        case Request():
+        case protocol.Heartbeat():
+            return [
+                Send(client.conn, protocol.HeartbeatAnswer(message.msg_id, servers=authentication.new_servers(state, client)))
+            ]
+        case protocol.Request():
             return request(state, client, identity, message)
-        case CancelJobs():
+        case protocol.CancelJobs():
             return _cancel(state, client, identity, message)
-        case BlobPut() | Chunk() | BlobGet():
+        case protocol.BlobPut() | protocol.Chunk() | protocol.BlobGet():
             return transferred(state, client, message)
         case _:
             raise ProtocolError(f"a client may not send {type(message).__name__}")
@@ -87,7 +61,7 @@ def received(state: BrokerState, client: ClientSession, message: Message) -> lis
 # ---------------------------------------------------------------------------------------------------- submit
 
 
-def submit(state: BrokerState, client: ClientSession, identity: Identity, message: SubmitJobs) -> list[Command]:
+def submit(state: BrokerState, client: ClientSession, identity: Identity, message: protocol.SubmitJobs) -> list[events.Command]:
     """Check each job by itself and store those that pass; a job that cannot be accepted is named by its index."""
     if state.disk_problem:
         full = DiskFull(f"no job can be accepted: {state.disk_problem}")
@@ -99,7 +73,7 @@ def submit(state: BrokerState, client: ClientSession, identity: Identity, messag
     submitter, builder = identity.name, state.builder
     subjects = builder.subjects
     submissions: list[Submission] = []
-    rejected: list[Acceptance] = []
+    rejected: list[protocol.Acceptance] = []
     indexes: list[int] | None = None  # place in the message of each submission; None: all of the message
     for index, spec in enumerate(message.specs):
         try:
@@ -125,8 +99,8 @@ def submit(state: BrokerState, client: ClientSession, identity: Identity, messag
 def _submitted(
     state: BrokerState,
     client: ClientSession,
-    message: SubmitJobs,
-    exceptions: list[Acceptance],
+    message: protocol.SubmitJobs,
+    exceptions: list[protocol.Acceptance],
     indexes: list[int] | None,
     answers: Sequence[Submitted | Conflict | MissingBlobs],
     effects: TurnEffects,
@@ -147,7 +121,7 @@ def _submitted(
             exceptions.append(_refused(index, job_id, NotFound(missing, blobs=list(answer.sha256s[:100]))))
         else:
             exceptions.append(_existing(state, client, index, answer, message))
-    effects.send(client.conn, Accepted(message.msg_id, len(message.specs), exceptions))
+    effects.send(client.conn, protocol.Accepted(message.msg_id, len(message.specs), exceptions))
     if watch:
         # Results may be large: they are read apart, some per turn.
         ended = list(dict.fromkeys(item.job_id for item in exceptions if item.state in TERMINAL))
@@ -156,13 +130,13 @@ def _submitted(
             state.builder.ask("get", some, partial(_results_read, state, client, some))
 
 
-def _refused(index: int, job_id: str, error: TasukiError) -> Acceptance:
-    return Acceptance(index, job_id, "", error.code, error.message, error.details())
+def _refused(index: int, job_id: str, error: TasukiError) -> protocol.Acceptance:
+    return protocol.Acceptance(index, job_id, "", error.code, error.message, error.details())
 
 
 def _existing(
-    state: BrokerState, client: ClientSession, index: int, answer: Submitted | Conflict, message: SubmitJobs
-) -> Acceptance:
+    state: BrokerState, client: ClientSession, index: int, answer: Submitted | Conflict, message: protocol.SubmitJobs
+) -> protocol.Acceptance:
     """Describe a job whose id was there before: the same job with its state, a Conflict, or another submitter's."""
     identity = client.identity
     assert identity is not None
@@ -181,7 +155,7 @@ def _existing(
         return _refused(index, job.job_id, refusal)
     if message.watch and job.state not in TERMINAL:
         state.watch(client, job.job_id)
-    return Acceptance(index, job.job_id, job.state)
+    return protocol.Acceptance(index, job.job_id, job.state)
 
 
 def _results_read(
@@ -207,10 +181,10 @@ def _watch_job(state: BrokerState, client: ClientSession, job: Job, effects: Tur
             state.generations[job.job_id] = job.generation
 
 
-def result_of(job: Job) -> JobResult:
+def result_of(job: Job) -> protocol.JobResult:
     """Return how a terminal job ended, from its row."""
     outcome = job.outcome or Outcome(error_code=None if job.state is State.SUCCEEDED else str(job.state))
-    return JobResult(job.job_id, job.state, job.attempt, outcome, job.finished_at, job.generation)
+    return protocol.JobResult(job.job_id, job.state, job.attempt, outcome, job.finished_at, job.generation)
 
 
 # ---------------------------------------------------------------------------------------------------- ends without a report
@@ -243,12 +217,18 @@ def _tell_deleted(state: BrokerState, job_id: str, effects: TurnEffects) -> None
 
 
 def _authorize(
-    state: BrokerState, client: ClientSession, request: Request | CancelJobs, job_ids: list[str], then: Callable[..., None]
-) -> list[Command]:
+    state: BrokerState,
+    client: ClientSession,
+    request: protocol.Request | protocol.CancelJobs,
+    job_ids: list[str],
+    then: Callable[..., None],
+) -> list[events.Command]:
     """Read these jobs in the next turn, and call `then(jobs, effects)` if the client may see all of them; else refuse."""
-    if len(job_ids) > BATCH_MAX:
-        action = request.verb if isinstance(request, Request) else "cancel"
-        raise InvalidInput(f"{action} of {len(job_ids)} jobs at once is too much, the limit is {BATCH_MAX}; send several")
+    if len(job_ids) > protocol.BATCH_MAX:
+        action = request.verb if isinstance(request, protocol.Request) else "cancel"
+        raise InvalidInput(
+            f"{action} of {len(job_ids)} jobs at once is too much, the limit is {protocol.BATCH_MAX}; send several"
+        )
 
     def judge(jobs: Sequence[Job | None], effects: TurnEffects) -> None:
         if client.conn not in state.sessions or client.identity is None:
@@ -265,16 +245,16 @@ def _authorize(
     return []
 
 
-def _watch(state: BrokerState, client: ClientSession, request: Request, job_ids: list[str]) -> list[Command]:
+def _watch(state: BrokerState, client: ClientSession, request: protocol.Request, job_ids: list[str]) -> list[events.Command]:
     def watch(jobs: Sequence[Job], effects: TurnEffects) -> None:
         for job in jobs:
             _watch_job(state, client, job, effects)
-        effects.send(client.conn, Reply(request.msg_id, {"states": {job.job_id: str(job.state) for job in jobs}}))
+        effects.send(client.conn, protocol.Reply(request.msg_id, {"states": {job.job_id: str(job.state) for job in jobs}}))
 
     return _authorize(state, client, request, job_ids, watch)
 
 
-def _cancel(state: BrokerState, client: ClientSession, identity: Identity, message: CancelJobs) -> list[Command]:
+def _cancel(state: BrokerState, client: ClientSession, identity: Identity, message: protocol.CancelJobs) -> list[events.Command]:
     conn, msg_id, reason = client.conn, message.msg_id, message.reason[:REASON_MAX_CHARS]
     job_ids = list(dict.fromkeys(message.job_ids))
 
@@ -289,7 +269,7 @@ def _cancel(state: BrokerState, client: ClientSession, identity: Identity, messa
             if answer.requested and answer.worker_id is not None and answer.lease_id is not None:
                 worker = state.workers.get(answer.worker_id)
                 if worker is not None:
-                    effects.send(worker.conn, CancelLeases([answer.lease_id]))
+                    effects.send(worker.conn, protocol.CancelLeases([answer.lease_id]))
                 else:
                     state.cluster.canceled.append((answer.worker_id, answer.lease_id))
             elif answer.state is State.CANCELED:
@@ -301,8 +281,8 @@ def _cancel(state: BrokerState, client: ClientSession, identity: Identity, messa
 
 
 def _requeue(
-    state: BrokerState, client: ClientSession, identity: Identity, request: Request, job_ids: list[str]
-) -> list[Command]:
+    state: BrokerState, client: ClientSession, identity: Identity, request: protocol.Request, job_ids: list[str]
+) -> list[events.Command]:
     conn, msg_id, reason = client.conn, request.msg_id, _reason(request)
 
     def requeue(jobs: Sequence[Job], effects: TurnEffects) -> None:
@@ -322,7 +302,7 @@ def _requeue(
 # ---------------------------------------------------------------------------------------------------- requests by name
 
 
-def request(state: BrokerState, client: ClientSession, identity: Identity, request: Request) -> list[Command]:
+def request(state: BrokerState, client: ClientSession, identity: Identity, request: protocol.Request) -> list[events.Command]:
     """Answer a question or an order by name, or pass it on."""
     conn, msg_id, verb, params = client.conn, request.msg_id, request.verb, request.params
     if verb in READ_VERBS:
@@ -330,11 +310,11 @@ def request(state: BrokerState, client: ClientSession, identity: Identity, reque
             workers, trouble = state.describe_workers(), state.disk_problem or state.store_problem
             if trouble and not identity.admin:
                 trouble = discreet(DiskFull("") if state.disk_problem else Unavailable("")).message
-            return [Query(conn, msg_id, verb, params, identity, workers, trouble=trouble)]
-        return [Query(conn, msg_id, verb, params, identity, [])]
+            return [events.Query(conn, msg_id, verb, params, identity, workers, trouble=trouble)]
+        return [events.Query(conn, msg_id, verb, params, identity, [])]
     if verb == "logs":
         question = question_of(params)
-        return [Query(conn, msg_id, verb, {"job_id": question.job_id}, identity, [], question)]
+        return [events.Query(conn, msg_id, verb, {"job_id": question.job_id}, identity, [], question)]
     if verb in ("watch", "requeue"):
         job_ids = params.get("job_ids")
         if not isinstance(job_ids, list) or not all(isinstance(job_id, str) for job_id in job_ids):
@@ -345,49 +325,49 @@ def request(state: BrokerState, client: ClientSession, identity: Identity, reque
         return _requeue(state, client, identity, request, job_ids)
     if verb == "workers":
         identity.check_admin("the list of workers")
-        return [Send(conn, Reply(msg_id, state.describe_workers()))]
+        return [Send(conn, protocol.Reply(msg_id, state.describe_workers()))]
     if verb in ("detach", "attach"):
         identity.check_admin(verb)
         worker_id = check_name(str(params.get("worker_id", "")), "worker_id")
-        return [Detach(conn, msg_id, worker_id, verb == "detach", identity.name, _reason(request))]
+        return [events.Detach(conn, msg_id, worker_id, verb == "detach", identity.name, _reason(request))]
     if verb == "servers":
         identity.check_admin("the list of servers")
-        return [Send(conn, Reply(msg_id, state.describe_servers()))]
+        return [Send(conn, protocol.Reply(msg_id, state.describe_servers()))]
     if verb in authentication.REQUESTS:
         return authentication.token_request(state, conn, request, identity)
     verbs = sorted({"logs", "watch", "requeue", "workers", "servers", "detach", "attach", *READ_VERBS, *authentication.REQUESTS})
     raise NotFound(f"there is no request {verb[:40]!r}; there are {', '.join(verbs)}")
 
 
-def _reason(request: Request) -> str:
+def _reason(request: protocol.Request) -> str:
     return str(request.params.get("reason", ""))[:REASON_MAX_CHARS]
 
 
 # ---------------------------------------------------------------------------------------------------- transfers
 
 
-def transferred(state: BrokerState, session: Session, message: Message) -> list[Command]:
+def transferred(state: BrokerState, session: Session, message: protocol.Message) -> list[events.Command]:
     """Take one message of a blob transfer: of a client, of a worker, or on a connection beside a worker's own."""
     assert session.identity is not None
     match message:
-        case BlobPut():
+        case protocol.BlobPut():
             return _put_blob(state, session.conn, message)
-        case Chunk():
-            return [BlobPiece(session.conn, message)]
-        case BlobGet() if isinstance(session, WorkerSession | TransferSession):
-            return [SendBlob(session.conn, message, session.identity, session.worker_id, session.incarnation)]
-        case BlobGet():
-            return [SendBlob(session.conn, message, session.identity)]
-        case Heartbeat():
-            return [Send(session.conn, HeartbeatAnswer(message.msg_id))]
+        case protocol.Chunk():
+            return [events.BlobPiece(session.conn, message)]
+        case protocol.BlobGet() if isinstance(session, WorkerSession | TransferSession):
+            return [events.SendBlob(session.conn, message, session.identity, session.worker_id, session.incarnation)]
+        case protocol.BlobGet():
+            return [events.SendBlob(session.conn, message, session.identity)]
+        case protocol.Heartbeat():
+            return [Send(session.conn, protocol.HeartbeatAnswer(message.msg_id))]
         case _:
             raise ProtocolError(f"a connection for blobs may not send {type(message).__name__}")
 
 
-def _put_blob(state: BrokerState, conn: int, put: BlobPut) -> list[Command]:
+def _put_blob(state: BrokerState, conn: int, put: protocol.BlobPut) -> list[events.Command]:
     """Ask the store for the place of a blob that a peer brings; from then on collection leaves it alone."""
     check_sha256(put.sha256)
-    if not 0 <= put.size_bytes <= NUMBER_MAX:
+    if not 0 <= put.size_bytes <= protocol.NUMBER_MAX:
         raise InvalidInput(f"a blob cannot have {put.size_bytes} bytes")
     if state.blob_problem:
         raise DiskFull(f"no blob can be taken: {state.blob_problem}; wait, shorten the retention, or raise --blob-budget")
@@ -395,26 +375,26 @@ def _put_blob(state: BrokerState, conn: int, put: BlobPut) -> list[Command]:
     def placed(places: Sequence[BlobPlace], effects: TurnEffects) -> None:
         session = state.sessions.get(conn)
         if session is not None and session.identity is not None:
-            effects.commands.append(ReceiveBlob(conn, put, places[0], session.identity.uploader))
+            effects.commands.append(events.ReceiveBlob(conn, put, places[0], session.identity.uploader))
 
     claim = BlobClaim(put.sha256, put.size_bytes)
     state.builder.ask("place_blobs", [claim], placed, partial(state.tell_failure, conn, put.msg_id))
     return []
 
 
-def blobs_under_way(state: BrokerState, event: BlobsUnderWay) -> None:
+def blobs_under_way(state: BrokerState, event: events.BlobsUnderWay) -> None:
     """Place blobs again whose uploads take long."""
     claims = [BlobClaim(put.sha256, put.size_bytes) for put in event.puts]
     state.builder.ask("place_blobs", claims, ignore, ignore)
 
 
-def blob_arrived(state: BrokerState, event: BlobArrived) -> None:
+def blob_arrived(state: BrokerState, event: events.BlobArrived) -> None:
     """Tell the store that the bytes of a blob are durable, then the peer that brought it."""
     conn, put = event.conn, event.put
 
     def stored(answers: Sequence[bool], effects: TurnEffects) -> None:
         if not answers[0]:  # condemned meanwhile: nothing can refer to these bytes, and nobody else may know of them any more
-            effects.commands.append(DeleteBlobs(0, (event.place,)))
+            effects.commands.append(events.DeleteBlobs(0, (event.place,)))
         collected = Unavailable(f"blob {put.sha256} was collected while it came in; send it again")
         state.answer(conn, put.msg_id, {"have": True} if answers[0] else collected, effects)
 

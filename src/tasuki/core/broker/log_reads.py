@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from tasuki.core.address import parse_url
+from tasuki.core.broker.authentication import usable_by
 from tasuki.core.broker.events import Command, JobSeen, LogQuestion
 from tasuki.core.broker.state import BrokerState, ClientSession, PendingLogRead, WorkerSession
 from tasuki.core.job import LEASED, PROGRESS_TEXT_MAX_CHARS, TERMINAL, Job, Progress
@@ -110,7 +110,10 @@ def arrived(state: BrokerState, worker: WorkerSession, piece: LogPiece) -> list[
     pending = state.log_reads.get(piece.corr_id)
     if pending is None or pending.worker_conn != worker.conn:
         return []
-    return _answer(state, piece.corr_id, piece if _makes_sense(piece, pending.question) else None)
+    asked = pending.question
+    follows = piece.next == piece.offset + len(piece.data) and piece.cut_bytes == piece.offset - asked.offset
+    fits = asked.offset <= piece.offset and len(piece.data) <= asked.max_bytes and piece.next <= NUMBER_MAX
+    return _answer(state, piece.corr_id, piece if follows and fits else None)
 
 
 def ticked(state: BrokerState, now: Now) -> list[Command]:
@@ -162,14 +165,8 @@ def _answer_without_worker(job: Job, stream: str, offset: int) -> dict[str, Any]
 
 
 def _servers_of(state: BrokerState, client: ClientSession, worker_id: str, incarnation: str) -> list[str]:
-    """Return the addresses of the server that has this worker; a loopback address is of use only on the machine itself."""
+    """Return the addresses of the server that has this worker, as far as the client can use them."""
     for server_id, worker in state.cluster.workers():
         if worker.worker_id == worker_id and worker.incarnation == incarnation:
-            addresses = state.cluster.servers[server_id].addresses
-            return [url for url in addresses if client.peer.local or not parse_url(url)[0].loopback]
+            return list(usable_by(client.peer, state.cluster.servers[server_id].addresses))
     return []
-
-
-def _makes_sense(piece: LogPiece, asked: ReadLog) -> bool:
-    follows = piece.next == piece.offset + len(piece.data) and piece.cut_bytes == piece.offset - asked.offset
-    return follows and asked.offset <= piece.offset and len(piece.data) <= asked.max_bytes and piece.next <= NUMBER_MAX

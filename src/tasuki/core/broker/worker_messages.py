@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
+from tasuki.core import protocol
 from tasuki.core.broker import authentication, log_reads
 from tasuki.core.broker.client_messages import ask_ends, transferred
 from tasuki.core.broker.events import Command
@@ -21,30 +22,6 @@ from tasuki.core.broker.state import Account, BrokerState, Delivery, WorkerSessi
 from tasuki.core.broker.turn_builder import TurnEffects
 from tasuki.core.job import TERMINAL, Progress, State
 from tasuki.core.machine import Now, Send
-from tasuki.core.protocol import (
-    AssignJobs,
-    BlobGet,
-    BlobPut,
-    Chunk,
-    Claim,
-    GiveCredit,
-    Heartbeat,
-    HeartbeatAnswer,
-    JobResult,
-    JobsFinished,
-    JobsRecorded,
-    JobsReleased,
-    JobsStarted,
-    LogPiece,
-    Message,
-    Reply,
-    Request,
-    Subscribe,
-    batches,
-    check_attempts,
-    not_uploaded,
-    storable,
-)
 from tasuki.core.store_messages import (
     Answers,
     Grant,
@@ -66,35 +43,35 @@ SILENT_SHARE = 2 / 3  # of the ttl; a worker beats every third of it
 NO_PROGRESS: Mapping[str, Progress] = {}
 
 
-def received(state: BrokerState, worker: WorkerSession, message: Message, now: Now) -> list[Command]:
+def received(state: BrokerState, worker: WorkerSession, message: protocol.Message, now: Now) -> list[Command]:
     """Take one message of a worker."""
     match message:
-        case JobsFinished():
+        case protocol.JobsFinished():
             _finished(state, worker, message)
-        case GiveCredit():
+        case protocol.GiveCredit():
             worker.account.give(message.credit)
             state.look(worker, backlog=True)
-        case JobsStarted():
+        case protocol.JobsStarted():
             if message.claims:
                 held = _held(worker, message.claims)
                 state.builder.ask("start", held, partial(_renewed, state, worker.conn, 0, held))
-        case Heartbeat():
+        case protocol.Heartbeat():
             if worker.resuming:
                 _resume(state, worker, message.claims)
             held = _held(worker, message.claims, log_reads.checked_progress(message.progress))
             state.builder.ask("renew", held, partial(_renewed, state, worker.conn, message.msg_id, held))
-        case JobsReleased():
+        case protocol.JobsReleased():
             _give_back(state, worker, message)
-        case Subscribe():
+        case protocol.Subscribe():
             assert worker.identity is not None
             state.change_patterns(worker, authentication.checked_patterns(worker.identity, message.patterns))
-            return [Send(worker.conn, Reply(message.msg_id, {"patterns": list(worker.patterns)}))]
-        case BlobPut() | Chunk() | BlobGet():
+            return [Send(worker.conn, protocol.Reply(message.msg_id, {"patterns": list(worker.patterns)}))]
+        case protocol.BlobPut() | protocol.Chunk() | protocol.BlobGet():
             return transferred(state, worker, message)
-        case Request():
+        case protocol.Request():
             assert worker.identity is not None
             return authentication.rotate(state, worker.conn, message, worker.identity, now)
-        case LogPiece():
+        case protocol.LogPiece():
             return log_reads.arrived(state, worker, message)
         case _:
             raise ProtocolError(f"a worker may not send {type(message).__name__}")
@@ -104,8 +81,8 @@ def received(state: BrokerState, worker: WorkerSession, message: Message, now: N
 # ---------------------------------------------------------------------------------------------------- reports
 
 
-def _finished(state: BrokerState, worker: WorkerSession, message: JobsFinished) -> None:
-    check_attempts(message.endings)
+def _finished(state: BrokerState, worker: WorkerSession, message: protocol.JobsFinished) -> None:
+    protocol.check_attempts(message.endings)
     worker_id, deliveries = worker.worker_id, worker.deliveries
     succeeded: list[Report] = []
     failed: list[Report] = []
@@ -114,7 +91,7 @@ def _finished(state: BrokerState, worker: WorkerSession, message: JobsFinished) 
         known += deliveries.pop(ending.lease_id, None) is not None
         if reading:
             worker.settled.add(ending.lease_id)
-        outcome = storable(ending)
+        outcome = protocol.storable(ending)
         size_bytes += len(outcome.result or b"")
         report = Report(ending.job_id, worker_id, ending.lease_id, ending.attempt, outcome, ending.started_at)
         (succeeded if outcome.error_code is None else failed).append(report)
@@ -140,7 +117,7 @@ def _reported(
             continue
         if answer.answer is ReportStatus.BLOB_MISSING:
             # The result was never brought: that is a failure of the attempt, which the next turn records.
-            missing = [replace(report, outcome=not_uploaded(report.outcome))]
+            missing = [replace(report, outcome=protocol.not_uploaded(report.outcome))]
             state.builder.ask("fail", missing, partial(_reported, state, conn, missing))
             continue
         recorded.append(report.lease_id)
@@ -152,19 +129,21 @@ def _reported(
         elif job_state in TERMINAL:
             if report.job_id in watchers:
                 generation = state.generations.get(report.job_id, 0)
-                state.notify(JobResult(report.job_id, job_state, report.attempt, report.outcome, wall, generation), effects)
+                state.notify(
+                    protocol.JobResult(report.job_id, job_state, report.attempt, report.outcome, wall, generation), effects
+                )
             else:
                 unwatched.append(report.job_id)
     if conn in state.sessions:
-        effects.send(conn, JobsRecorded(recorded, fenced))
+        effects.send(conn, protocol.JobsRecorded(recorded, fenced))
 
 
 # ---------------------------------------------------------------------------------------------------- starts and heartbeats
 
 
-def _held(worker: WorkerSession, claims: list[Claim], progress: Mapping[str, Progress] = NO_PROGRESS) -> list[HeldLease]:
+def _held(worker: WorkerSession, claims: list[protocol.Claim], progress: Mapping[str, Progress] = NO_PROGRESS) -> list[HeldLease]:
     """Return the leases that the worker shows; a shown lease has reached it."""
-    check_attempts(claims)
+    protocol.check_attempts(claims)
     held = []
     worker_id, incarnation, ttl_s = worker.worker_id, worker.incarnation, worker.ttl_s
     for claim in claims:
@@ -193,10 +172,10 @@ def _renewed(
                 session.account.ended()
     if msg_id or cancel or lost:
         servers = authentication.new_servers(state, session) if msg_id else ()
-        effects.send(conn, HeartbeatAnswer(msg_id or -1, cancel, lost, servers))
+        effects.send(conn, protocol.HeartbeatAnswer(msg_id or -1, cancel, lost, servers))
 
 
-def _resume(state: BrokerState, worker: WorkerSession, claims: list[Claim]) -> None:
+def _resume(state: BrokerState, worker: WorkerSession, claims: list[protocol.Claim]) -> None:
     """Take the leases that the worker names as delivered. Others that the store has for it never reached it."""
     worker.resuming = False
     for claim in claims:
@@ -208,7 +187,7 @@ def _resume(state: BrokerState, worker: WorkerSession, claims: list[Claim]) -> N
 # ---------------------------------------------------------------------------------------------------- release
 
 
-def _give_back(state: BrokerState, worker: WorkerSession, message: JobsReleased) -> None:
+def _give_back(state: BrokerState, worker: WorkerSession, message: protocol.JobsReleased) -> None:
     known = [worker.deliveries.pop(claim.lease_id, None) for claim in message.claims]
     worker.account.ended(len(known) - known.count(None))
     if worker.reading:
@@ -321,7 +300,7 @@ def _granted(state: BrokerState, look: _Look, grants: list[Grant], effects: Turn
         if worker.patterns:
             deliveries, sent_at = worker.deliveries, effects.now.monotonic
             for grant in grants:
-                deliveries[grant.lease_id] = Delivery(Claim(grant.job_id, grant.lease_id, grant.attempt), sent_at)
+                deliveries[grant.lease_id] = Delivery(protocol.Claim(grant.job_id, grant.lease_id, grant.attempt), sent_at)
             effects.commands += _assignments(worker, worker.ttl_s, grants)
             return
     # It left, or began to drain, while the store was at work. Unseen grants go back, without using up a loss. But if the
@@ -332,7 +311,10 @@ def _granted(state: BrokerState, look: _Look, grants: list[Grant], effects: Turn
 
 
 def _assignments(worker: WorkerSession, ttl_s: float, grants: Sequence[Grant]) -> list[Command]:
-    return [Send(worker.conn, AssignJobs(ttl_s, list(some))) for some in batches(grants, lambda grant: len(grant.spec))]
+    return [
+        Send(worker.conn, protocol.AssignJobs(ttl_s, list(some)))
+        for some in protocol.batches(grants, lambda grant: len(grant.spec))
+    ]
 
 
 def _settle(state: BrokerState, worker: WorkerSession, look: _Look, granted: int) -> None:
@@ -389,7 +371,7 @@ def _redelivered(state: BrokerState, conn: int, answers: Sequence[list[Grant]], 
     worker.settled.clear()
     for grant in grants:
         if grant.lease_id not in worker.deliveries:
-            claim = Claim(grant.job_id, grant.lease_id, grant.attempt)
+            claim = protocol.Claim(grant.job_id, grant.lease_id, grant.attempt)
             worker.deliveries[grant.lease_id] = Delivery(claim, effects.now.monotonic)
             worker.account.charge()
     again = [grant for grant in grants if not worker.deliveries[grant.lease_id].acked]
