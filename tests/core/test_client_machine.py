@@ -238,7 +238,7 @@ def test_what_was_answered_is_not_said_again(bench: Bench) -> None:
 
 
 def test_a_call_that_is_not_safe_to_repeat_fails_with_its_connection(bench: Bench) -> None:
-    bench.do(Call(1, lambda msg_id: Request(msg_id, "once"), lasting=False))
+    bench.do(Call(1, lambda msg_id: Request(msg_id, "requeue")))
     [answered] = only(bench.lose(), CallAnswered)
     assert isinstance(answered.error, Unavailable)
     assert sent(bench.connect(), Request) == []

@@ -33,11 +33,10 @@ NOT_KNOWN = "it is not known whether the request was carried out; look at the st
 
 
 class Call(msgspec.Struct, frozen=True):
-    """Request to send; its msg_id is the machine's. `lasting` ones are sent again after a reconnect, if that is safe."""
+    """Request to send; its msg_id is the machine's. It is sent again after a reconnect, if that is safe."""
 
     ticket: int
     make: Callable[[int], protocol.Message]
-    lasting: bool = True
     watch: tuple[str, ...] = ()
     """Jobs of a submit whose results the server delivers once it has accepted them."""
 
@@ -174,8 +173,7 @@ class ClientMachine:
             return [CallAnswered(call.ticket, error=self._error)]
         self._msg_id += 1
         message = call.make(self._msg_id)
-        lasting = call.lasting and safe_to_repeat(message)
-        waiting = self._calls[self._msg_id] = _Waiting(call.ticket, call.make, lasting, call.watch)
+        waiting = self._calls[self._msg_id] = _Waiting(call.ticket, call.make, safe_to_repeat(message), call.watch)
         if not self.online or self._conn is None:
             return []
         waiting.said = True

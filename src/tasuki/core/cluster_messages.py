@@ -105,15 +105,11 @@ def _pieces(hint: Hint, max_bytes: int) -> list[bytes] | None:
             if size > left:
                 if size > room or len(pieces) + 1 >= PIECES_MAX:
                     return None
-                pieces.append(_piece(head, taken))
+                pieces.append(_encode(replace(head, **taken)))
                 head, taken, left = replace(head, everything=False), {}, room
             taken.setdefault(name, []).append(item)
             left -= size
-    return [*pieces, _piece(head, taken)]
-
-
-def _piece(head: Hint, taken: dict[str, list[object]]) -> bytes:
-    return _encode(replace(head, **{name: tuple(items) for name, items in taken.items()}))
+    return [*pieces, _encode(replace(head, **taken))]
 
 
 # ---------------------------------------------------------------------------------------------------- servers and workers
@@ -135,19 +131,7 @@ class WorkerInfo(msgspec.Struct, frozen=True, gc=False, array_like=True):
 
     def view(self, server_id: str) -> dict[str, object]:
         """Return the description that the API and `tasuki workers` show."""
-        return {
-            "server_id": server_id,
-            "worker_id": self.worker_id,
-            "incarnation": self.incarnation,
-            "host": self.host,
-            "patterns": list(self.patterns),
-            "credit": self.credit,
-            "running": self.running,
-            "slots": self.slots,
-            "takes": str(self.takes),
-            "address": self.address,
-            "on_disconnect": str(self.on_disconnect),
-        }
+        return {"server_id": server_id, **dict(zip(self.__struct_fields__, msgspec.to_builtins(self), strict=True))}
 
 
 class ServerInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

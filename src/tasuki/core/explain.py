@@ -68,17 +68,14 @@ def _waiting(job: Job, context: ExplainContext) -> Explanation:
     why, because, facts = _why_waiting(job, context)
     facts = {"workers": len(context.workers), "fitting_workers": [], **facts, "ahead": context.ahead, "priority": job.priority}
     if job.state is State.ORPHANED and job.lease is not None:
-        because.append(
-            f"Worker {job.lease.worker_id} kept it and is silent. It may still finish it, and goes on with it if it is back "
-            "before another one takes it."
-        )
+        silent = f"Worker {job.lease.worker_id} kept it and is silent. It may still finish it, and goes on with it"
+        because.append(f"{silent} if it is back before another one takes it.")
         facts["kept_by"] = job.lease.worker_id
     if job.not_after is not None:
         facts["not_after"] = job.not_after
         if why != "TOO_LATE":
-            because.append(
-                f"If it still waits in {job.not_after - context.now_wall:.1f} s, it is too late to start, and skipped."
-            )
+            left_s = job.not_after - context.now_wall
+            because.append(f"If it still waits in {left_s:.1f} s, it is too late to start, and skipped.")
     return why, because, facts
 
 
@@ -101,11 +98,8 @@ def _why_waiting(job: Job, context: ExplainContext) -> Explanation:
     attached = [worker for worker in able if not worker.get("detached")]
     if not attached:
         names = _names(able)
-        return (
-            "DETACHED",
-            [f"The workers that fit are detached: {', '.join(names[:SHOWN_MAX])}. Give one work: tasuki attach {names[0]}"],
-            {"detached_workers": names},
-        )
+        words = f"The workers that fit are detached: {', '.join(names[:SHOWN_MAX])}. Give one work: tasuki attach {names[0]}"
+        return "DETACHED", [words], {"detached_workers": names}
     return _its_turn(job, attached, context)
 
 
@@ -147,40 +141,29 @@ def _other_kind(job: Job, fitting: Sequence[Worker]) -> Explanation:
     hint = f"; allow it at one: tasuki worker --exec {exec_}=COMMAND" if exec_ else ""
     takes = {worker["worker_id"]: str(worker.get("takes", "any")) for worker in fitting[:LISTED_MAX]}
     shown = ", ".join(f"{name} takes {what}" for name, what in list(takes.items())[:SHOWN_MAX])
-    return (
-        "OTHER_KIND",
-        [f"The workers that subscribe to {job.spec.subject!r} do not run {kind} ({shown}){hint}."],
-        {"other_kind_workers": takes},
-    )
+    words = f"The workers that subscribe to {job.spec.subject!r} do not run {kind} ({shown}){hint}."
+    return "OTHER_KIND", [words], {"other_kind_workers": takes}
 
 
 def _its_turn(job: Job, fitting: Sequence[Worker], context: ExplainContext) -> Explanation:
-    addressed = _addressed(job.spec.subject, fitting)
-    fitting = [addressed] if addressed is not None else fitting
+    last = job.spec.subject.rpartition(".")[2]
+    addressed = [worker for worker in fitting if worker["worker_id"] == last]
+    fitting = addressed or fitting
     free = _names([worker for worker in fitting if worker["credit"] > 0])
     facts: dict[str, Any] = {"fitting_workers": _names(fitting), "workers_with_credit": free, "top_band": context.top_band}
-    if addressed is not None:
-        facts["addressed_to"] = addressed["worker_id"]
-    only = f"Its subject ends in {addressed['worker_id']}, so only that worker gets it. " if addressed is not None else ""
-    line = _queue_position(job, context)
-    if not free:
-        busy = ", ".join(f"{worker['worker_id']} ({worker['running']} running)" for worker in fitting[:SHOWN_MAX])
-        return "BUSY", [f"{only}All workers that fit are busy: {busy}.{line}"], facts
-    return (
-        "ITS_TURN",
-        [f"{only}It is ready, and {len(free)} worker(s) that fit have room: it is about to be leased.{line}"],
-        facts,
-    )
-
-
-def _queue_position(job: Job, context: ExplainContext) -> str:
-    """Say how many jobs go first, in the job's own priority and above."""
+    if addressed:
+        facts["addressed_to"] = last
+    only = f"Its subject ends in {last}, so only that worker gets it. " if addressed else ""
     line = ""
     if context.ahead:
         line = f" {context.ahead} ready job(s) of its subject stand before it in priority {job.priority}."
     if context.top_band is not None and context.top_band > job.priority:
         line += f" Jobs of priority {context.top_band} are ready; those that fit the same workers go first."
-    return line
+    if not free:
+        busy = ", ".join(f"{worker['worker_id']} ({worker['running']} running)" for worker in fitting[:SHOWN_MAX])
+        return "BUSY", [f"{only}All workers that fit are busy: {busy}.{line}"], facts
+    soon = f"{only}It is ready, and {len(free)} worker(s) that fit have room: it is about to be leased.{line}"
+    return "ITS_TURN", [soon], facts
 
 
 # ---------------------------------------------------------------------------------------------------- at a worker
@@ -253,12 +236,6 @@ def _pattern_of(worker: Worker, subject: str) -> str | None:
     return next((pattern for pattern in worker["patterns"] if matches(pattern, subject)), None)
 
 
-def _addressed(subject: str, workers: Sequence[Worker]) -> Worker | None:
-    """Return the worker that the subject's last token names."""
-    last = subject.rpartition(".")[2]
-    return next((worker for worker in workers if worker["worker_id"] == last), None)
-
-
 def _common(pattern: str, subject: str) -> int:
     """Count the tokens from the left that match."""
     count = 0
@@ -320,7 +297,10 @@ def again(job: Job, incidents: Sequence[JobIncident]) -> Sentences:
     elif job.attempt and not was_made(job.attempt):
         because.append(f"The store was restored from a backup since; its next attempt is {job.attempt + 1}.")
     earlier = [incident for incident in ended if incident.kind in _EARLIER and incident.attempt]
-    because += [_sentence(incident) for incident in earlier[-ATTEMPTS_TOLD:]]
+    for incident in earlier[-ATTEMPTS_TOLD:]:
+        where = f" at {incident.worker_id}" if incident.worker_id else ""
+        reason = f": {incident.reason}" if incident.reason else ""
+        because.append(f"Attempt {incident.attempt}{where} {_EARLIER[incident.kind]}{reason}.")
     if job.state in (State.FAILED, State.TIMED_OUT) and ended and ended[-1].kind == "dead_lettered":
         because.append(f"There is no further attempt: {ended[-1].reason}.")
     if job.generation:
@@ -337,12 +317,6 @@ def _endings(incidents: Sequence[JobIncident]) -> list[JobIncident]:
         if (incident.kind in _EARLIER or incident.kind in _LAST)
         and not (incident.kind == "orphaned" and any(it.attempt == incident.attempt and it.at >= incident.at for it in resumed))
     ]
-
-
-def _sentence(incident: JobIncident) -> str:
-    where = f" at {incident.worker_id}" if incident.worker_id else ""
-    reason = f": {incident.reason}" if incident.reason else ""
-    return f"Attempt {incident.attempt}{where} {_EARLIER[incident.kind]}{reason}."
 
 
 def fenced(incidents: Sequence[JobIncident]) -> Sentences:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import msgspec
 from msgspec.structs import replace
 
-from tasuki.core.job import Job, JobSpec, OnDisconnect, Outcome, Progress, State
+from tasuki.core.job import LEASED, Job, JobSpec, OnDisconnect, Outcome, Progress, State
 from tasuki.core.lifecycle import LEASE_TTL_S
 from tasuki.core.subject import matches
 from tasuki.errors import Conflict
@@ -331,17 +331,8 @@ class GroupCounts(msgspec.Struct, frozen=True, gc=False):
     skipped: int = 0
 
 
-COUNTED: dict[State, str] = {
-    State.PENDING: "pending",
-    State.ASSIGNED: "active",
-    State.RUNNING: "active",
-    State.ORPHANED: "orphaned",
-    State.SUCCEEDED: "succeeded",
-    State.FAILED: "failed",
-    State.CANCELED: "canceled",
-    State.TIMED_OUT: "timed_out",
-    State.SKIPPED: "skipped",
-}
+COUNTED = {state: "active" if state in LEASED else state.lower() for state in State}
+"""Field of GroupCounts that counts the jobs in each state."""
 
 
 # ---------------------------------------------------------------------------------------------------- one transaction

@@ -197,10 +197,10 @@ class ClientNode(Node):
         self.accepted.update((spec.job_id, spec) for spec in taken)
 
     # -- what a user does -----------------------------------------------------------------------------------------
-    def call(self, make: Callable[[int], Message], *, lasting: bool = True) -> int:
+    def call(self, make: Callable[[int], Message]) -> int:
         """Send a call; return the ticket under which `answers` will have the answer."""
         ticket = next(self._tickets)
-        self.apply(Call(ticket, make, lasting))
+        self.apply(Call(ticket, make))
         return ticket
 
     def submit(self, *specs: JobSpec, on_failed: str = "return") -> int:

@@ -14,7 +14,16 @@ CODECS = ("zstd", "gzip")  # in the order of preference
 COMPRESS_FROM_BYTES = 1024  # below this the codec's own frame eats the gain
 ZSTD_WINDOW_MAX_BYTES = 8 * 1024 * 1024  # all that RFC 8878 requires; with a larger window the peer decides on the memory
 _FLAG = {"zstd": ZSTD, "gzip": GZIP}
-_local = threading.local()  # a zstd compressor is not thread-safe, and several loops may run in one process
+
+
+class _ZstdCompressor(threading.local):
+    """One compressor for each thread: it is not thread-safe, and several loops may run in one process."""
+
+    def __init__(self) -> None:
+        self.compress = zstandard.ZstdCompressor(level=1).compress
+
+
+_zstd = _ZstdCompressor()
 
 
 def compress(payload: bytes, codec: str | None) -> tuple[bytes, int]:
@@ -22,19 +31,11 @@ def compress(payload: bytes, codec: str | None) -> tuple[bytes, int]:
     if codec is None or len(payload) < COMPRESS_FROM_BYTES:
         return payload, 0
     if codec == "zstd":
-        smaller = _zstd_compressor().compress(payload)
+        smaller = _zstd.compress(payload)
     else:
         packer = zlib.compressobj(1, zlib.DEFLATED, 31)
         smaller = packer.compress(payload) + packer.flush()
     return (smaller, _FLAG[codec]) if len(smaller) < len(payload) else (payload, 0)
-
-
-def _zstd_compressor() -> zstandard.ZstdCompressor:
-    try:
-        return _local.compressor  # type: ignore[no-any-return]
-    except AttributeError:
-        _local.compressor = zstandard.ZstdCompressor(level=1)
-        return _local.compressor  # type: ignore[no-any-return]
 
 
 def decompress(payload: bytes, flags: int, max_bytes: int) -> bytes:

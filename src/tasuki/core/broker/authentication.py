@@ -19,6 +19,7 @@ from typing import Any
 import msgspec
 from msgspec.structs import asdict, replace
 
+from tasuki.core import protocol
 from tasuki.core.access import (
     ENROL_TOKEN_S,
     TOKEN_PREFIXES,
@@ -36,15 +37,6 @@ from tasuki.core.broker.turn_builder import TurnEffects, ignore
 from tasuki.core.job import check_name, is_sha256
 from tasuki.core.lifecycle import LEASE_MARGIN_S
 from tasuki.core.machine import Now, Peer, Send
-from tasuki.core.protocol import (
-    PROTOCOL_OLDEST,
-    PROTOCOL_VERSION,
-    HelloClient,
-    HelloWorker,
-    Message,
-    Request,
-    Welcome,
-)
 from tasuki.core.store_messages import TokenRow
 from tasuki.core.subject import DEFAULT_PATTERN
 from tasuki.errors import (
@@ -69,15 +61,15 @@ LABEL_MAX_CHARS = 200
 # ---------------------------------------------------------------------------------------------------- Hello
 
 
-def hello(state: BrokerState, session: Session, message: Message, now: Now) -> list[Command]:
+def hello(state: BrokerState, session: Session, message: protocol.Message, now: Now) -> list[Command]:
     """Take the first message of a connection: look its token up, or welcome the server's own user at once."""
-    if not isinstance(message, HelloClient | HelloWorker):
+    if not isinstance(message, protocol.HelloClient | protocol.HelloWorker):
         raise ProtocolError(f"the first frame must be HelloClient or HelloWorker, not {type(message).__name__}")
     if session.hello_seen:
         raise ProtocolError("a second Hello came before the first was answered")
-    if message.oldest > PROTOCOL_VERSION or message.version < PROTOCOL_OLDEST:
+    if message.oldest > protocol.PROTOCOL_VERSION or message.version < protocol.PROTOCOL_OLDEST:
         raise VersionMismatch(
-            f"this server speaks protocol versions {PROTOCOL_OLDEST} to {PROTOCOL_VERSION}, "
+            f"this server speaks protocol versions {protocol.PROTOCOL_OLDEST} to {protocol.PROTOCOL_VERSION}, "
             f"the peer {message.oldest} to {message.version}; upgrade the older side"
         )
     session.hello_seen = True
@@ -136,17 +128,17 @@ def _is_loopback(url: str) -> bool:
 
 
 def _welcome(
-    state: BrokerState, session: Session, hello: HelloClient | HelloWorker, identity: Identity, now: Now
+    state: BrokerState, session: Session, hello: protocol.HelloClient | protocol.HelloWorker, identity: Identity, now: Now
 ) -> list[Command]:
     servers = servers_for(state, session.peer)
     common = asdict(session) | {"heard_at": now.monotonic, "identity": identity, "known_servers": servers}
     ttl_s = state.config.lease_ttl_s
     commands: list[Command] = []
-    if isinstance(hello, HelloWorker) and hello.transfers:
+    if isinstance(hello, protocol.HelloWorker) and hello.transfers:
         _check_worker(hello, identity)
         _check_same_token(state.workers.get(hello.worker_id), identity, hello.worker_id)
         state.sessions[session.conn] = TransferSession(**common, worker_id=hello.worker_id, incarnation=hello.incarnation)
-    elif isinstance(hello, HelloWorker):
+    elif isinstance(hello, protocol.HelloWorker):
         worker = _new_worker(state, common, hello, identity)
         commands += _replace_worker(state, worker)
         state.add_worker(worker)
@@ -159,9 +151,9 @@ def _welcome(
             raise Unauthorized("a worker token cannot be used by a client; make one with: tasuki token create --kind client")
         client_id = check_name(hello.client_id, "client_id")
         state.sessions[session.conn] = ClientSession(**common, client_id=client_id)
-    welcome = Welcome(
+    welcome = protocol.Welcome(
         corr_id=hello.msg_id,
-        version=min(PROTOCOL_VERSION, hello.version),
+        version=min(protocol.PROTOCOL_VERSION, hello.version),
         server_id=state.config.server_id,
         identity=identity.name,
         kind=identity.kind,
@@ -176,14 +168,14 @@ def _welcome(
     return [*commands, Send(session.conn, welcome)]
 
 
-def _check_worker(hello: HelloWorker, identity: Identity) -> None:
+def _check_worker(hello: protocol.HelloWorker, identity: Identity) -> None:
     identity.check_worker()
     check_name(hello.worker_id, "worker_id")
     identity.check_worker_id(hello.worker_id)
     check_name(hello.incarnation, "incarnation")
 
 
-def _new_worker(state: BrokerState, common: dict[str, Any], hello: HelloWorker, identity: Identity) -> WorkerSession:
+def _new_worker(state: BrokerState, common: dict[str, Any], hello: protocol.HelloWorker, identity: Identity) -> WorkerSession:
     _check_worker(hello, identity)
     if "." in hello.worker_id:
         raise InvalidInput(f"worker_id {hello.worker_id!r} may not contain a dot: it can be the last token of a subject")
@@ -202,7 +194,7 @@ def _new_worker(state: BrokerState, common: dict[str, Any], hello: HelloWorker, 
         host=hello.host[:200],
         slots=hello.slots,
         takes=hello.takes,
-        version=min(PROTOCOL_VERSION, hello.version),
+        version=min(protocol.PROTOCOL_VERSION, hello.version),
     )
 
 
@@ -238,7 +230,7 @@ def _check_same_token(old: WorkerSession | None, identity: Identity | None, work
 # ---------------------------------------------------------------------------------------------------- an administrator's tokens
 
 
-def _create_token(state: BrokerState, conn: int, request: Request, identity: Identity) -> None:
+def _create_token(state: BrokerState, conn: int, request: protocol.Request, identity: Identity) -> None:
     row = _checked_row(request, identity)
 
     def created(added: Sequence[bool], effects: TurnEffects) -> None:
@@ -248,7 +240,7 @@ def _create_token(state: BrokerState, conn: int, request: Request, identity: Ide
     state.builder.ask("add_token", [row], created, partial(state.tell_failure, conn, request.msg_id))
 
 
-def _checked_row(request: Request, identity: Identity) -> TokenRow:
+def _checked_row(request: protocol.Request, identity: Identity) -> TokenRow:
     try:
         row = msgspec.convert(request.params, TokenRow)
     except msgspec.ValidationError as error:
@@ -266,7 +258,7 @@ def _checked_row(request: Request, identity: Identity) -> TokenRow:
     return replace(row, created_by=identity.name, revoked_at=None, revoked_by="")
 
 
-def _check_new_token(request: Request, token_id: str, sha256: str) -> None:
+def _check_new_token(request: protocol.Request, token_id: str, sha256: str) -> None:
     check_name(token_id, "token_id")
     if not is_sha256(sha256):
         raise InvalidInput(f"{request.verb}: sha256 must be the 64 lower-case hex digits of the secret's hash, never the secret")
@@ -276,7 +268,7 @@ def _id_is_taken(token_id: str) -> TasukiError:
     return InvalidInput(f"token {token_id[:80]!r}: there is another with that id or that secret")
 
 
-def _revoke_token(state: BrokerState, conn: int, request: Request, identity: Identity) -> None:
+def _revoke_token(state: BrokerState, conn: int, request: protocol.Request, identity: Identity) -> None:
     token_id = str(request.params.get("token_id", ""))
 
     def revoked(answers: Sequence[bool], effects: TurnEffects) -> None:
@@ -299,7 +291,7 @@ def _end_sessions(state: BrokerState, token_ids: Collection[str], but: int, effe
             effects.commands += state.hang_up(session.conn, Unauthorized(f"token {session.identity.token_id} was revoked"))
 
 
-def _list_tokens(state: BrokerState, conn: int, request: Request, identity: Identity) -> None:
+def _list_tokens(state: BrokerState, conn: int, request: protocol.Request, identity: Identity) -> None:
     def listed(lists: Sequence[list[TokenRow]], effects: TurnEffects) -> None:
         rows = [{name: getattr(row, name) for name in row.__struct_fields__ if name != "sha256"} for row in lists[0]]
         state.answer(conn, request.msg_id, rows, effects)
@@ -318,13 +310,13 @@ class NewToken(msgspec.Struct, frozen=True, kw_only=True):
     label: str = ""
 
 
-def check_enrolment(message: Message) -> None:
+def check_enrolment(message: protocol.Message) -> None:
     """Refuse any message but a registration: an enrol token is good for nothing else."""
-    if not isinstance(message, Request) or message.verb != REGISTER:
+    if not isinstance(message, protocol.Request) or message.verb != REGISTER:
         raise Forbidden("an enrol token can only register a worker; for everything else another kind of token is needed")
 
 
-def _register(state: BrokerState, conn: int, request: Request, identity: Identity) -> None:
+def _register(state: BrokerState, conn: int, request: protocol.Request, identity: Identity) -> None:
     """Spend the enrol token; the worker's own follows when the store says that it was still good."""
     if identity.kind is not PeerKind.ENROL:
         raise Forbidden(f"{REGISTER} needs an enrol token; this is a token of kind {identity.kind}")
@@ -349,7 +341,7 @@ def _register(state: BrokerState, conn: int, request: Request, identity: Identit
     state.builder.ask("tokens", [None], registered, partial(state.tell_failure, conn, request.msg_id))
 
 
-def rotate(state: BrokerState, conn: int, request: Request, identity: Identity, now: Now) -> list[Command]:
+def rotate(state: BrokerState, conn: int, request: protocol.Request, identity: Identity, now: Now) -> list[Command]:
     """Exchange the token that the worker came with for another one, in one transaction."""
     if request.verb != ROTATE:
         raise ProtocolError(f"a worker may not ask for {request.verb[:40]!r}")
@@ -365,7 +357,7 @@ def rotate(state: BrokerState, conn: int, request: Request, identity: Identity, 
     return []
 
 
-def _new_token(request: Request) -> NewToken:
+def _new_token(request: protocol.Request) -> NewToken:
     try:
         token = msgspec.convert(request.params, NewToken)
     except msgspec.ValidationError as error:
@@ -389,7 +381,7 @@ def _worker_row(token: NewToken, worker_id: str, identity: Identity, now: Now) -
 
 
 def _add_token(
-    state: BrokerState, session: Session, request: Request, row: TokenRow, old: Sequence[str], exchanged: list[bool]
+    state: BrokerState, session: Session, request: protocol.Request, row: TokenRow, old: Sequence[str], exchanged: list[bool]
 ) -> None:
     """Add a worker's token in the turn that revokes its `old` ones; `exchanged` tells whether that one was still good."""
     conn, msg_id = session.conn, request.msg_id
@@ -415,7 +407,7 @@ def _add_token(
     state.builder.ask("add_token", [row], added, partial(state.tell_failure, conn, msg_id))
 
 
-def _revoke_worker(state: BrokerState, conn: int, request: Request, identity: Identity) -> None:
+def _revoke_worker(state: BrokerState, conn: int, request: protocol.Request, identity: Identity) -> None:
     """Revoke all tokens of one worker, or those with which it may take jobs of one `subject`."""
     worker_id = check_name(str(request.params.get("worker_id", "")), "worker_id")
     subject = str(request.params.get("subject", ""))
@@ -457,7 +449,7 @@ def _tokens_of(rows: Sequence[TokenRow], worker_id: str, subject: str = "") -> t
     return tuple(row.token_id for row in rows if (row.kind, row.worker_id, row.revoked_at) == bound and covers_subject(row.scope))
 
 
-REQUESTS: dict[str, Callable[[BrokerState, int, Request, Identity], None]] = {
+REQUESTS: dict[str, Callable[[BrokerState, int, protocol.Request, Identity], None]] = {
     "token.create": _create_token,
     "token.list": _list_tokens,
     "token.revoke": _revoke_token,
@@ -466,7 +458,7 @@ REQUESTS: dict[str, Callable[[BrokerState, int, Request, Identity], None]] = {
 }
 
 
-def token_request(state: BrokerState, conn: int, request: Request, identity: Identity) -> list[Command]:
+def token_request(state: BrokerState, conn: int, request: protocol.Request, identity: Identity) -> list[Command]:
     """Begin one of REQUESTS; all but the registration are an administrator's."""
     if request.verb != REGISTER:
         identity.check_admin(request.verb)

@@ -14,21 +14,12 @@ from typing import Any
 
 import msgspec
 
+from tasuki.core import protocol
 from tasuki.core.broker.authentication import usable_by
 from tasuki.core.broker.events import Command, JobSeen, LogQuestion
 from tasuki.core.broker.state import BrokerState, ClientSession, PendingLogRead, WorkerSession
 from tasuki.core.job import LEASED, PROGRESS_TEXT_MAX_CHARS, TERMINAL, Job, Progress
 from tasuki.core.machine import Now, Send
-from tasuki.core.protocol import (
-    LOG_PIECE_MAX_BYTES,
-    LOG_WAIT_MAX_S,
-    NUMBER_MAX,
-    PROGRESS_MAX,
-    LogPiece,
-    ReadLog,
-    Reply,
-    error_message,
-)
 from tasuki.core.store_messages import Takes
 from tasuki.errors import InvalidInput, NotFound, Overloaded
 
@@ -49,14 +40,14 @@ def question_of(params: dict[str, Any]) -> LogQuestion:
         raise InvalidInput(f"logs: {str(error)[:200]}") from None
     if asked.stream not in STREAMS:
         raise InvalidInput(f"logs: stream must be stdout or stderr, got {asked.stream[:40]!r}")
-    if not 0 <= asked.offset <= NUMBER_MAX:
-        raise InvalidInput(f"logs: offset must be 0 to {NUMBER_MAX}, got {asked.offset}")
-    if not 0 <= asked.attempt <= NUMBER_MAX:
+    if not 0 <= asked.offset <= protocol.NUMBER_MAX:
+        raise InvalidInput(f"logs: offset must be 0 to {protocol.NUMBER_MAX}, got {asked.offset}")
+    if not 0 <= asked.attempt <= protocol.NUMBER_MAX:
         raise InvalidInput(f"logs: attempt must be 0 (the current one) or more, got {asked.attempt}")
-    if not (math.isfinite(asked.wait_s) and 0.0 <= asked.wait_s <= LOG_WAIT_MAX_S):
-        raise InvalidInput(f"logs: wait_s must be 0 to {LOG_WAIT_MAX_S:g} seconds, got {asked.wait_s}")
-    if not 1 <= asked.max_bytes <= LOG_PIECE_MAX_BYTES:
-        raise InvalidInput(f"logs: max_bytes must be 1 to {LOG_PIECE_MAX_BYTES}, got {asked.max_bytes}")
+    if not (math.isfinite(asked.wait_s) and 0.0 <= asked.wait_s <= protocol.LOG_WAIT_MAX_S):
+        raise InvalidInput(f"logs: wait_s must be 0 to {protocol.LOG_WAIT_MAX_S:g} seconds, got {asked.wait_s}")
+    if not 1 <= asked.max_bytes <= protocol.LOG_PIECE_MAX_BYTES:
+        raise InvalidInput(f"logs: max_bytes must be 1 to {protocol.LOG_PIECE_MAX_BYTES}, got {asked.max_bytes}")
     return asked
 
 
@@ -64,7 +55,7 @@ def checked_progress(told: dict[str, Progress]) -> dict[str, Progress]:
     """Return the progress reports that can be kept; the others are dropped, since nothing is decided by them."""
     return {
         lease_id: Progress(progress.fraction, progress.text[:PROGRESS_TEXT_MAX_CHARS])
-        for lease_id, progress in list(told.items())[:PROGRESS_MAX]
+        for lease_id, progress in list(told.items())[: protocol.PROGRESS_MAX]
         if 0.0 <= progress.fraction <= 1.0 and progress.text.isprintable()
     }
 
@@ -77,27 +68,27 @@ def job_seen(state: BrokerState, event: JobSeen, now: Now) -> list[Command]:
     job, asked = event.job, event.question
     if not (job.spec.exec or asked.attempt or _may_be_a_command(state, job)):
         message = f"job {job.job_id!r} has no logs: it is a handler's, or an app's whose program does not run now"
-        return [Send(event.conn, error_message(event.msg_id, NotFound(message)))]
+        return [Send(event.conn, protocol.error_message(event.msg_id, NotFound(message)))]
     offset = asked.offset if asked.attempt in (0, job.attempt) else 0
     answer = _answer_without_worker(job, asked.stream, offset)
     lease = job.lease
     if lease is None or job.state not in LEASED:
-        return [Send(event.conn, Reply(event.msg_id, answer))]
+        return [Send(event.conn, protocol.Reply(event.msg_id, answer))]
     worker = state.workers.get(lease.worker_id)
     if worker is None or worker.incarnation != lease.incarnation:
         servers = _servers_of(state, client, lease.worker_id, lease.incarnation)
-        return [Send(event.conn, Reply(event.msg_id, {**answer, "elsewhere": servers} if servers else answer))]
+        return [Send(event.conn, protocol.Reply(event.msg_id, {**answer, "elsewhere": servers} if servers else answer))]
     if worker.version < READ_LOG_VERSION:
-        return [Send(event.conn, Reply(event.msg_id, {**answer, "unsupported": True}))]
+        return [Send(event.conn, protocol.Reply(event.msg_id, {**answer, "unsupported": True}))]
     if client.log_reads >= READS_PER_CLIENT:
         message = f"{client.log_reads} questions about logs are open on this connection; wait for their answers"
-        return [Send(event.conn, error_message(event.msg_id, Overloaded(message)))]
+        return [Send(event.conn, protocol.error_message(event.msg_id, Overloaded(message)))]
     if worker.log_reads >= READS_PER_WORKER:
-        return [Send(event.conn, Reply(event.msg_id, answer))]
+        return [Send(event.conn, protocol.Reply(event.msg_id, answer))]
     crowded = worker.log_reads >= READS_PER_WORKER // 2 or client.log_reads >= READS_PER_CLIENT // 2
     wait_s = 0.0 if crowded else asked.wait_s
     state.last_log_read += 1
-    question = ReadLog(state.last_log_read, lease.lease_id, asked.stream, offset, asked.max_bytes, wait_s)
+    question = protocol.ReadLog(state.last_log_read, lease.lease_id, asked.stream, offset, asked.max_bytes, wait_s)
     deadline = now.monotonic + wait_s + ANSWER_WITHIN_S
     state.log_reads[question.msg_id] = PendingLogRead(event.conn, event.msg_id, worker.conn, question, answer, deadline)
     client.log_reads += 1
@@ -105,14 +96,14 @@ def job_seen(state: BrokerState, event: JobSeen, now: Now) -> list[Command]:
     return [Send(worker.conn, question)]
 
 
-def arrived(state: BrokerState, worker: WorkerSession, piece: LogPiece) -> list[Command]:
+def arrived(state: BrokerState, worker: WorkerSession, piece: protocol.LogPiece) -> list[Command]:
     """Pass a worker's answer on. An answer to no question of ours is dropped; one that makes no sense counts as none."""
     pending = state.log_reads.get(piece.corr_id)
     if pending is None or pending.worker_conn != worker.conn:
         return []
     asked = pending.question
     follows = piece.next == piece.offset + len(piece.data) and piece.cut_bytes == piece.offset - asked.offset
-    fits = asked.offset <= piece.offset and len(piece.data) <= asked.max_bytes and piece.next <= NUMBER_MAX
+    fits = asked.offset <= piece.offset and len(piece.data) <= asked.max_bytes and piece.next <= protocol.NUMBER_MAX
     return _answer(state, piece.corr_id, piece if follows and fits else None)
 
 
@@ -126,7 +117,7 @@ def ticked(state: BrokerState, now: Now) -> list[Command]:
     return [command for number in late for command in _answer(state, number, None)]
 
 
-def _answer(state: BrokerState, number: int, piece: LogPiece | None) -> list[Command]:
+def _answer(state: BrokerState, number: int, piece: protocol.LogPiece | None) -> list[Command]:
     pending = state.log_reads.pop(number)
     worker, client = state.sessions.get(pending.worker_conn), state.sessions.get(pending.conn)
     if isinstance(worker, WorkerSession):
@@ -138,7 +129,7 @@ def _answer(state: BrokerState, number: int, piece: LogPiece | None) -> list[Com
     if piece is not None:
         part = {"offset": piece.offset, "data": piece.data, "next": piece.next, "cut_bytes": piece.cut_bytes}
         answer = {**answer, **part, "end": piece.end, "complete": piece.ended}
-    return [Send(pending.conn, Reply(pending.msg_id, answer))]
+    return [Send(pending.conn, protocol.Reply(pending.msg_id, answer))]
 
 
 def _may_be_a_command(state: BrokerState, job: Job) -> bool:
