@@ -212,10 +212,14 @@ class LogFollower:
             "max_bytes": 1 if measuring else LOG_PIECE_MAX_BYTES,
         }
         asking = asyncio.ensure_future((beside or self._client).request("logs", **params))
+        waited_for = {asking} if ending is None else {asking, ending}
+        timeout_s = None if beside is None else BESIDE_LOOK_S
         try:
-            await self._first(asking, ending, beside)
+            # For the answer, the job's end, or the loss of the other server. The client itself reconnects and asks again.
+            while not any(one.done() for one in waited_for) and (beside is None or beside.connected):
+                await asyncio.wait(waited_for, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
             if not asking.done():
-                await self._leave_beside(beside)
+                await self.close()
                 return None
             answer = msgspec.convert(asking.result(), _Answer)
         except msgspec.ValidationError as error:
@@ -223,23 +227,20 @@ class LogFollower:
         except TasukiError:
             if beside is None:
                 raise
-            await self._leave_beside(beside)
+            await self.close()
             return None
         finally:
             asking.cancel()
         if beside is not None and answer.complete is None:  # the worker has moved
-            await self._leave_beside(beside)
+            await self.close()
         elif answer.elsewhere and beside is None:
             await self._connect_beside(answer.elsewhere)
-        self._note_progress(answer)
+        progress = (answer.progress, answer.progress_text)
+        if progress != self._progress:
+            self._progress = progress
+            if answer.progress is not None and self._on_progress is not None:
+                self._on_progress(answer.progress, answer.progress_text)
         return answer
-
-    async def _first(self, asking: asyncio.Future[Any], ending: Ending | None, beside: LogClient | None) -> None:
-        """Wait for an answer, the job's end, or the loss of the other server. The client itself reconnects and asks again."""
-        waited_for = {asking} if ending is None else {asking, ending}
-        while not any(one.done() for one in waited_for) and (beside is None or beside.connected):
-            timeout_s = None if beside is None else BESIDE_LOOK_S
-            await asyncio.wait(waited_for, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
 
     def _taken(self, answer: _Answer) -> LogPart | None:
         if answer.attempt < self.attempt:  # another server, whose store lags behind
@@ -266,13 +267,6 @@ class LogFollower:
     def _measured(self, end: int) -> None:
         self.offset, self._tail_bytes = max(0, end - (self._tail_bytes or 0)), None
 
-    def _note_progress(self, answer: _Answer) -> None:
-        progress = (answer.progress, answer.progress_text)
-        if progress != self._progress:
-            self._progress = progress
-            if answer.progress is not None and self._on_progress is not None:
-                self._on_progress(answer.progress, answer.progress_text)
-
     # ------------------------------------------------------------------------------------------------ the worker's server
 
     async def _connect_beside(self, urls: list[str]) -> None:
@@ -287,10 +281,6 @@ class LogFollower:
                 continue
             self._beside = beside
             return
-
-    async def _leave_beside(self, beside: LogClient | None) -> None:
-        if beside is not None and beside is self._beside:
-            await self.close()
 
     # ------------------------------------------------------------------------------------------------ after its end
 

@@ -371,32 +371,11 @@ class LogPiece(msgspec.Struct, frozen=True):
     """Nothing more comes from this attempt, or nothing is known of it here."""
 
 
+FirstMessage = HelloClient | HelloWorker | Welcome
+ClientMessage = SubmitJobs | Accepted | Results | CancelJobs | Request | Reply | ErrorMessage
+WorkerMessage = GiveCredit | Subscribe | AssignJobs | JobsStarted | JobsFinished | JobsReleased | JobsRecorded | CancelLeases
 Message = (
-    HelloClient
-    | HelloWorker
-    | Welcome
-    | SubmitJobs
-    | Accepted
-    | Results
-    | CancelJobs
-    | Request
-    | Reply
-    | ErrorMessage
-    | GiveCredit
-    | Subscribe
-    | AssignJobs
-    | JobsStarted
-    | JobsFinished
-    | JobsReleased
-    | JobsRecorded
-    | CancelLeases
-    | Heartbeat
-    | HeartbeatAnswer
-    | BlobPut
-    | BlobGet
-    | Chunk
-    | ReadLog
-    | LogPiece
+    FirstMessage | ClientMessage | WorkerMessage | Heartbeat | HeartbeatAnswer | BlobPut | BlobGet | Chunk | ReadLog | LogPiece
 )
 
 

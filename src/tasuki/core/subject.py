@@ -12,6 +12,7 @@ Subjects and patterns are checked at the door (`check_subject`, `check_pattern`)
 
 from collections.abc import Hashable
 from functools import lru_cache
+from itertools import takewhile
 from typing import Generic, TypeVar
 
 from tasuki.errors import InvalidInput, quoted
@@ -103,11 +104,7 @@ def literal_prefix(pattern: str) -> str:
 
     A matching subject is the prefix itself or begins with the prefix and a dot, which is a range in an index.
     """
-    tokens = pattern.split(".")
-    for position, token in enumerate(tokens):
-        if token in ("*", ">"):
-            return ".".join(tokens[:position])
-    return pattern
+    return ".".join(takewhile(lambda token: token not in ("*", ">"), pattern.split(".")))
 
 
 T = TypeVar("T", bound=Hashable)

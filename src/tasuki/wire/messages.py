@@ -181,10 +181,6 @@ class _PieceHeader(msgspec.Struct, omit_defaults=True):
     ended: bool = False
 
 
-class _Empty(msgspec.Struct):
-    pass
-
-
 class _BeatAnswer(msgspec.Struct, omit_defaults=True):
     cancel: list[str] = []
     lost: list[str] = []
@@ -294,11 +290,9 @@ def _read_heartbeat(frame: Frame) -> protocol.Message:
 
 def _read_cancel(frame: Frame) -> protocol.Message:
     header = _cancel_header(frame.header)
-    return (
-        protocol.CancelJobs(header.msg_id, _texts(frame), header.reason)
-        if header.msg_id
-        else protocol.CancelLeases(_texts(frame))
-    )
+    if not header.msg_id:
+        return protocol.CancelLeases(_texts(frame))
+    return protocol.CancelJobs(header.msg_id, _texts(frame), header.reason)
 
 
 def _read_request(frame: Frame) -> protocol.Message:
@@ -343,7 +337,7 @@ def _batch(items: Sequence[Any]) -> tuple[bytes, int]:
 _WRITERS: dict[type, Callable[[Any], _Parts]] = {
     protocol.SubmitJobs: lambda m: (Type.SUBMIT_JOB, _SubmitHeader(m.msg_id, m.watch, m.on_failed), *_batch(m.specs)),
     protocol.Accepted: lambda m: (Type.ACK_JOB, _AckHeader("accepted", m.corr_id, m.count), *_batch(m.exceptions)),
-    protocol.Results: lambda m: (Type.RESULT, _Empty(), *_batch(m.items)),
+    protocol.Results: lambda m: (Type.RESULT, {}, *_batch(m.items)),
     protocol.CancelJobs: lambda m: (Type.CANCEL, _CancelHeader(m.msg_id, m.reason), *_batch(m.job_ids)),
     protocol.Request: lambda m: (Type.REQUEST, _RequestHeader(m.msg_id, m.verb), _encode(m.params), 0),
     protocol.Reply: lambda m: (Type.REPLY, _IdHeader(corr_id=m.corr_id), _encode(m.body), 0),

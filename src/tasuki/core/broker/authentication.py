@@ -20,16 +20,7 @@ import msgspec
 from msgspec.structs import asdict, replace
 
 from tasuki.core import protocol
-from tasuki.core.access import (
-    ENROL_TOKEN_S,
-    TOKEN_PREFIXES,
-    WORKER_TOKEN_S,
-    Identity,
-    PeerKind,
-    covers,
-    identify,
-    token_sha256,
-)
+from tasuki.core.access import ENROL_TOKEN_S, TOKEN_PREFIXES, WORKER_TOKEN_S, Identity, PeerKind, covers, identify, token_sha256
 from tasuki.core.address import parse_url
 from tasuki.core.broker.events import Command
 from tasuki.core.broker.state import BrokerState, ClientSession, Session, TransferSession, WorkerSession
@@ -39,16 +30,7 @@ from tasuki.core.lifecycle import LEASE_MARGIN_S
 from tasuki.core.machine import Now, Peer, Send
 from tasuki.core.store_messages import TokenRow
 from tasuki.core.subject import DEFAULT_PATTERN
-from tasuki.errors import (
-    Forbidden,
-    InvalidInput,
-    NotFound,
-    ProtocolError,
-    TasukiError,
-    Unauthorized,
-    VersionMismatch,
-    discreet,
-)
+from tasuki.errors import Forbidden, InvalidInput, NotFound, ProtocolError, TasukiError, Unauthorized, VersionMismatch, discreet
 
 IDLE_TIMEOUT_S = 60.0  # a client that says nothing for so long is gone; it beats every third of it
 LEASE_TTL_MIN_S, LEASE_TTL_MAX_S = 1.0, 3600.0
@@ -73,8 +55,11 @@ def hello(state: BrokerState, session: Session, message: protocol.Message, now: 
             f"the peer {message.oldest} to {message.version}; upgrade the older side"
         )
     session.hello_seen = True
-    if not message.token and session.peer.uid is not None and session.peer.uid == state.config.own_uid:
-        return _welcome(state, session, message, Identity(PeerKind.NODE, _own_name(state, session.peer.uid)), now)
+    uid = session.peer.uid
+    if not message.token and uid is not None and uid == state.config.own_uid:
+        # The submitter's name of a user of this machine: where servers share a store, the machine is part of it.
+        name = f"node:{state.config.host}:{uid}" if state.config.shared else f"uid:{uid}"
+        return _welcome(state, session, message, Identity(PeerKind.NODE, name), now)
     if not message.token:
         raise Unauthorized(
             "a token is needed: --token-file FILE or TASUKI_TOKEN (the server's own user finds it in the data folder)"
@@ -94,11 +79,6 @@ def hello(state: BrokerState, session: Session, message: protocol.Message, now: 
 
     state.builder.ask("token", [token_sha256(message.token)], known, failed)
     return []
-
-
-def _own_name(state: BrokerState, uid: int) -> str:
-    """Return the submitter's name for a user of this machine: where servers share a store, the machine is part of it."""
-    return f"node:{state.config.host}:{uid}" if state.config.shared else f"uid:{uid}"
 
 
 def new_servers(state: BrokerState, session: Session) -> tuple[str, ...]:
@@ -253,8 +233,7 @@ def _checked_row(request: protocol.Request, identity: Identity) -> TokenRow:
     _check_new_token(request, row.token_id, row.sha256)
     if row.worker_id:
         check_name(row.worker_id, "worker_id")
-    for pattern in row.scope:
-        identity.check_patterns((pattern,))
+    identity.check_patterns(row.scope)
     return replace(row, created_by=identity.name, revoked_at=None, revoked_by="")
 
 

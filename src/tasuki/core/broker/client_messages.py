@@ -17,16 +17,7 @@ from tasuki.core.broker.state import BrokerState, ClientSession, Session, Transf
 from tasuki.core.broker.turn_builder import TurnEffects, ignore
 from tasuki.core.job import TERMINAL, Job, Outcome, State, body_hash, check_name, check_sha256, check_spec
 from tasuki.core.machine import Send
-from tasuki.core.store_messages import (
-    BlobClaim,
-    BlobPlace,
-    Canceled,
-    MissingBlobs,
-    Requeued,
-    RequeueOrder,
-    Submission,
-    Submitted,
-)
+from tasuki.core.store_messages import BlobClaim, BlobPlace, Canceled, MissingBlobs, Requeued, RequeueOrder, Submission, Submitted
 from tasuki.errors import Conflict, DiskFull, Forbidden, InvalidInput, NotFound, ProtocolError, TasukiError, Unavailable, discreet
 
 SPECS_MAX = protocol.BATCH_MAX  # jobs of one frame: the answers must fit a frame too, and those that exist are read whole
@@ -45,9 +36,8 @@ def received(state: BrokerState, client: ClientSession, message: protocol.Messag
         case protocol.SubmitJobs():
             return submit(state, client, identity, message)
         case protocol.Heartbeat():
-            return [
-                Send(client.conn, protocol.HeartbeatAnswer(message.msg_id, servers=authentication.new_servers(state, client)))
-            ]
+            servers = authentication.new_servers(state, client)
+            return [Send(client.conn, protocol.HeartbeatAnswer(message.msg_id, servers=servers))]
         case protocol.Request():
             return request(state, client, identity, message)
         case protocol.CancelJobs():
@@ -226,9 +216,8 @@ def _authorize(
     """Read these jobs in the next turn, and call `then(jobs, effects)` if the client may see all of them; else refuse."""
     if len(job_ids) > protocol.BATCH_MAX:
         action = request.verb if isinstance(request, protocol.Request) else "cancel"
-        raise InvalidInput(
-            f"{action} of {len(job_ids)} jobs at once is too much, the limit is {protocol.BATCH_MAX}; send several"
-        )
+        limit = f"the limit is {protocol.BATCH_MAX}; send several"
+        raise InvalidInput(f"{action} of {len(job_ids)} jobs at once is too much, {limit}")
 
     def judge(jobs: Sequence[Job | None], effects: TurnEffects) -> None:
         if client.conn not in state.sessions or client.identity is None:

@@ -217,24 +217,13 @@ class AskRevoked(msgspec.Struct, frozen=True):
     token_ids: list[str]
 
 
-DriverEvent = (
-    DiskSpace | Elected | TakeOver | ClusterView | Hinted | SomeEnded | SomeRevoked | BlobArrived | BlobsUnderWay | BlobsDeleted
-)
+ClusterEvent = Elected | TakeOver | ClusterView | Hinted | SomeEnded | SomeRevoked
+BlobEvent = BlobArrived | BlobsUnderWay | BlobsDeleted
+DriverEvent = DiskSpace | ClusterEvent | BlobEvent
 """Events that concern neither a connection nor a turn."""
 
 Event = Opened | Received | Closed | Ticked | TurnDone | TurnFailed | JobSeen | DriverEvent
-Command = (
-    Send
-    | Hangup
-    | Query
-    | ReceiveBlob
-    | BlobPiece
-    | SendBlob
-    | TookOver
-    | EpochFenced
-    | DeleteBlobs
-    | Publish
-    | Detach
-    | AskEnded
-    | AskRevoked
-)
+
+ClusterCommand = TookOver | EpochFenced | Publish | Detach | AskEnded | AskRevoked
+BlobCommand = ReceiveBlob | BlobPiece | SendBlob | DeleteBlobs
+Command = Send | Hangup | Query | ClusterCommand | BlobCommand
