@@ -131,7 +131,8 @@ class WorkerInfo(msgspec.Struct, frozen=True, gc=False, array_like=True):
 
     def view(self, server_id: str) -> dict[str, object]:
         """Return the description that the API and `tasuki workers` show."""
-        return {"server_id": server_id, **dict(zip(self.__struct_fields__, msgspec.to_builtins(self), strict=True))}
+        fields = dict(zip(self.__struct_fields__, msgspec.to_builtins(self), strict=True))
+        return {"server_id": server_id, **fields, "patterns": list(self.patterns)}
 
 
 class ServerInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
