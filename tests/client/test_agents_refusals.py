@@ -160,7 +160,7 @@ def test_a_certificate_that_changes_before_the_post_opens_no_breaker(tmp_path: P
         async def not_trusting(*args: object, **options: object) -> DownloadedResult:
             raise UntrustedCertificate(message)
 
-        desk.client.agent(changed.url).post = not_trusting  # type: ignore[method-assign]
+        desk.client.agents[changed.url].post = not_trusting  # type: ignore[method-assign]
         notes: list[str] = []
 
         ended = await desk.run(on_note=notes.append)

@@ -26,7 +26,7 @@ from tasuki.agent.jobs import DAY_S, AgentJobs, AgentMetrics
 from tasuki.agent.refusals import GuardedServer, log_context
 from tasuki.agent.results import ResultElsewhere, ResultResponse
 from tasuki.agent.settings import AgentConfig
-from tasuki.agent.upload import InputSource, Upload, UploadWithStoredInputs, boundary_of
+from tasuki.agent.upload import InputSource, Upload, boundary_of
 from tasuki.core.address import Address
 from tasuki.core.failover.agent_protocol import (
     AgentOutcome,
@@ -188,10 +188,10 @@ class Agent:
         found = self.jobs.arrive(job_id, sent, announced)
         if isinstance(found, EndedMarker):
             if sent is None:
-                await self._compare(found, UploadWithStoredInputs(boundary, None, max_bytes, self._inputs), request)
+                await self._compare(found, Upload(boundary, None, max_bytes, source=self._inputs), request)
             return self._stored(job_id, cache="hit")
         place = self.folders.new_place()
-        upload = UploadWithStoredInputs(boundary, place, max_bytes, self._inputs)
+        upload = Upload(boundary, place, max_bytes, source=self._inputs)
         answer = await self.jobs.run(found, upload, place.path, request.stream(), sent)
         if answer.ended.outcome is not AgentOutcome.SUCCEEDED:
             raise refusals.program_failed(answer.ended)

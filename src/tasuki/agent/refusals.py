@@ -54,9 +54,12 @@ def is_draining() -> AgentRefusal:
     )
 
 
+def unavailable(message: str, **details: Any) -> AgentRefusal:
+    return AgentRefusal(503, "UNAVAILABLE", message, retry=True, **details)
+
+
 def has_no_folder() -> AgentRefusal:
-    message = "the data folder of this agent cannot be used any more; put it in order, and start the agent again"
-    return AgentRefusal(503, "UNAVAILABLE", message, retry=True)
+    return unavailable("the data folder of this agent cannot be used any more; put it in order, and start the agent again")
 
 
 def other_input(job_id: str) -> AgentRefusal:
@@ -70,12 +73,12 @@ def was_canceled(job_id: str) -> AgentRefusal:
 
 def still_stopping(job_id: str, node: str) -> AgentRefusal:
     message = f"job {job_id} is being stopped at {node}, and has not ended yet; ask again later"
-    return AgentRefusal(503, "UNAVAILABLE", message, retry=True, job_id=job_id, node=node)
+    return unavailable(message, job_id=job_id, node=node)
 
 
 def claim_lost(job_id: str) -> AgentRefusal:
     message = f"job {job_id} was stopped here, because this node could not renew its claim to it; ask again"
-    return AgentRefusal(503, "UNAVAILABLE", message, retry=True, job_id=job_id)
+    return unavailable(message, job_id=job_id)
 
 
 def registry_away() -> RegistryUnavailable:
@@ -87,7 +90,7 @@ def result_away(job_id: str, node: str, why: TasukiError) -> AgentRefusal:
     if isinstance(why, NotFound):
         return AgentRefusal(404, NotFound.code, f"the result of job {job_id} is not kept any more; send the job again to run it")
     message = f"the result of job {job_id} is at {node}, which cannot be asked now; try again later"
-    return AgentRefusal(503, "UNAVAILABLE", message, retry=True, job_id=job_id, node=node)
+    return unavailable(message, job_id=job_id, node=node)
 
 
 def input_not_found(sha256: str) -> AgentRefusal:

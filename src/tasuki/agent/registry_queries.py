@@ -351,13 +351,10 @@ class RegistryQueries:
                 return found if result_location_of(found) is not None else was
             waited_s = loop.time() - began
             if waited_s >= STOP_S:
-                raise refusals.still_stopping(job_id, self._where(found))
+                raise refusals.still_stopping(job_id, registry_records.node_of(found.assigned_worker_id or ""))
             if registry_state_of(found, None) is RegistryState.QUEUED and waited_s >= QUEUE_STOP_S:
                 await self.ask(Turn(release=[held_of(found)]))  # its dispatcher is dead; a canceled job ends with the release
             await asyncio.sleep(STOP_LOOK_S)
-
-    def _where(self, job: Job) -> str:
-        return registry_records.node_of(job.assigned_worker_id or "")
 
     async def _forget(self, job: Job) -> Job | None:
         """End another attempt of a job as removed. Return the job if another process was quicker."""

@@ -204,16 +204,38 @@ class UploadFiles(Protocol):
     def remove(self) -> None: ...
 
 
+class InputSource(Protocol):
+    """Source from which an agent fetches stored inputs."""
+
+    def pieces(self, sha256: str) -> AsyncGenerator[bytes, None]:
+        """Yield the bytes; NotFound, Unavailable. The caller compares the hash."""
+
+    async def close(self) -> None: ...
+
+
 class Upload:
     """One upload. Belongs to one task."""
 
-    def __init__(self, boundary: bytes, place: UploadFolder | None, max_bytes: int, files: UploadFiles | None = None) -> None:
-        """Without a place the files are only hashed. `files`: another destination."""
+    def __init__(
+        self,
+        boundary: bytes,
+        place: UploadFolder | None,
+        max_bytes: int,
+        *,
+        source: InputSource | None = None,
+        files: UploadFiles | None = None,
+    ) -> None:
+        """Without a place the files are only hashed. `source`: for stored inputs. `files`: another destination, which needs no
+        source: stored inputs are there."""
         self._parser = FormParser(boundary)
+        self._fetches = files is None
+        self._source = source
         self._files: UploadFiles = files or _Files(place)
         self._max_bytes = max_bytes
         self.received_bytes = 0
-        self._names = _Names()
+        self._names = ArchiveNames()
+        self._file_count = 0
+        self._fetched: tuple[InputRef, ...] = ()
         self._fields: dict[str, bytearray] = {}
         self._inputs: list[bytearray] = []
         self._fields_bytes = 0
@@ -224,7 +246,7 @@ class Upload:
         self._writing: asyncio.Future[Any] | None = None
 
     async def receive(self, stream: AsyncIterable[bytes]) -> UploadForm:
-        """Read the form to its end."""
+        """Read the form to its end, and fetch the stored inputs that it names."""
         loop = asyncio.get_running_loop()
         began = loop.time()
         try:
@@ -242,29 +264,43 @@ class Upload:
         except ClientDisconnect:
             raise InvalidInput("the upload ended before it was whole") from None
         self._parser.finish()
-        if not self._names.count and not self._inputs:
+        if not self._file_count and not self._inputs:
             raise InvalidInput("the form has no file; send one or more as the field file")
-        return self._form()
+        form = self._form()
+        if self._fetches:
+            self._fetched = form.inputs
+            for ref in form.inputs:
+                await self._fetch(ref)
+        return form
 
-    async def add(self, name: str, stream: AsyncIterable[bytes]) -> None:
-        """Add a file from elsewhere, after `receive`."""
-        self._pending.append(name)
-        async for piece in stream:
-            self._count(piece)
-            self._pending.append(piece)
-            self._pending_bytes += len(piece)
-            if self._pending_bytes >= WRITE_BYTES:
-                await self._write()
+    async def _fetch(self, ref: InputRef) -> None:
+        if self._source is None:
+            raise InvalidInput("this agent fetches no inputs, it was started without --inputs; send the files as the field file")
+        self._pending.append(ref.name)
+        try:
+            async with aclosing(self._source.pieces(ref.sha256)) as pieces:
+                async for piece in pieces:
+                    self._check_size(piece)
+                    self._pending.append(piece)
+                    self._pending_bytes += len(piece)
+                    if self._pending_bytes >= WRITE_BYTES:
+                        await self._write()
+        except NotFound:
+            raise input_not_found(ref.sha256) from None
         self._pending.append(None)
 
     async def finish(self) -> Sequence[InputRecord]:
         """Write everything; return the files."""
-        is_small = self._writing is None and self._pending_bytes <= SMALL_BYTES and self._names.count <= SMALL_FILES
+        is_small = self._writing is None and self._pending_bytes <= SMALL_BYTES and self._file_count <= SMALL_FILES
         if is_small and isinstance(self._files, _Files):
             self._files.write(self._pending)
         else:
             await self._write()
             await self._written()
+        found = {file.name: file.sha256 for file in self._files.records}
+        for ref in self._fetched:
+            if found[ref.name] != ref.sha256:
+                raise Unavailable(f"input {ref.sha256} was fetched with the sha256 {found[ref.name]}; ask again")
         return self._files.records
 
     async def discard(self) -> None:
@@ -276,13 +312,13 @@ class Upload:
 
     # ------------------------------------------------------------------------------------------------ in the loop
 
-    def _count(self, piece: bytes) -> None:
+    def _check_size(self, piece: bytes) -> None:
         self.received_bytes += len(piece)
         if self.received_bytes > self._max_bytes:
             raise TooLarge(f"the upload is larger than the limit of {self._max_bytes} bytes")
 
     def _take(self, piece: bytes) -> None:
-        self._count(piece)
+        self._check_size(piece)
         for event in self._parser.feed(piece):
             if isinstance(event, Part):
                 self._begin(event)
@@ -302,7 +338,7 @@ class Upload:
         if part.name == "file":
             if part.filename is None:
                 raise InvalidInput("the field file has no filename; send it as a file (curl -F file=@book.csv)")
-            self._names.add(part.filename)
+            self._add_name(part.filename)
             self._open = None
             self._pending.append(part.filename)
             return
@@ -316,6 +352,17 @@ class Upload:
             raise InvalidInput(f"the field {part.name} must be there once, and not as a file")
         self._open = self._fields[part.name] = bytearray()
 
+    def _add_name(self, name: str) -> None:
+        """Check that a file name is allowed, and that no two files have one name."""
+        check_file_name(name)
+        if any(_RESERVED(part) for part in name.split("/")):
+            raise InvalidInput(f"file name {quoted(name)} is reserved on some systems; rename the file")
+        try:
+            self._names.add(name, is_folder=False)
+        except InvalidInput as error:
+            raise InvalidInput(error.message.replace("archive entry", "file name", 1)) from None
+        self._file_count += 1
+
     def _form(self) -> UploadForm:
         try:
             fields = {name: value.decode("utf-8") for name, value in self._fields.items()}
@@ -323,7 +370,7 @@ class Upload:
         except UnicodeDecodeError:
             raise InvalidInput("a field of the form is not UTF-8") from None
         for ref in inputs:
-            self._names.add(ref.name)
+            self._add_name(ref.name)
         return UploadForm(
             exec=fields.get("exec") or None,
             args=parse_args(fields["args"]) if "args" in fields else (),
@@ -340,64 +387,6 @@ class Upload:
     async def _written(self) -> None:
         if self._writing is not None:
             await asyncio.shield(self._writing)
-
-
-class InputSource(Protocol):
-    """Source from which an agent fetches stored inputs."""
-
-    def pieces(self, sha256: str) -> AsyncGenerator[bytes, None]:
-        """Yield the bytes; NotFound, Unavailable. The caller compares the hash."""
-
-    async def close(self) -> None: ...
-
-
-class UploadWithStoredInputs(Upload):
-    """Upload whose form may name stored inputs, which are fetched when the form is complete."""
-
-    def __init__(self, boundary: bytes, place: UploadFolder | None, max_bytes: int, inputs: InputSource | None) -> None:
-        super().__init__(boundary, place, max_bytes)
-        self._source = inputs
-        self._refs: tuple[InputRef, ...] = ()
-
-    async def receive(self, stream: AsyncIterable[bytes]) -> UploadForm:
-        form = await super().receive(stream)
-        self._refs = form.inputs
-        if form.inputs and self._source is None:
-            raise InvalidInput("this agent fetches no inputs, it was started without --inputs; send the files as the field file")
-        for ref in form.inputs:
-            assert self._source is not None
-            try:
-                async with aclosing(self._source.pieces(ref.sha256)) as pieces:
-                    await self.add(ref.name, pieces)
-            except NotFound:
-                raise input_not_found(ref.sha256) from None
-        return form
-
-    async def finish(self) -> Sequence[InputRecord]:
-        files = await super().finish()
-        found = {file.name: file.sha256 for file in files}
-        for ref in self._refs:
-            if found[ref.name] != ref.sha256:
-                raise Unavailable(f"input {ref.sha256} was fetched with the sha256 {found[ref.name]}; ask again")
-        return files
-
-
-class _Names:
-    """Names of one upload: each must be allowed, and no two may name one file."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        self._book = ArchiveNames()
-
-    def add(self, name: str) -> None:
-        check_file_name(name)
-        if any(_RESERVED(part) for part in name.split("/")):
-            raise InvalidInput(f"file name {quoted(name)} is reserved on some systems; rename the file")
-        try:
-            self._book.add(name, is_folder=False)
-        except InvalidInput as error:
-            raise InvalidInput(error.message.replace("archive entry", "file name", 1)) from None
-        self.count += 1
 
 
 class _Files:

@@ -218,7 +218,8 @@ class Dispatcher:
         if node is not None:
             return node, found
         if job_id in self._in_hand:
-            raise _on_its_way(job_id)
+            words = f"job {job_id} is on its way to a node, or its node does not answer; ask again"
+            raise refusals.unavailable(words, job_id=job_id)
         if found.silent:
             raise nobody(job_id, found.silent)
         raise NotFound(f"there is no job {job_id} at any node that is well")
@@ -240,7 +241,7 @@ class Dispatcher:
     async def _result_of_node(self, request: Request, job_id: str, address: str) -> Response:
         """Return the result of a node. `address`: the node that has it, used only if it is one of ours; no other is sent the
         token."""
-        known = self._config.mode is Mode.PROXY and self.pool.has(address)
+        known = self._config.mode is Mode.PROXY and address in self.pool.agents
         node = address if known else (await self._find(job_id))[0]
         if self._config.mode is Mode.REDIRECT:
             return _leads_to(node, f"/result/{quote(job_id)}")
@@ -326,11 +327,6 @@ class Dispatcher:
         if not self.pool.well:
             return refusals.refusal_answer(Unavailable("no node agent takes jobs; see /nodes"))
         return json_answer("ok")
-
-
-def _on_its_way(job_id: str) -> AgentRefusal:
-    message = f"job {job_id} is on its way to a node, or its node does not answer; ask again"
-    return AgentRefusal(503, Unavailable.code, message, retry=True, job_id=job_id)
 
 
 def _leads_to(node: str, path: str) -> Response:

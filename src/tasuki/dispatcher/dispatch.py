@@ -241,7 +241,7 @@ class Dispatch:
         """Return the response of a node that has the result. Unavailable."""
         stack = AsyncExitStack()
         try:
-            asking = self._pool.agent(node).answer(method, f"/result/{quote(job_id)}", headers=headers, answer_s=READ_S)
+            asking = self._pool.agents[node].answer(method, f"/result/{quote(job_id)}", headers=headers, answer_s=READ_S)
             response = await stack.enter_async_context(asking)
             if response.is_success:
                 check_result(response, 200, *([206] if "range" in headers else []))
@@ -261,7 +261,7 @@ class Dispatch:
         """Send a job to a node, and wait for its answer while the node works on it and the client is connected."""
         sending = body.sending(pulls=self._pool.pulls(node))
         pieces = await stack.enter_async_context(aclosing(sending.pieces))
-        asking = self._pool.agent(node).answer(
+        asking = self._pool.agents[node].answer(
             "POST",
             f"/run/{quote(job_id)}",
             params={"input": sent} if sent is not None else {},

@@ -154,7 +154,8 @@ class InputRetention:
 
     async def used(self, sha256: str) -> None:
         """Note a use. A failure to note it is not an error: the input is there, and will be for some days."""
-        if not self._is_to_be_noted(sha256):
+        noted_at = self._noted.get(sha256)
+        if noted_at is not None and 0 <= self._clock() - noted_at < self._note_every_s:
             return
         self.stored(sha256)  # first, so that requests meanwhile do not note it too
         try:
@@ -169,10 +170,6 @@ class InputRetention:
         self._noted.move_to_end(sha256)
         if len(self._noted) > NOTED_MAX:
             self._noted.popitem(last=False)
-
-    def _is_to_be_noted(self, sha256: str) -> bool:
-        noted_at = self._noted.get(sha256)
-        return noted_at is None or not 0 <= self._clock() - noted_at < self._note_every_s
 
     @contextmanager
     def holding(self, hashes: Sequence[str]) -> Iterator[None]:
@@ -206,20 +203,17 @@ class InputRetention:
         """Remove unused inputs; return how many."""
         return await asyncio.to_thread(self._clean, self._clock() - self._keep_s)
 
-    def _is_to_stay(self, sha256: str) -> bool:
-        return sha256 in self._held or self._closed.is_set()
-
     def _clean(self, since: float) -> int:
         removed = removed_bytes = 0
-        for ref in self._blobs.remove_untouched(since, self._is_to_stay):
+        for ref in self._blobs.remove_untouched(since, lambda sha256: sha256 in self._held or self._closed.is_set()):
             removed += 1
             removed_bytes += ref.size_bytes
             self._metrics.cleaned.inc()
             self._metrics.cleaned_bytes.inc(ref.size_bytes)
             if removed % TOLD_EVERY == 0:
                 logger.info("removed %d inputs so far, %d bytes", removed, removed_bytes)
-        days = self._keep_s / DAY_S
         if removed:
+            days = self._keep_s / DAY_S
             logger.info("removed %d inputs, %d bytes, that nobody has used for %g days", removed, removed_bytes, days)
         return removed
 
@@ -264,7 +258,7 @@ class InputStore(StoredInputs):
 
     async def _take_in(self, request: Request, boundary: bytes) -> StoredForm:
         files = StoredFiles(self._blobs)
-        intake = Upload(boundary, None, self._max_bytes, files)
+        intake = Upload(boundary, None, self._max_bytes, files=files)
         try:
             form = await intake.receive(request.stream())
             records = await intake.finish()

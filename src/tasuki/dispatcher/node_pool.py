@@ -51,8 +51,8 @@ class NodePool:
 
     def __init__(self, config: DispatcherConfig, metrics: DispatcherMetrics) -> None:
         tls = config.agent_tls
-        self._agents = {str(address): AgentNode(address, config.agent_token, tls) for address in config.agents}
-        self.nodes = Nodes(list(self._agents), random.random, config.rules)
+        self.agents = {str(address): AgentNode(address, config.agent_token, tls) for address in config.agents}
+        self.nodes = Nodes(list(self.agents), random.random, config.rules)
         self._metrics = metrics
         self._ours: Counter[str] = Counter()
         """Number of this dispatcher's jobs at each node, or on their way there."""
@@ -66,13 +66,7 @@ class NodePool:
         for task in checks:
             task.cancel()
         await asyncio.gather(*checks, return_exceptions=True)
-        await asyncio.gather(*(agent.close() for agent in self._agents.values()))
-
-    def agent(self, node: str) -> AgentNode:
-        return self._agents[node]
-
-    def has(self, node: str) -> bool:
-        return node in self._agents
+        await asyncio.gather(*(agent.close() for agent in self.agents.values()))
 
     def pulls(self, node: str) -> bool:
         """Return whether a node fetches stored inputs itself."""
@@ -97,7 +91,7 @@ class NodePool:
 
     async def _check(self, node: str) -> None:
         try:
-            capacity, problem = await self._agents[node].check(self.nodes, token_matters=False)
+            capacity, problem = await self.agents[node].check(self.nodes, token_matters=False)
         finally:
             self._checks.pop(node, None)
         if not problem:
@@ -177,12 +171,12 @@ class NodePool:
 
     async def remove(self, node: str, job_id: str, *, only_running: bool) -> None:
         """Stop and remove a job at a node. The node may take a while to kill the program. Unavailable, NodeRefused."""
-        await self._agents[node].remove(job_id, only_running=only_running, answer_s=REMOVE_S)
+        await self.agents[node].remove(job_id, only_running=only_running, answer_s=REMOVE_S)
 
     async def ask(self, node: str, job_id: str) -> JobView | None:
         """Return what a node answers about a job; None if it does not know it. Unavailable, NodeRefused."""
         try:
-            return await self._agents[node].ask(job_id)
+            return await self.agents[node].ask(job_id)
         except NoConnection as error:
             self.nodes.failed(node, error.message, now().monotonic)
             raise

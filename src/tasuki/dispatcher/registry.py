@@ -97,7 +97,7 @@ class DispatcherRegistry:
         """None: the registry is away."""
         self._queued = RegistryLeases(self._execute, ttl_s, min(CANCEL_CHECK_S, ttl_s / RENEWALS_PER_TTL))
         self._tasks = BackgroundTasks()
-        self._reports: set[asyncio.Task[None]] = set()
+        self._reports = BackgroundTasks()
 
     # ------------------------------------------------------------------------------------------------ life
 
@@ -141,7 +141,7 @@ class DispatcherRegistry:
     async def close(self) -> None:
         for queued in self._queued.all():
             self._end(queued)
-        await asyncio.gather(*self._reports, return_exceptions=True)
+        await self._reports.wait()
         await self._tasks.close()
         if self._share is not None:
             await self._share.close()
@@ -245,9 +245,7 @@ class DispatcherRegistry:
     def _end(self, queued: RegistryLease) -> None:
         """Report that nobody waits for the job any more. The store refuses the report if a node has taken the lease over."""
         if self._queued.drop(queued):
-            task = asyncio.create_task(self._report_given_up(queued.held))
-            self._reports.add(task)
-            task.add_done_callback(self._reports.discard)
+            self._reports.spawn(self._report_given_up(queued.held))
 
     async def _report_given_up(self, held: HeldLease) -> None:
         try:

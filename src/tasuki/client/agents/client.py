@@ -166,8 +166,8 @@ class AsyncAgentsClient:
         addresses = parse_agents(agents if isinstance(agents, str) else ",".join(agents))
         secret = find_token(token_file) if token is None else token
         tls = client_tls(tls_ca)
-        self._agents = {str(address): AgentNode(address, secret, tls, proxies=True) for address in addresses}
-        self.nodes = Nodes(list(self._agents), random.random, rules)
+        self.agents = {str(address): AgentNode(address, secret, tls, proxies=True) for address in addresses}
+        self.nodes = Nodes(list(self.agents), random.random, rules)
         self._notes = BreakerFile(notes) if notes is not None else None
         self._make_id = IdMaker(lambda: time.time_ns() // 1_000_000, os.urandom)
         self._checks = BackgroundTasks()
@@ -189,7 +189,7 @@ class AsyncAgentsClient:
         await self._removals.wait()
         if self._notes is not None:
             await asyncio.to_thread(self._notes.write, self.nodes.notes(now().monotonic))
-        await asyncio.gather(*(agent.close() for agent in self._agents.values()))
+        await asyncio.gather(*(agent.close() for agent in self.agents.values()))
 
     def new_id(self) -> str:
         return self._make_id()
@@ -241,8 +241,8 @@ class AsyncAgentsClient:
     async def cancel(self, job_id: str) -> dict[str, str]:
         """Stop and remove a job at all nodes; return by node `removed`, `not known`, `stopping`, or the problem."""
         check_job_id(job_id)
-        answers = await asyncio.gather(*(self._stop(agent, job_id) for agent in self._agents.values()))
-        return dict(zip(self._agents, answers, strict=True))
+        answers = await asyncio.gather(*(self._stop(agent, job_id) for agent in self.agents.values()))
+        return dict(zip(self.agents, answers, strict=True))
 
     async def _stop(self, agent: AgentNode, job_id: str) -> str:
         """Remove a job. A node answers when the program has ended, which may take longer than the wait for its answer."""
@@ -266,14 +266,11 @@ class AsyncAgentsClient:
         """Cancel a job that still runs at a node, in the background. A result stays: it may be the one that was returned."""
 
         async def removing() -> None:
-            await self._remove(self._agents[node], job_id, only_running=True)
+            await self._remove(self.agents[node], job_id, only_running=True)
 
         self._removals.spawn(removing())
 
     # ------------------------------------------------------------------------------------------------ nodes
-
-    def agent(self, node: str) -> AgentNode:
-        return self._agents[node]
 
     async def ranking(self) -> list[Ranked]:
         """Check all nodes, and return them with the best first. A node that does not answer takes 2 s."""
@@ -287,7 +284,7 @@ class AsyncAgentsClient:
         return self._checks.spawn(self._check(node))
 
     async def _check(self, node: str) -> None:
-        await self._agents[node].check(self.nodes, token_matters=True)
+        await self.agents[node].check(self.nodes, token_matters=True)
         for run in list(self._runs):
             run.notify(TimePassed())
 

@@ -52,8 +52,7 @@ class SharedNodes(Protocol):
     """Nodes that all runs of a client share."""
 
     nodes: Nodes
-
-    def agent(self, node: str) -> AgentNode: ...
+    agents: dict[str, AgentNode]
 
     def check(self, node: str) -> asyncio.Task[None]: ...
 
@@ -148,7 +147,7 @@ class AgentRun:
 
     async def _ask(self, command: events.Ask) -> None:
         try:
-            view = await self._client.agent(command.node).ask(self._job.job_id)
+            view = await self._client.agents[command.node].ask(self._job.job_id)
         except (TasukiError, NodeRefused) as error:
             alive = isinstance(error, NodeRefused) and bool(error.refusal.code) and error.refusal.status == 503
             self.notify(events.JobStatusMissing(command.ticket, str(error), gone=isinstance(error, NoConnection), alive=alive))
@@ -159,7 +158,7 @@ class AgentRun:
 
     async def _request(self, command: events.Post | events.Fetch) -> None:
         ticket = command.ticket
-        agent = self._client.agent(command.node)
+        agent = self._client.agents[command.node]
         listener = TransferListener(ticket, command.node, self._upload.size_bytes, self.notify, self._progress)
         try:
             if isinstance(command, events.Post):

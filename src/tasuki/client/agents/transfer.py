@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import hashlib
+import itertools
 import os
 import re
 import secrets
@@ -81,13 +82,17 @@ def _record(path: Path, name: str) -> InputRecord:
         raise InvalidInput(f"the input file {str(path)!r} cannot be read: {error.strerror or error}") from None
 
 
-async def pieces_of(path: Path, size_bytes: int, start: int = 0) -> AsyncGenerator[bytes, None]:
-    """Yield the bytes of a file from `start` to the size that it had when it was hashed; InvalidInput if it became shorter."""
+async def _pieces_of(
+    path: Path, size_bytes: int, sent: Callable[[int], None], before_bytes: int, start: int = 0
+) -> AsyncGenerator[bytes, None]:
+    """Yield the bytes of a file from `start` to the size that it had when it was hashed; InvalidInput if it became shorter.
+    `sent` is called with the number of bytes so far, `before_bytes` of the files before included."""
     with await asyncio.to_thread(path.open, "rb") as file:
         async with FileSource(file) as source, aclosing(source.pieces(start, size_bytes)) as pieces:
             async for piece in pieces:
                 yield piece
                 start += len(piece)
+                sent(before_bytes + start)
     if start < size_bytes:
         raise InvalidInput(f"the input file {str(path)!r} became shorter while it was sent")
 
@@ -149,7 +154,7 @@ class RunForm:
     def __init__(self, upload: RunRequest, listener: TransferListener, *, by_name: bool = False) -> None:
         self._listener = listener
         self._files = () if by_name else upload.files
-        self._sent_bytes = upload.size_bytes if by_name else 0
+        self._size_bytes = upload.size_bytes
         names = [str(InputRef(record.sha256, record.name)) for _, record in upload.files] if by_name else []
         self._form = MultipartForm(
             run_fields(upload.exec, upload.args, upload.timeout_s, names),
@@ -159,19 +164,16 @@ class RunForm:
 
     async def pieces(self) -> AsyncGenerator[bytes, None]:
         """Yield the body, and report the progress."""
-        contents = (self._content(path, record.size_bytes) for path, record in self._files)
+        ends = itertools.accumulate(record.size_bytes for _, record in self._files)
+        contents = (
+            _pieces_of(path, record.size_bytes, self._listener.sent, end - record.size_bytes)
+            for (path, record), end in zip(self._files, ends, strict=True)
+        )
         async with aclosing(self._form.pieces(contents)) as pieces:
             async for piece in pieces:
                 yield piece
-        self._listener.sent(self._sent_bytes)
+        self._listener.sent(self._size_bytes)
         self._listener.uploaded()
-
-    async def _content(self, path: Path, size_bytes: int) -> AsyncGenerator[bytes, None]:
-        async with aclosing(pieces_of(path, size_bytes)) as pieces:
-            async for piece in pieces:
-                yield piece
-                self._sent_bytes += len(piece)
-                self._listener.sent(self._sent_bytes)
 
 
 # ------------------------------------------------------------------------------------------------ refusals
@@ -302,20 +304,12 @@ class _Putting(NamedTuple):
         if start:
             headers["Content-Range"] = content_range(start, size, size)
         async with (
-            aclosing(self._pieces(start)) as pieces,
+            aclosing(_pieces_of(self.path, size, self.listener.sent, self.before_bytes, start)) as pieces,
             self.transport.answer(
                 "PUT", f"/inputs/{self.record.sha256}", headers=headers, content=pieces, answer_s=self.limit_s
             ) as response,
         ):
             return None if response.is_success else (await read_refusal(response))[0]
-
-    async def _pieces(self, start: int) -> AsyncGenerator[bytes, None]:
-        sent = self.before_bytes + start
-        async with aclosing(pieces_of(self.path, self.record.size_bytes, start)) as pieces:
-            async for piece in pieces:
-                yield piece
-                sent += len(piece)
-                self.listener.sent(sent)
 
 
 class _Offset(msgspec.Struct):

@@ -143,63 +143,59 @@ class JobEnded(msgspec.Struct, frozen=True):
 # ---------------------------------------------------------------------------------------------------- events
 
 
+class RequestMessage(msgspec.Struct, frozen=True):
+    """Event or command of the request with this ticket."""
+
+    ticket: int
+
+
 class Begin(msgspec.Struct, frozen=True):
     """Find a node for the job."""
 
 
-class JobStatusReceived(msgspec.Struct, frozen=True):
+class JobStatusReceived(RequestMessage, frozen=True):
     """A node answered with the status of the job; None: it does not know the job."""
 
-    ticket: int
     status: JobStatus | None
 
 
-class JobStatusMissing(msgspec.Struct, frozen=True):
+class JobStatusMissing(RequestMessage, frozen=True):
     """A node did not report the status. `gone`: no connection. `alive`: the node answered that it cannot say now."""
 
-    ticket: int
     reason: str
     gone: bool = False
     alive: bool = False
 
 
-class Redirected(msgspec.Struct, frozen=True):
+class Redirected(RequestMessage, frozen=True):
     """A dispatcher redirected the request to another node; the outcome there does not count against the dispatcher."""
 
-    ticket: int
     to: str
 
 
-class Uploaded(msgspec.Struct, frozen=True):
+class Uploaded(RequestMessage, frozen=True):
     """The node has the whole input."""
 
-    ticket: int
 
-
-class ResultPieceReceived(msgspec.Struct, frozen=True):
+class ResultPieceReceived(RequestMessage, frozen=True):
     """A piece of the result arrived."""
 
-    ticket: int
 
-
-class Saved(msgspec.Struct, frozen=True):
+class Saved(RequestMessage, frozen=True):
     """The result is complete and verified."""
 
-    ticket: int
     ended: JobEnded
 
 
-class Refused(msgspec.Struct, frozen=True):
+class Refused(RequestMessage, frozen=True):
     """The node answered with something else than the result."""
 
-    ticket: int
     refusal: Refusal
 
 
-class RequestLost(msgspec.Struct, frozen=True):
+class RequestLost(RequestMessage, frozen=True):
     """The request ended without an answer."""
 
-    ticket: int
     reason: str
 
 
@@ -221,31 +217,26 @@ class CheckNode(msgspec.Struct, frozen=True):
     node: str
 
 
-class Ask(msgspec.Struct, frozen=True):
+class NodeCommand(RequestMessage, frozen=True):
+    """Command to make a request."""
+
+    node: str
+
+
+class Ask(NodeCommand, frozen=True):
     """Ask a node for the status of the job: JobStatusReceived or JobStatusMissing."""
 
-    ticket: int
-    node: str
 
-
-class Post(msgspec.Struct, frozen=True):
+class Post(NodeCommand, frozen=True):
     """Send the job to a node and save its result: Uploaded, ResultPieceReceived, then one of Saved, Refused, RequestLost."""
 
-    ticket: int
-    node: str
 
-
-class Fetch(msgspec.Struct, frozen=True):
+class Fetch(NodeCommand, frozen=True):
     """Save the result of a node: ResultPieceReceived, then one of Saved, Refused, RequestLost."""
 
-    ticket: int
-    node: str
 
-
-class Drop(msgspec.Struct, frozen=True):
+class Drop(RequestMessage, frozen=True):
     """End the request of this ticket; it makes no more events."""
-
-    ticket: int
 
 
 class Remove(msgspec.Struct, frozen=True):
