@@ -332,7 +332,6 @@ class Rotation:
                 continue
 
     def _wait_s(self) -> float:
-        """Return the time until the next rotation."""
         at = now()
         token = self._kept.token
         due_s = token.left_s(at.wall) - token.ttl_s * (DUE_AT_LEFT - JITTER * self._spread)

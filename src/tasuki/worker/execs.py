@@ -149,7 +149,14 @@ def load_execs(path: Path) -> dict[str, Exec]:
 
 def parse_execs(tables: Mapping[str, Any]) -> dict[str, Exec]:
     """Return the execs of a mapping from name to table."""
-    return {name: _from_table(name, table) for name, table in tables.items()}
+    execs = {}
+    for name, table in tables.items():
+        try:
+            parsed = msgspec.convert(table, _ExecTable)
+        except msgspec.ValidationError as error:
+            raise ConfigError(f"exec {name!r}: {error}; its settings are {', '.join(_ExecTable.__struct_fields__)}") from error
+        execs[name] = _checked(name, parsed)
+    return execs
 
 
 def parse_exec_flag(flag: str) -> Exec:
@@ -177,14 +184,6 @@ def _naming(name: str) -> Iterator[None]:
         yield
     except (ConfigError, InvalidInput) as error:
         raise ConfigError(f"exec {name!r}: {error.message}") from error
-
-
-def _from_table(name: str, table: Any) -> Exec:
-    try:
-        parsed = msgspec.convert(table, _ExecTable)
-    except msgspec.ValidationError as error:
-        raise ConfigError(f"exec {name!r}: {error}; its settings are {', '.join(_ExecTable.__struct_fields__)}") from error
-    return _checked(name, parsed)
 
 
 def _checked(name: str, table: _ExecTable) -> Exec:

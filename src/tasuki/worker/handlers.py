@@ -331,19 +331,15 @@ class _Template:
         for descriptor, _ in self._poll.poll():
             if descriptor != self._control.fileno():
                 self._reap(descriptor)
-            elif not self._on_order():
+                continue
+            record, descriptors, _, _ = socket.recv_fds(self._control, RECORD_MAX_BYTES, 1)
+            if not record:
                 return False
-        return True
-
-    def _on_order(self) -> bool:
-        record, descriptors, _, _ = socket.recv_fds(self._control, RECORD_MAX_BYTES, 1)
-        if not record:
-            return False
-        match _decode_order(record):
-            case ForkChild(number):
-                self._fork(number, descriptors[0])
-            case KillChild(number):
-                self._kill(number)
+            match _decode_order(record):
+                case ForkChild(number):
+                    self._fork(number, descriptors[0])
+                case KillChild(number):
+                    self._kill(number)
         return True
 
     def _fork(self, number: int, data: int) -> None:

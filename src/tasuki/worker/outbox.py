@@ -101,7 +101,10 @@ class OutboxFiles:
         """Write the record and return whether it is on disk now. A result that is a file is moved to `result_path`, or stays."""
         ending = record.ending
         try:
-            self._make_folder()
+            if not self.folder.is_dir():
+                self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+                sync_folder(self.folder.parent)
+                sync_folder(self.folder.parent.parent)
             path = self._path(ending.lease_id)
             part = path.with_suffix(".part")
             part.write_bytes(_encode(_OutboxFile(**asdict(ending), subject=record.subject, ended_at=record.ended_at)))
@@ -137,12 +140,6 @@ class OutboxFiles:
     def _path(self, lease_id: str) -> Path:
         """Return the path of an ending. The lease_id comes from the store and is not trusted as a file name."""
         return self.folder / f"{hashlib.sha256(lease_id.encode()).hexdigest()[:32]}.ending"
-
-    def _make_folder(self) -> None:
-        if not self.folder.is_dir():
-            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            sync_folder(self.folder.parent)
-            sync_folder(self.folder.parent.parent)
 
     def _complete(self, part: Path) -> None:
         """Rename a file that a kill left before its renaming, or remove it if it is not whole."""
@@ -240,7 +237,6 @@ class RejectedResults:
 
 
 def _about(record: OutboxRecord, reason: str, written: Path) -> bytes:
-    """Return the content of about.json."""
     ending = record.ending
     about = {
         "job_id": ending.job_id,

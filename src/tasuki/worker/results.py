@@ -139,7 +139,13 @@ class OutputCollector:
 
     def _opened(self, name: str, descriptor: int) -> Iterator[ZipMember]:
         found = os.fstat(descriptor)
-        if reason := self._refused(name, found) or _refused_name(self._names, name):
+        reason = self._refused(name, found)
+        if not reason:
+            try:
+                self._names.add(name, is_folder=False)
+            except InvalidInput as error:
+                reason = error.message
+        if reason:
             self._leave_out(name, reason)
             return
         reading = _Reading(descriptor, found)
@@ -284,14 +290,6 @@ def _packed_share(samples: Sequence[bytes]) -> float:
 
 def _words(error: OSError) -> str:
     return "vanished" if isinstance(error, FileNotFoundError) else error.strerror or str(error)
-
-
-def _refused_name(names: ArchiveNames, name: str) -> str:
-    try:
-        names.add(name, is_folder=False)
-    except InvalidInput as error:
-        return error.message
-    return ""
 
 
 def _printable(name: str) -> str:

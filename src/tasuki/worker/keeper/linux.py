@@ -33,21 +33,11 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from tasuki.worker import linux_calls
 from tasuki.worker.keeper.cgroup import ControlGroup, JobGroup, NoCgroup, counter, kill_group_of
 from tasuki.worker.keeper.plain import ExitedProcess, PlainSystem, Usage, signal_group
 from tasuki.worker.keeper.preforked import WarmInterpreters, check_texts, start_process
 from tasuki.worker.keeper.protocol import EndReason, NotSpawned, Prepare, Ready, Spawn, Spawned
-from tasuki.worker.linux_calls import (
-    ProcessInfo,
-    become_subreaper,
-    environment_of,
-    living,
-    look,
-    set_name,
-    signal_checked,
-    works_under,
-    write_file,
-)
 
 RLIMIT_LOCKS = 10  # <asm-generic/resource.h>; the resource module does not have it because nothing uses it
 TAG_BITS = 24  # of the number; 38 bits before it are the incarnation's
@@ -80,8 +70,8 @@ class LinuxSystem(PlainSystem):
 
     def __init__(self, incarnation: str, worker_pid: int, *, cgroup: bool = True) -> None:
         super().__init__()
-        set_name("tasuki-keeper")
-        become_subreaper()
+        linux_calls.set_name("tasuki-keeper")
+        linux_calls.become_subreaper()
         self._pid = os.getpid()
         self._children: int | None = None  # the list of the keeper's children, opened once: it is read twice for every job
         with contextlib.suppress(FileNotFoundError):  # a kernel without it
@@ -112,21 +102,23 @@ class LinuxSystem(PlainSystem):
 
     def spawn(self, order: Spawn) -> int | None:
         if order.warm:
-            self._ask(order)
-            return None
+            check_texts(order)
         leaf = self._leaf_for(order)
-        try:
-            with leaf or contextlib.nullcontext():
-                if self._tag:
-                    resource.setrlimit(RLIMIT_LOCKS, self._tag_for(order.number))
-                pid = super().spawn(order)
-        except BaseException:
-            if leaf is not None:
-                leaf.remove()
-            raise
+        tag = self._tag_for(order.number) if self._tag else None
         self._orders[order.number] = order
         if leaf is not None:
             self._leaves[order.number] = leaf
+        try:
+            if order.warm:
+                self._warm.ask(order, tag=tag, leaf=None if leaf is None else leaf.path)
+                return None
+            with leaf or contextlib.nullcontext():
+                if tag is not None:
+                    resource.setrlimit(RLIMIT_LOCKS, tag)
+                pid = super().spawn(order)
+        except BaseException:
+            self.forget(order.number)
+            raise
         self._raise_oom_score(pid)
         return pid
 
@@ -135,7 +127,7 @@ class LinuxSystem(PlainSystem):
 
     def _raise_oom_score(self, pid: int | None) -> None:
         with contextlib.suppress(OSError):  # it has ended already
-            write_file(f"/proc/{pid}/oom_score_adj", self._oom_score)
+            linux_calls.write_file(f"/proc/{pid}/oom_score_adj", self._oom_score)
 
     def _leaf_for(self, order: Spawn) -> JobGroup | None:
         if self._group is None or not self._group.has_limits or not order.limits.watched:
@@ -160,19 +152,6 @@ class LinuxSystem(PlainSystem):
         if withdrawn:
             self.forget(number)
         return withdrawn
-
-    def _ask(self, order: Spawn) -> None:
-        check_texts(order)
-        leaf = self._leaf_for(order)
-        tag = self._tag_for(order.number) if self._tag else None
-        self._orders[order.number] = order
-        if leaf is not None:
-            self._leaves[order.number] = leaf
-        try:
-            self._warm.ask(order, tag=tag, leaf=None if leaf is None else leaf.path)
-        except OSError:
-            self.forget(order.number)
-            raise
 
     def _start_interpreter(self, order: Prepare, control: socket.socket) -> int:
         """Start it in a session of its own, with the incarnation's tag: the next start finds it if the keeper is killed."""
@@ -219,7 +198,7 @@ class LinuxSystem(PlainSystem):
         if self._children is not None:
             pids = [int(pid) for pid in _read_whole(self._children).split()]
         else:
-            pids = [seen.pid for seen in living() if seen.parent == self._pid]
+            pids = [seen.pid for seen in linux_calls.living() if seen.parent == self._pid]
         return [pid for pid in pids if pid not in self.leaders and pid not in self._warm.pids]
 
     def _owner(self, pid: int) -> int | None:
@@ -237,13 +216,13 @@ class LinuxSystem(PlainSystem):
                 if tag >> TAG_BITS == self._tag >> TAG_BITS:
                     own = tag % (1 << TAG_BITS)
                     return next((number for number in self._orders if number % (1 << TAG_BITS) == own), None)
-        marks = [entry.removeprefix(MARK) for entry in environment_of(pid) if entry.startswith(MARK)]
-        seen = look(pid)
+        marks = [entry.removeprefix(MARK) for entry in linux_calls.environment_of(pid) if entry.startswith(MARK)]
+        seen = linux_calls.look(pid)
         for number, order in self._orders.items():
             if order.mark in marks or (seen is not None and seen.session == self._groups.get(number)):
                 return number
         for number, order in self._orders.items():
-            if works_under(pid, order.folder):
+            if linux_calls.works_under(pid, order.folder):
                 return number
         return None if _may_signal(pid) else NOBODY
 
@@ -254,8 +233,8 @@ class LinuxSystem(PlainSystem):
             super().terminate(number)
         for seen in self._members([number])[number]:
             if seen.group != self._groups[number] or self._groups[number] not in self.leaders:
-                signal_checked(seen, signal.SIGTERM)
-                signal_checked(seen, signal.SIGCONT)
+                linux_calls.signal_checked(seen, signal.SIGTERM)
+                linux_calls.signal_checked(seen, signal.SIGCONT)
 
     def kill(self, number: int) -> None:
         """Stop all processes of the job until no new one is found, then kill them: a fork bomb outruns a kill one by one.
@@ -287,12 +266,12 @@ class LinuxSystem(PlainSystem):
 
     # ------------------------------------------------------------------------------------------------ whole trees
 
-    def _members(self, numbers: Iterable[int]) -> dict[int, list[ProcessInfo]]:
+    def _members(self, numbers: Iterable[int]) -> dict[int, list[linux_calls.ProcessInfo]]:
         """Return all living processes of these jobs: one pass over /proc, then down from first processes and strays."""
-        below: defaultdict[int, list[ProcessInfo]] = defaultdict(list)
-        for seen in living():
+        below: defaultdict[int, list[linux_calls.ProcessInfo]] = defaultdict(list)
+        for seen in linux_calls.living():
             below[seen.parent].append(seen)
-        members: dict[int, list[ProcessInfo]] = {number: [] for number in numbers}
+        members: dict[int, list[linux_calls.ProcessInfo]] = {number: [] for number in numbers}
         for top in below[self._pid]:
             if top.pid in self._warm.pids:
                 continue
@@ -347,7 +326,9 @@ def _waited() -> Iterator[tuple[int, int]]:
         yield pid, status
 
 
-def _with_descendants(top: ProcessInfo, below: dict[int, list[ProcessInfo]]) -> list[ProcessInfo]:
+def _with_descendants(
+    top: linux_calls.ProcessInfo, below: dict[int, list[linux_calls.ProcessInfo]]
+) -> list[linux_calls.ProcessInfo]:
     found, at = [top], 0
     while at < len(found):
         found += below.get(found[at].pid, ())
@@ -392,7 +373,7 @@ def sweep(incarnation: str, folder: Path) -> list[int]:
         found = _left_of(incarnation, os.fsencode(folder.resolve()))
         for number in (signal.SIGSTOP, signal.SIGKILL):  # all are stopped first, so that none starts another
             for seen in found:
-                if signal_checked(seen, number):
+                if linux_calls.signal_checked(seen, number):
                     killed.add(seen.pid)
         empty_passes = 0 if found else empty_passes + 1
         if found:
@@ -400,9 +381,9 @@ def sweep(incarnation: str, folder: Path) -> list[int]:
     return sorted(killed)
 
 
-def _left_of(incarnation: str, folder: bytes) -> list[ProcessInfo]:
+def _left_of(incarnation: str, folder: bytes) -> list[linux_calls.ProcessInfo]:
     tag, mark = tag_of(incarnation) >> TAG_BITS, MARK + incarnation.encode() + b"/"
-    everyone = [seen for seen in living() if seen.pid != os.getpid()]
+    everyone = [seen for seen in linux_calls.living() if seen.pid != os.getpid()]
     found = {seen.pid: seen for seen in everyone if _belongs(seen, tag, mark, folder)}
     grown = True
     while grown:  # down to the children, which may be better hidden than their parent
@@ -412,11 +393,11 @@ def _left_of(incarnation: str, folder: bytes) -> list[ProcessInfo]:
     return list(found.values())
 
 
-def _belongs(seen: ProcessInfo, tag: int, mark: bytes, folder: bytes) -> bool:
+def _belongs(seen: linux_calls.ProcessInfo, tag: int, mark: bytes, folder: bytes) -> bool:
     with contextlib.suppress(OSError):
         if resource.prlimit(seen.pid, RLIMIT_LOCKS)[0] >> TAG_BITS == tag:
             return True
-    if any(entry.startswith(mark) for entry in environment_of(seen.pid)):
+    if any(entry.startswith(mark) for entry in linux_calls.environment_of(seen.pid)):
         return True
     # A person who works in the folder has a terminal; a job has none.
-    return seen.terminal == 0 and works_under(seen.pid, folder)
+    return seen.terminal == 0 and linux_calls.works_under(seen.pid, folder)
