@@ -182,13 +182,15 @@ def spec_value(spec: JobSpec, submitter: str, hashed: bytes, *, with_payload: bo
     return len(facts).to_bytes(_LENGTH_BYTES, "big") + facts + packed, shape.place
 
 
-def template_value(template: JobSpec, submitter: str) -> bytes:
-    """Return the value of `{app}:spec:{id}` for jobs of outsiders, up to the value of the job_id, which is appended."""
-    facts = _all_facts(template, _shape(template, submitter), False)
+def template_value(template: JobSpec, submitter: str) -> tuple[bytes, Place]:
+    """Return the value of `{app}:spec:{id}` for jobs of outsiders, up to the value of the job_id, which is appended; and their
+    queue."""
+    shape = _shape(template, submitter)
+    facts = _all_facts(template, shape, False)
     fields = msgspec.to_builtins(template, builtin_types=(bytes,))
     fields.pop("job_id", None)
     fields.pop("payload", None)
-    return len(facts).to_bytes(_LENGTH_BYTES, "big") + facts + _grown(encode(fields)) + encode("job_id")
+    return len(facts).to_bytes(_LENGTH_BYTES, "big") + facts + _grown(encode(fields)) + encode("job_id"), shape.place
 
 
 def _all_facts(spec: JobSpec, shape: SharedValues, hashed: Text) -> bytes:

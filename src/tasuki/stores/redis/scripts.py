@@ -27,8 +27,7 @@ import redis
 from tasuki.core.apps import WORDS
 from tasuki.core.job import LEASED, PRIORITY_MAX, READY, TERMINAL, JobSpec, State
 from tasuki.core.lifecycle import LEASE_MARGIN_S, RESUMED, RETRY_DELAY_MAX_S, TAKEOVER_TIE_S, TRANSITIONS
-from tasuki.core.store_messages import COUNTED, kind_of
-from tasuki.core.subject import group_of
+from tasuki.core.store_messages import COUNTED
 from tasuki.errors import InterruptCause, StaleEpoch, TasukiError, TurnInterrupted, Unavailable
 from tasuki.stores.common import GENERATIONS_BEGIN_AT, REMEMBERED_GROUPS_MAX
 from tasuki.stores.redis.codec import RARE, Argument, JobRecord, Reply, SpecFacts, template_value
@@ -63,7 +62,9 @@ def rules_script(body: str) -> str:
 
 def script(app: str, template: JobSpec, result_ttl_s: int) -> str:
     """Return the whole script of one app. Jobs that outsiders make are as the template, but for job_id and payload."""
-    head = f"local APP, RESULT_TTL_S = {_literal(app)}, {result_ttl_s}\nlocal OWN = {_literal(_own(app, template))}"
+    spec, (priority, group, kind, subject) = template_value(template, f"app:{app}")
+    own: Literal = {"spec": spec, "subject": subject, "group": group, "kind": kind, "priority": priority}
+    head = f"local APP, RESULT_TTL_S = {_literal(app)}, {result_ttl_s}\nlocal OWN = {_literal(own)}"
     parts = [f"do\n{_lua(name)}end" for name in PARTS]
     return "\n".join([_constants(), _records(), head, *map(_lua, SHARED), *parts, _lua("main")])
 
@@ -123,17 +124,6 @@ local function read_facts(row)
   return {{ {facts} }}
 end
 """
-
-
-def _own(app: str, spec: JobSpec) -> dict[str, Literal]:
-    submitter = f"app:{app}"
-    return {
-        "spec": template_value(spec, submitter),
-        "subject": spec.subject,
-        "group": group_of(spec.subject),
-        "kind": str(kind_of(spec.exec, submitter).value),
-        "priority": spec.priority,
-    }
 
 
 def _set(states: Iterable[State]) -> dict[str, Literal]:

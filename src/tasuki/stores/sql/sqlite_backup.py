@@ -10,7 +10,6 @@ from __future__ import annotations
 import sqlite3
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing, contextmanager
-from functools import lru_cache
 from importlib.resources import files
 from pathlib import Path
 
@@ -137,54 +136,35 @@ def begin_new_life(path: Path, *, now: float, present: Iterable[tuple[str, int]]
 
     `present`: the blobs whose bytes came with it; rows of others are deleted. None: the bytes are elsewhere, all rows stay.
     """
-    statements = _statements()
+    text = files("tasuki.stores.sql").joinpath("statements", "sqlite_restore.sql").read_text("utf-8")
+    statements = Statements(text, {}).one
     database = SqliteDatabase(path)
+
+    def run(name: str, parameters: tuple[str | float, ...] = ()) -> sqlite3.Cursor:
+        return database.connection.execute(statements[name], parameters)
+
     try:
         with SqliteErrors():
             database.begin()
-            run = database.connection.execute
-            run(statements["add_incidents"], (now, RESTORER, _REASON))
-            canceled = run(statements["cancel"], (now, "canceled; the store was restored from a backup")).rowcount
-            given_back = run(statements["give_back"], (now, LEASE_MARGIN_S)).rowcount
-            given_back += run(statements["free_orphaned"]).rowcount
-            run(statements["raise_attempts"], (ATTEMPT_STEP,))
-            _count_again(database.connection, statements)
-            unknown = () if present is None else _forget_absent(database.connection, statements, present)
-            epoch = _raise_epoch(database.connection, statements)
+            run("add_incidents", (now, RESTORER, _REASON))
+            canceled = run("cancel", (now, "canceled; the store was restored from a backup")).rowcount
+            given_back = run("give_back", (now, LEASE_MARGIN_S)).rowcount + run("free_orphaned").rowcount
+            run("raise_attempts", (ATTEMPT_STEP,))
+            run("forget_counters")
+            for group, state, n in run("count_by_state").fetchall():
+                if state not in COUNTED:
+                    raise Corrupt(f"a job in the backup has the unknown state {state!r}; use another backup")
+                run("add_counter", (group, COUNTED[State(state)], n))
+            unknown: tuple[tuple[str, int], ...] = ()
+            if present is not None:
+                run("make_present")
+                database.connection.executemany(statements["add_present"], present)
+                unknown = tuple(run("unknown_blobs").fetchall())
+                run("forget_absent_blobs")
+            run("raise_epochs", (EPOCH_STEP, RESTORER))
+            run("first_epoch", (LEADER_SCOPE, EPOCH_STEP, RESTORER))
+            [[epoch, _]] = database.session.rows("epoch", (LEADER_SCOPE,))
             database.commit()
     finally:
         database.close()
     return RestoredFacts(epoch, given_back, canceled, unknown)
-
-
-@lru_cache
-def _statements() -> dict[str, str]:
-    text = files("tasuki.stores.sql").joinpath("statements", "sqlite_restore.sql").read_text("utf-8")
-    return Statements(text, {}).one
-
-
-def _raise_epoch(connection: sqlite3.Connection, statements: dict[str, str]) -> int:
-    connection.execute(statements["raise_epochs"], (EPOCH_STEP, RESTORER))
-    connection.execute(statements["first_epoch"], (LEADER_SCOPE, EPOCH_STEP, RESTORER))
-    (epoch,) = connection.execute("SELECT epoch FROM tasuki_scopeepoch WHERE scope = ?", (LEADER_SCOPE,)).fetchone()
-    return int(epoch)
-
-
-def _count_again(connection: sqlite3.Connection, statements: dict[str, str]) -> None:
-    connection.execute(statements["forget_counters"])
-    for group, state, n in connection.execute(statements["count_by_state"]).fetchall():
-        try:
-            counted = COUNTED[State(state)]
-        except ValueError:
-            raise Corrupt(f"a job in the backup has the unknown state {state!r}; use another backup") from None
-        connection.execute(statements["add_counter"], (group, counted, n))
-
-
-def _forget_absent(
-    connection: sqlite3.Connection, statements: dict[str, str], present: Iterable[tuple[str, int]]
-) -> tuple[tuple[str, int], ...]:
-    connection.execute(statements["make_present"])
-    connection.executemany(statements["add_present"], present)
-    unknown = tuple(connection.execute(statements["unknown_blobs"]).fetchall())
-    connection.execute(statements["forget_absent_blobs"])
-    return unknown
