@@ -12,10 +12,9 @@ from tasuki.core.job import JobSpec
 from tasuki.doors.http.clients import TokenConnection
 from tasuki.doors.http.context import RequestContext, detail_of, iso
 from tasuki.doors.http.exchange import BATCH_MAX, Error, JobId, error_of, wait_of, whole_number
-from tasuki.errors import NoResult, NotFinished, NotFound, TasukiError, TooLarge
+from tasuki.errors import NoResult, NotFinished, TasukiError, TooLarge
 
 RESULT_MAX_BYTES = 64 * 1024 * 1024  # of a document that is decoded here; results of /v1 are streamed
-_UNFINISHED = ("queued", "running")
 
 
 class AppJob(msgspec.Struct, kw_only=True):
@@ -97,7 +96,7 @@ class AppStatus(msgspec.Struct, kw_only=True):
 async def status(context: RequestContext) -> AppStatus:
     """Return the state of a job."""
     async with context.client() as client:
-        view = await _view_of(client, context)
+        view = await client.view(context.job_id, subject=context.subject)
     return AppStatus(
         job_id=view["job_id"],
         status=WORDS[view["state"]],
@@ -106,15 +105,6 @@ async def status(context: RequestContext) -> AppStatus:
         updated_at=iso(max(view[name] or 0.0 for name in ("created_at", "assigned_at", "started_at", "finished_at"))),
         retry_count=view["failures"] + view["losses"],
     )
-
-
-async def _view_of(client: TokenConnection, context: RequestContext, *, result: bool = False) -> dict[str, Any]:
-    """Return the job, if it belongs to this app and the caller may see it."""
-    [view] = await client.request("get", job_ids=[context.job_id], result=result)
-    if view["subject"] != context.subject:
-        raise NotFound(f"there is no job {context.job_id[:128]!r}, or it is not yours")
-    found: dict[str, Any] = view
-    return found
 
 
 class AppResult(msgspec.Struct, kw_only=True):
@@ -132,12 +122,9 @@ async def result(context: RequestContext) -> AppResult:
     """Return the result of a job. With `?wait=25` the answer waits for the job's end."""
     wait_s = wait_of(context.request)
     async with context.client() as client:
-        view = await _view_of(client, context, result=True)
-        if wait_s and WORDS[view["state"]] in _UNFINISHED:
-            await client.until_ended(context.job_id, wait_s)
-            view = await _view_of(client, context, result=True)
+        view = await client.view(context.job_id, wait_s, result=True, subject=context.subject)
         word = WORDS[view["state"]]
-        if word in _UNFINISHED:
+        if word in ("queued", "running"):
             raise NotFinished(f"job {context.job_id!r} is {word}; ask again later, or wait for it with ?wait=25")
         if word != "finished":
             error_code = (view["outcome"] or {}).get("error_code")

@@ -15,10 +15,10 @@ from tasuki.core.access import ENROL_TOKEN_S, token_sha256
 from tasuki.core.apps import WORDS, json_or_base64, outcome_of
 from tasuki.core.job import LEASED, Job, JobSpec, Outcome, State
 from tasuki.core.protocol import Claim, check_outcome
-from tasuki.core.store_messages import Grant, LeaseStatus
+from tasuki.core.store_messages import LeaseStatus
 from tasuki.doors.http.context import RequestContext, iso
 from tasuki.doors.http.exchange import BATCH_MAX, Error, JobId, disconnected, error_of, status_of, wait_of
-from tasuki.doors.http.workers import HttpWorker, claim_of, shown_lease_id
+from tasuki.doors.http.workers import claim_of, shown_lease_id
 from tasuki.errors import Fenced, Forbidden, NotFound, ResultConflict, TasukiError
 from tasuki.server.assembly import make_secret
 
@@ -55,8 +55,7 @@ async def enroll_token(context: RequestContext, body: Enrolment) -> Enrolled:
     expires_at = now + ENROL_TOKEN_S
     token = {"token_id": token_id, "kind": "enrol", "sha256": token_sha256(secret), "scope": [context.subject]}
     about = {"label": body.label, "worker_id": body.worker_id, "created_at": now, "expires_at": expires_at}
-    async with context.client() as client:
-        await client.request("token.create", **token, **about)
+    await context.ask("token.create", **token, **about)
     return Enrolled(enroll_token=secret, token_id=token_id, expires_at=iso(expires_at), ttl_seconds=int(ENROL_TOKEN_S))
 
 
@@ -134,8 +133,7 @@ class WorkerRevoked(msgspec.Struct):
 async def revoke(context: RequestContext) -> WorkerRevoked:
     """Revoke all tokens with which a worker takes jobs of this app. For administrators."""
     worker_id = str(context.request.path_params["worker_id"])
-    async with context.client() as client:
-        answer = await client.request("worker.revoke", worker_id=worker_id, subject=context.subject)
+    answer = await context.ask("worker.revoke", worker_id=worker_id, subject=context.subject)
     return WorkerRevoked(worker_id, len(answer["revoked"]))
 
 
@@ -175,13 +173,16 @@ async def lease(context: RequestContext, body: LeaseOptions) -> Leased | LeasedM
     context.http.metrics.leased(context.app, len(grants))
     if not grants:
         return Response(status_code=204)
-    jobs = [_leased(grant, worker) for grant in grants]
+    jobs = [
+        Leased(
+            job_id=grant.job_id,
+            payload=json_or_base64(_decode_spec(grant.spec).payload),
+            lease_id=shown_lease_id(grant),
+            lease_ttl_seconds=worker.ttl_s,
+        )
+        for grant in grants
+    ]
     return jobs[0] if body.max_jobs is None else LeasedMany(jobs)
-
-
-def _leased(grant: Grant, worker: HttpWorker) -> Leased:
-    payload = json_or_base64(_decode_spec(grant.spec).payload)
-    return Leased(job_id=grant.job_id, payload=payload, lease_id=shown_lease_id(grant), lease_ttl_seconds=worker.ttl_s)
 
 
 # ---------------------------------------------------------------------------------------------------- renew
@@ -232,43 +233,46 @@ class BatchAnswer(msgspec.Struct):
 
 async def renew(context: RequestContext, body: Renewal) -> LeaseRenewed:
     """Renew a lease."""
-    claim = claim_of(context.job_id, body.lease_id)
-    with context.worker() as worker:
-        [status] = await worker.renew(context.caller, [claim])
-    if status is LeaseStatus.LOST:
-        [error] = await _why_lost(context, [claim])
-        raise error
-    return LeaseRenewed(worker.ttl_s, status is LeaseStatus.CANCEL)
+    [answer] = await _renew(context, [claim_of(context.job_id, body.lease_id)])
+    if isinstance(answer, TasukiError):
+        raise answer
+    return answer
 
 
 async def renew_many(context: RequestContext, body: Renewals) -> BatchAnswer:
     """Renew several leases."""
-    claims = [claim_of(item.job_id, item.lease_id) for item in body.leases]
+    return _batch(body.leases, await _renew(context, [claim_of(item.job_id, item.lease_id) for item in body.leases]))
+
+
+async def _renew(context: RequestContext, claims: list[Claim]) -> list[LeaseRenewed | TasukiError]:
     with context.worker() as worker:
         statuses = await worker.renew(context.caller, claims)
-    lost = [claim for claim, status in zip(claims, statuses, strict=True) if status is LeaseStatus.LOST]
-    errors = iter(await _why_lost(context, lost))
-    items = []
-    for item, status in zip(body.leases, statuses, strict=True):
-        if status is LeaseStatus.LOST:
-            items.append(_refused(item.job_id, item.lease_id, next(errors)))
+    errors = await _why_lost(context, claims, [status is LeaseStatus.LOST for status in statuses])
+    renewed = [LeaseRenewed(worker.ttl_s, status is LeaseStatus.CANCEL) for status in statuses]
+    return [error or answer for error, answer in zip(errors, renewed, strict=True)]
+
+
+def _batch(
+    items: Sequence[LeaseItem | BatchResult | BatchFailure], answers: Sequence[LeaseRenewed | TasukiError | None]
+) -> BatchAnswer:
+    found = []
+    for item, answer in zip(items, answers, strict=True):
+        if isinstance(answer, TasukiError):
+            found.append(BatchItem(item.job_id, item.lease_id, status_of(answer), error_of(answer)))
         else:
-            cancel = status is LeaseStatus.CANCEL
-            items.append(BatchItem(item.job_id, item.lease_id, 200, lease_ttl_seconds=worker.ttl_s, cancel=cancel))
-    return BatchAnswer(items)
+            facts = {} if answer is None else msgspec.structs.asdict(answer)
+            found.append(BatchItem(item.job_id, item.lease_id, 200, **facts))
+    return BatchAnswer(found)
 
 
-def _refused(job_id: str, lease_id: str, error: TasukiError) -> BatchItem:
-    return BatchItem(job_id, lease_id, status_of(error), error_of(error))
-
-
-async def _why_lost(context: RequestContext, claims: Sequence[Claim]) -> list[TasukiError]:
-    """Return for each claim why its lease is not the current one."""
-    if not claims:
-        return []
-    job_ids = [claim.job_id for claim in claims]
-    jobs = await context.http.server.ask(lambda reader: reader.get(job_ids))
-    return [why_lost(claim, job, context.worker_id, context.subject) for claim, job in zip(claims, jobs, strict=True)]
+async def _why_lost(context: RequestContext, claims: Sequence[Claim], lost: Sequence[bool]) -> list[TasukiError | None]:
+    """Return for each claim that is lost why its lease is not the current one, else None."""
+    job_ids = [claim.job_id for claim, is_lost in zip(claims, lost, strict=True) if is_lost]
+    jobs = iter(await context.http.server.ask(lambda reader: reader.get(job_ids)) if job_ids else ())
+    return [
+        why_lost(claim, next(jobs), context.worker_id, context.subject) if is_lost else None
+        for claim, is_lost in zip(claims, lost, strict=True)
+    ]
 
 
 def why_lost(claim: Claim, job: Job | None, worker_id: str, subject: str) -> TasukiError:
@@ -355,7 +359,7 @@ async def finish(context: RequestContext, body: ResultReport) -> ResultRecorded:
 
 async def finish_many(context: RequestContext, body: BatchResults) -> BatchAnswer:
     """Report the results of several jobs."""
-    return await _report_many(context, [(report.job_id, report) for report in body.results])
+    return _batch(body.results, await _report(context, [(report.job_id, report) for report in body.results]))
 
 
 async def fail(context: RequestContext, body: FailureReport) -> FailureRecorded:
@@ -369,31 +373,18 @@ async def fail(context: RequestContext, body: FailureReport) -> FailureRecorded:
 
 async def fail_many(context: RequestContext, body: BatchFailures) -> BatchAnswer:
     """Report that several attempts failed."""
-    return await _report_many(context, [(report.job_id, report) for report in body.failures])
+    return _batch(body.failures, await _report(context, [(report.job_id, report) for report in body.failures]))
 
 
 async def _report_one(context: RequestContext, body: ResultReport | FailureReport) -> None:
-    claims, [fenced] = await _report(context, [(context.job_id, body)])
-    if fenced is not None:
-        [error] = await _why_lost(context, claims)
+    [error] = await _report(context, [(context.job_id, body)])
+    if error is not None:
         raise error
-
-
-async def _report_many(context: RequestContext, reports: Sequence[tuple[str, ResultReport | FailureReport]]) -> BatchAnswer:
-    claims, answers = await _report(context, reports)
-    refused = [claim for claim, fenced in zip(claims, answers, strict=True) if fenced is not None]
-    errors = iter(await _why_lost(context, refused))
-    return BatchAnswer(
-        [
-            BatchItem(job_id, body.lease_id, 200) if fenced is None else _refused(job_id, body.lease_id, next(errors))
-            for (job_id, body), fenced in zip(reports, answers, strict=True)
-        ]
-    )
 
 
 async def _report(
     context: RequestContext, reports: Sequence[tuple[str, ResultReport | FailureReport]]
-) -> tuple[list[Claim], list[str | None]]:
+) -> list[TasukiError | None]:
     """Check all reports, store large results, then record all in one transaction; return for each why it is fenced, or None."""
     outcomes = [_outcome(body) for _, body in reports]
     claims = [claim_of(job_id, body.lease_id) for job_id, body in reports]
@@ -406,7 +397,7 @@ async def _report(
     recorded = answers.count(None)
     what = "result" if isinstance(reports[0][1], ResultReport) else "failed"
     context.http.metrics.reported(context.app, what, recorded=recorded, fenced=len(answers) - recorded)
-    return claims, answers
+    return await _why_lost(context, claims, [fenced is not None for fenced in answers])
 
 
 def _outcome(body: ResultReport | FailureReport) -> tuple[Outcome, bytes | None]:

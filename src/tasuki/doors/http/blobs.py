@@ -20,7 +20,7 @@ from starlette.responses import Response, StreamingResponse
 from tasuki.core.access import Identity
 from tasuki.core.job import BlobRef, check_sha256
 from tasuki.core.presigned import BlobCommitted, BlobDownload, BlobUpload
-from tasuki.core.ranges import BodyRange, body_range, content_range, parse_range
+from tasuki.core.ranges import body_range, content_range, parse_range
 from tasuki.doors.http.context import RequestContext
 from tasuki.doors.http.exchange import BODY_TIMEOUT_S, JobId
 from tasuki.doors.http.v1 import stream
@@ -86,26 +86,18 @@ async def put(context: RequestContext) -> BlobStored | BlobPart:
     With the header Content-Range: bytes N-M/SIZE, send a part, from the offset that the last answer named.
     """
     headers = context.request.headers
-    part = body_range(headers.get("content-length", ""), headers.get("content-range"))
-    if "content-range" in headers:
-        return await _put_part(context, part)
-    ref = BlobRef(_sha256(context), part.size_bytes)
-    async with context.transfer() as connection, aclosing(_pieces(context.request)) as pieces:
-        with _mismatch_is_input():
-            if await connection.put_part(ref, 0, pieces, last=True) is not None:
-                # A part came earlier and was cut off; this sender does not know, and sends all of it.
-                await connection.put_pieces(ref, pieces)
-    return BlobStored(ref.sha256, ref.size_bytes)
-
-
-async def _put_part(context: RequestContext, part: BodyRange) -> BlobStored | BlobPart:
-    start, stop, size_bytes = part
-    if start == stop:
+    is_part = "content-range" in headers
+    start, stop, size_bytes = body_range(headers.get("content-length", ""), headers.get("content-range"))
+    if is_part and start == stop:
         raise InvalidInput("Content-Range: the part has no bytes; send bytes FIRST-LAST/SIZE")
     ref = BlobRef(_sha256(context), size_bytes)
     async with context.transfer() as connection, aclosing(_pieces(context.request)) as pieces:
         with _mismatch_is_input():
             offset = await connection.put_part(ref, start, pieces, last=stop == size_bytes)
+            if offset is not None and not is_part:
+                # A part came earlier and was cut off; this sender does not know, and sends all of it.
+                await connection.put_pieces(ref, pieces)
+                offset = None
     if offset is None:
         return BlobStored(ref.sha256, size_bytes)
     if offset != stop:

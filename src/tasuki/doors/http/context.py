@@ -85,6 +85,11 @@ class RequestContext(msgspec.Struct):
         """Return the connection of the caller's token, to be used in `async with`."""
         return self.http.clients.use(self.caller)
 
+    async def ask(self, verb: str, **params: Any) -> Any:
+        """Send one request of the caller to the server, and return the body of its Reply."""
+        async with self.client() as client:
+            return await client.request(verb, **params)
+
     def worker(self) -> HttpWorker:
         """Return the calling worker of this app, to be used in `with`."""
         return self.http.workers.of(self.worker_id, self.subject)

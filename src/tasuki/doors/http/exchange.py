@@ -16,6 +16,7 @@ import msgspec
 from msgspec import Meta
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
+from starlette.types import Receive
 
 from tasuki import errors
 from tasuki.errors import InternalError, InvalidInput, Overloaded, TasukiError, TooLarge, Unauthorized, UnknownSession, from_wire
@@ -246,9 +247,10 @@ def wait_of(request: Request) -> float:
 
 def disconnected(request: Request) -> asyncio.Future[Any]:
     """Return a future that is done when the peer has left. Only after the body was read."""
-    return asyncio.ensure_future(_until_disconnected(request))
+    return asyncio.ensure_future(until_disconnected(request.receive))
 
 
-async def _until_disconnected(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        """The end of the body."""
+async def until_disconnected(receive: Receive) -> None:
+    """Discard the rest of the request, and return when the peer has left."""
+    while (await receive())["type"] != "http.disconnect":
+        """A part of the request."""

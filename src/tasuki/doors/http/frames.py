@@ -17,29 +17,7 @@ from typing import TypeGuard
 from msgspec.structs import replace
 from starlette.responses import Response
 
-from tasuki.core.protocol import (
-    FRAME_MAX_BYTES,
-    FRAMES_MAX,
-    FRAMES_TYPE,
-    SESSION_HEADER,
-    BlobGet,
-    BlobPut,
-    CancelJobs,
-    Chunk,
-    ErrorMessage,
-    Heartbeat,
-    HelloClient,
-    HelloWorker,
-    JobResult,
-    Message,
-    Reply,
-    Request,
-    Results,
-    SubmitJobs,
-    Welcome,
-    batches,
-    outcome_bytes,
-)
+from tasuki.core import protocol
 from tasuki.doors.http.clients import Listener, TokenConnection
 from tasuki.doors.http.context import RequestContext
 from tasuki.doors.http.exchange import disconnected, discreet, wait_of, whole_number
@@ -48,60 +26,56 @@ from tasuki.doors.http.worker_sessions import HttpWorkerSession
 from tasuki.errors import InvalidInput, TasukiError, Unauthorized, UnknownFrame, from_wire
 from tasuki.net.tcp_link import encode_answer
 from tasuki.wire.compression import CODECS, decompress
-from tasuki.wire.messages import BATCH, Frame, FrameDecoder, decode
+from tasuki.wire.messages import BATCH, FrameDecoder, decode
 
-UNPACKED_MAX_BYTES = 4 * FRAME_MAX_BYTES  # of all frames of one body: 64 small ones could each become a large one
+UNPACKED_MAX_BYTES = 4 * protocol.FRAME_MAX_BYTES  # of all frames of one body: 64 small ones could each become a large one
 NUMBER_MAX = 2**53
 WATCH_AT_ONCE = 256  # jobs whose rows, with results of up to 64 KiB, the store reads in one query
 GATHER_PER_JOB_S = 1e-5  # about the cost of naming a job again, which a client answered at the first end does for all others
 GATHER_MAX_S = 0.05
 
-ClientQuestion = HelloClient | SubmitJobs | CancelJobs | Request | Heartbeat
+ClientQuestion = protocol.HelloClient | protocol.SubmitJobs | protocol.CancelJobs | protocol.Request | protocol.Heartbeat
 
 
 # ---------------------------------------------------------------------------------------------------- bodies
 
 
-def messages_in(body: bytes) -> list[Message]:
+def messages_in(body: bytes) -> list[protocol.Message]:
     """Decode a whole body, or none of it; an ErrorMessage stands for a request that is newer than this server."""
-    decoder = FrameDecoder(FRAME_MAX_BYTES)
+    decoder = FrameDecoder(protocol.FRAME_MAX_BYTES)
     frames = decoder.feed(body)
     if decoder.partial:
         raise InvalidInput("the last frame of the body is not whole")
-    if not 0 < len(frames) <= FRAMES_MAX:
-        raise InvalidInput(f"the body has {len(frames)} frames; send 1 to {FRAMES_MAX}")
-    messages: list[Message] = []
+    if not 0 < len(frames) <= protocol.FRAMES_MAX:
+        raise InvalidInput(f"the body has {len(frames)} frames; send 1 to {protocol.FRAMES_MAX}")
+    messages: list[protocol.Message] = []
     room = UNPACKED_MAX_BYTES
     for packed in frames:
-        frame = _unpacked(packed, room)
+        plain = decompress(packed.payload, packed.flags, min(room, protocol.FRAME_MAX_BYTES))
+        frame = packed._replace(payload=plain, flags=packed.flags & BATCH)
         room -= len(frame.payload)
         try:
-            message = decode(frame, FRAME_MAX_BYTES)
+            message = decode(frame, protocol.FRAME_MAX_BYTES)
         except UnknownFrame as error:
             if error.msg_id:  # its sender waits for an answer
-                messages.append(ErrorMessage(error.msg_id, error.code, error.message))
+                messages.append(protocol.ErrorMessage(error.msg_id, error.code, error.message))
             continue
-        if isinstance(message, ErrorMessage):
+        if isinstance(message, protocol.ErrorMessage):
             raise InvalidInput("an error is the server's to send")
         messages.append(message)
     return messages
 
 
-def _unpacked(frame: Frame, room: int) -> Frame:
-    plain = decompress(frame.payload, frame.flags, min(room, FRAME_MAX_BYTES))
-    return frame._replace(payload=plain, flags=frame.flags & BATCH)
-
-
 def _framed(frames: Iterable[bytes], headers: dict[str, str] | None = None) -> Response:
-    return Response(b"".join(frames), headers=headers, media_type=FRAMES_TYPE)
+    return Response(b"".join(frames), headers=headers, media_type=protocol.FRAMES_TYPE)
 
 
-def _not_here(message: Message) -> InvalidInput:
+def _not_here(message: protocol.Message) -> InvalidInput:
     return InvalidInput(f"{type(message).__name__} cannot be sent over HTTP; blobs have a path of their own, /v1/blobs")
 
 
-def _described(error: TasukiError, corr_id: int = 0) -> ErrorMessage:
-    return ErrorMessage(corr_id, error.code, error.message, error.details())
+def _described(error: TasukiError, corr_id: int = 0) -> protocol.ErrorMessage:
+    return protocol.ErrorMessage(corr_id, error.code, error.message, error.details())
 
 
 # ---------------------------------------------------------------------------------------------------- clients
@@ -109,29 +83,24 @@ def _described(error: TasukiError, corr_id: int = 0) -> ErrorMessage:
 
 async def frames(context: RequestContext, body: bytes) -> Response:
     """Send messages of the wire protocol (docs/wire.md), as a client does over TCP; the answer has the same form."""
-    wait_s, codec = wait_of(context.request), _codec_of(context)
+    wait_s, codec = wait_of(context.request), context.request.query_params.get("codec")
+    if codec is not None and codec not in CODECS:
+        raise InvalidInput(f"codec must be {' or '.join(CODECS)}, got {codec[:40]!r}")
     messages = _client_messages(body)
     watches = [message for message in messages if _is_watch(message)]
     others = [message for message in messages if not _is_watch(message)]
     async with context.client() as client:
         answers = await asyncio.gather(*(_answer(context, client, message) for message in others))
         if watches:
-            answers += await _WatchPoll(context, client, watches).answers(wait_s)
+            answers += await _poll(context, client, watches, wait_s)
     return _framed(encode_answer(answer, codec) for answer in answers)
 
 
-def _codec_of(context: RequestContext) -> str | None:
-    codec: str | None = context.request.query_params.get("codec")
-    if codec is not None and codec not in CODECS:
-        raise InvalidInput(f"codec must be {' or '.join(CODECS)}, got {codec[:40]!r}")
-    return codec
-
-
-def _client_messages(body: bytes) -> list[ClientQuestion | ErrorMessage]:
+def _client_messages(body: bytes) -> list[ClientQuestion | protocol.ErrorMessage]:
     """Decode the messages that a client may send here."""
-    messages: list[ClientQuestion | ErrorMessage] = []
+    messages: list[ClientQuestion | protocol.ErrorMessage] = []
     for message in messages_in(body):
-        if not isinstance(message, ClientQuestion | ErrorMessage):
+        if not isinstance(message, ClientQuestion | protocol.ErrorMessage):
             raise _not_here(message)
         if isinstance(message, ClientQuestion) and message.msg_id <= 0:
             raise InvalidInput(f"a {type(message).__name__} has the msg_id {message.msg_id}; it must be above 0")
@@ -141,21 +110,23 @@ def _client_messages(body: bytes) -> list[ClientQuestion | ErrorMessage]:
     return messages
 
 
-def _is_watch(message: Message) -> TypeGuard[Request]:
-    return isinstance(message, Request) and message.verb == "watch"
+def _is_watch(message: protocol.Message) -> TypeGuard[protocol.Request]:
+    return isinstance(message, protocol.Request) and message.verb == "watch"
 
 
-def _job_ids_of(watch: Request) -> list[str]:
+def _job_ids_of(watch: protocol.Request) -> list[str]:
     job_ids = watch.params.get("job_ids")
     if not isinstance(job_ids, list) or not all(isinstance(job_id, str) for job_id in job_ids):
         raise InvalidInput("watch needs job_ids, a list of texts")
     return job_ids
 
 
-async def _answer(context: RequestContext, client: TokenConnection, message: ClientQuestion | ErrorMessage) -> Message:
-    if isinstance(message, ErrorMessage):
+async def _answer(
+    context: RequestContext, client: TokenConnection, message: ClientQuestion | protocol.ErrorMessage
+) -> protocol.Message:
+    if isinstance(message, protocol.ErrorMessage):
         return message
-    if isinstance(message, HelloClient):
+    if isinstance(message, protocol.HelloClient):
         return await _welcome(context, message)
     msg_id = client.connection.next_id()
     try:
@@ -169,22 +140,22 @@ async def _answer(context: RequestContext, client: TokenConnection, message: Cli
 
 def _renumbered(context: RequestContext, message: ClientQuestion, msg_id: int) -> ClientQuestion:
     """Return the message under an id of the virtual connection, which all requests of the token share."""
-    if isinstance(message, SubmitJobs):
+    if isinstance(message, protocol.SubmitJobs):
         context.http.metrics.submitted(len(message.specs))
-        return SubmitJobs(msg_id, message.specs, watch=False, on_failed=message.on_failed)
+        return protocol.SubmitJobs(msg_id, message.specs, watch=False, on_failed=message.on_failed)
     return replace(message, msg_id=msg_id)
 
 
-def _discreet(context: RequestContext, answer: Message) -> Message:
+def _discreet(context: RequestContext, answer: protocol.Message) -> protocol.Message:
     """Return the answer; only administrators see the words of an error behind the server."""
-    if not isinstance(answer, ErrorMessage) or context.caller.identity.admin:
+    if not isinstance(answer, protocol.ErrorMessage) or context.caller.identity.admin:
         return answer
     error = from_wire(answer.code, answer.message, answer.details)
     shown = discreet(error)
-    return answer if shown is error else ErrorMessage(answer.corr_id, shown.code, shown.message)
+    return answer if shown is error else protocol.ErrorMessage(answer.corr_id, shown.code, shown.message)
 
 
-async def _welcome(context: RequestContext, hello: HelloClient) -> Message:
+async def _welcome(context: RequestContext, hello: protocol.HelloClient) -> protocol.Message:
     """Judge a Hello on a connection of its own: name and version are the peer's, the token is that of the request."""
     connection = VirtualConnection(context.http.server, context.caller.address, lambda message: None)
     try:
@@ -195,67 +166,61 @@ async def _welcome(context: RequestContext, hello: HelloClient) -> Message:
         return _discreet(context, _described(error))
     finally:
         connection.leave()
-    assert isinstance(welcome, Welcome)
+    assert isinstance(welcome, protocol.Welcome)
     return replace(welcome, servers=())  # the client's way leads through this door
 
 
-class _WatchPoll:
-    """The `watch` requests of one body: the jobs that they name, and the answers."""
+async def _poll(
+    context: RequestContext, client: TokenConnection, watches: Sequence[protocol.Request], wait_s: float
+) -> list[protocol.Message]:
+    """Answer `watch` requests: at once if a job has ended or cannot be watched, else at the first end or when the time is over.
 
-    def __init__(self, context: RequestContext, client: TokenConnection, watches: Sequence[Request]) -> None:
-        self._context = context
-        self._client = client
-        self._watches = {watch.msg_id: _job_ids_of(watch) for watch in watches}
-        self._replies: list[Message] = []
-        self._refused = False
-
-    async def answers(self, wait_s: float) -> list[Message]:
-        """Return at once if a job has ended or cannot be watched; else when the first one ends, or the time is over.
-
-        Results beyond the size of one answer are left out. A watch without a reply was not looked at: ask again.
-        """
-        named = list(dict.fromkeys(job_id for job_ids in self._watches.values() for job_id in job_ids))
-        with self._client.listen(named) as listener:
-            for msg_id, job_ids in self._watches.items():
-                if listener.full:
-                    break
-                await self._begin(msg_id, job_ids, listener)
-            if wait_s and not self._refused and not listener.woken.done():
-                await self._wait(listener, wait_s, len(named))
-            closed = self._client.connection.closed
-            if closed is not None and not listener.items:
-                raise closed
-            return [*self._replies, *_results(listener.items)]
-
-    async def _begin(self, msg_id: int, job_ids: list[str], listener: Listener) -> None:
-        """Make the server report the ends of these jobs."""
-        states: dict[str, str] = {}
-        fresh = self._client.unwatched(job_ids)
-        try:
-            for start in range(0, len(fresh), WATCH_AT_ONCE):
-                if listener.full:
-                    return
-                states |= await self._client.watch(fresh[start : start + WATCH_AT_ONCE])
-        except Unauthorized:
-            raise
-        except TasukiError as error:
-            self._refused = True
-            self._replies.append(_discreet(self._context, _described(error, msg_id)))
-        else:
-            self._replies.append(Reply(msg_id, {"states": states}))
-
-    async def _wait(self, listener: Listener, wait_s: float, count: int) -> None:
-        left = disconnected(self._context.request)
-        try:
-            await asyncio.wait([listener.woken, left], timeout=wait_s, return_when=asyncio.FIRST_COMPLETED)
-            if 0 < len(listener.items) < count and not left.done():  # report together what ends together
-                await asyncio.sleep(min(GATHER_MAX_S, count * GATHER_PER_JOB_S))
-        finally:
-            left.cancel()
+    Results beyond the size of one answer are left out. A watch without a reply was not looked at: ask again.
+    """
+    asked = {watch.msg_id: _job_ids_of(watch) for watch in watches}
+    named = list(dict.fromkeys(job_id for job_ids in asked.values() for job_id in job_ids))
+    replies: list[protocol.Message] = []
+    with client.listen(named) as listener:
+        for msg_id, job_ids in asked.items():
+            if listener.full or (reply := await _watch(context, client, msg_id, job_ids, listener)) is None:
+                break
+            replies.append(reply)
+        refused = any(isinstance(reply, protocol.ErrorMessage) for reply in replies)
+        if wait_s and not refused and not listener.woken.done():
+            await _wait(context, listener, wait_s, len(named))
+        closed = client.connection.closed
+        if closed is not None and not listener.items:
+            raise closed
+        results = protocol.batches(listener.items, lambda item: protocol.outcome_bytes(item.outcome))
+        return [*replies, *(protocol.Results(list(some)) for some in results)]
 
 
-def _results(items: Sequence[JobResult]) -> Iterable[Message]:
-    return [Results(list(some)) for some in batches(items, lambda item: outcome_bytes(item.outcome))]
+async def _watch(
+    context: RequestContext, client: TokenConnection, msg_id: int, job_ids: list[str], listener: Listener
+) -> protocol.Message | None:
+    """Make the server report the ends of these jobs; None if the listener is full before all are watched."""
+    states: dict[str, str] = {}
+    fresh = client.unwatched(job_ids)
+    try:
+        for start in range(0, len(fresh), WATCH_AT_ONCE):
+            if listener.full:
+                return None
+            states |= await client.watch(fresh[start : start + WATCH_AT_ONCE])
+    except Unauthorized:
+        raise
+    except TasukiError as error:
+        return _discreet(context, _described(error, msg_id))
+    return protocol.Reply(msg_id, {"states": states})
+
+
+async def _wait(context: RequestContext, listener: Listener, wait_s: float, count: int) -> None:
+    left = disconnected(context.request)
+    try:
+        await asyncio.wait([listener.woken, left], timeout=wait_s, return_when=asyncio.FIRST_COMPLETED)
+        if 0 < len(listener.items) < count and not left.done():  # report together what ends together
+            await asyncio.sleep(min(GATHER_MAX_S, count * GATHER_PER_JOB_S))
+    finally:
+        left.cancel()
 
 
 # ---------------------------------------------------------------------------------------------------- workers
@@ -264,7 +229,7 @@ def _results(items: Sequence[JobResult]) -> Iterable[Message]:
 async def open_session(context: RequestContext, body: bytes) -> Response:
     """Open a worker's session with one HelloWorker frame. The answer has the Welcome, and in a header the session's name."""
     messages = _worker_messages(body)
-    if len(messages) != 1 or not isinstance(messages[0], HelloWorker):
+    if len(messages) != 1 or not isinstance(messages[0], protocol.HelloWorker):
         raise InvalidInput("a session begins with one HelloWorker, and nothing else")
     if messages[0].transfers:
         raise InvalidInput("a session is a worker's own connection; its blobs have a path of their own, /v1/blobs")
@@ -277,7 +242,7 @@ async def open_session(context: RequestContext, body: bytes) -> Response:
         raise
     except TasukiError as error:
         return _framed([encode_answer(_described(discreet(error)), None)])
-    return _framed([encode_answer(welcome, None)], {SESSION_HEADER: session.name})
+    return _framed([encode_answer(welcome, None)], {protocol.SESSION_HEADER: session.name})
 
 
 async def use_session(context: RequestContext, body: bytes) -> Response:
@@ -316,10 +281,10 @@ def _session_of(context: RequestContext) -> HttpWorkerSession:
     return context.http.sessions.of(context.caller, str(context.request.path_params["session"]))
 
 
-def _worker_messages(body: bytes) -> list[Message]:
+def _worker_messages(body: bytes) -> list[protocol.Message]:
     """Decode the messages that a worker may send here."""
     messages = messages_in(body)
     for message in messages:
-        if isinstance(message, BlobPut | BlobGet | Chunk):
+        if isinstance(message, protocol.BlobPut | protocol.BlobGet | protocol.Chunk):
             raise _not_here(message)
     return messages

@@ -20,18 +20,7 @@ from prometheus_client.registry import Collector
 
 from tasuki.core.broker.broker import Broker
 from tasuki.core.job import TERMINAL, State
-from tasuki.core.store_messages import (
-    COUNTED,
-    Answers,
-    Grant,
-    GroupCounts,
-    Report,
-    ReportAnswer,
-    ReportStatus,
-    Submission,
-    Submitted,
-    Turn,
-)
+from tasuki.core.store_messages import COUNTED, Answers, Grant, GroupCounts, Report, ReportAnswer, ReportStatus, Submitted, Turn
 from tasuki.core.subject import DEFAULT_SUBJECT, group_of
 
 GROUPS_MAX = 100  # with a label of their own; a label for each would let any submitter fill the monitoring
@@ -87,7 +76,7 @@ class JobMetrics:
         self._reports("finish", turn.finish, answers.finish)
         self._reports("fail", turn.fail, answers.fail)
         self._count_others(turn, answers)
-        self._stored([*turn.submit, *turn.rerun], [*answers.submit, *answers.rerun], now)
+        self._stored(turn, answers, now)
         self._grants([grant for grants in answers.lease for grant in grants], now)
         for what in ("submit", "finish", "fail", "renew"):
             if count := len(getattr(turn, what)):
@@ -95,9 +84,9 @@ class JobMetrics:
 
     # ------------------------------------------------------------------------------------------------ parts of a turn
 
-    def _stored(self, submissions: Sequence[Submission], answers: Sequence[object], now: float) -> None:
+    def _stored(self, turn: Turn, answers: Answers, now: float) -> None:
         tally: Tally[str] = Tally()
-        for submission, answer in zip(submissions, answers, strict=True):
+        for submission, answer in zip([*turn.submit, *turn.rerun], [*answers.submit, *answers.rerun], strict=True):
             if isinstance(answer, Submitted) and answer.created:
                 spec = submission.spec
                 group = self._label(group_of(spec.subject))

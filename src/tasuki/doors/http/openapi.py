@@ -48,13 +48,9 @@ def document() -> dict[str, Any]:
     }
 
 
-def _schema(*kinds: Any) -> dict[str, Any]:
-    found = [msgspec.json.schema_components([kind], ref_template=_REF)[0][0] for kind in kinds]
-    return found[0] if len(found) == 1 else {"oneOf": found}
-
-
 def _content(*kinds: Any) -> dict[str, Any]:
-    return {"application/json": {"schema": _schema(*kinds)}}
+    found = [msgspec.json.schema_components([kind], ref_template=_REF)[0][0] for kind in kinds]
+    return {"application/json": {"schema": found[0] if len(found) == 1 else {"oneOf": found}}}
 
 
 def _operation(route: Route) -> dict[str, Any]:

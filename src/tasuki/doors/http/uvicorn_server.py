@@ -30,7 +30,7 @@ from starlette.routing import Match, Route
 from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from tasuki.doors.http.exchange import CODES, envelope, json_answer
+from tasuki.doors.http.exchange import CODES, envelope, json_answer, until_disconnected
 from tasuki.doors.listening import connections_max
 
 logger = logging.getLogger("tasuki.http")
@@ -221,7 +221,7 @@ async def while_connected(receive: Receive, sending: Coroutine[Any, Any, None]) 
 
     uvicorn itself would go on sending to a peer that is gone. The rest of the request is discarded.
     """
-    work, leaving = asyncio.ensure_future(sending), asyncio.ensure_future(_until_disconnected(receive))
+    work, leaving = asyncio.ensure_future(sending), asyncio.ensure_future(until_disconnected(receive))
     try:
         await asyncio.wait((work, leaving), return_when=asyncio.FIRST_COMPLETED)
         if not work.done():
@@ -232,11 +232,6 @@ async def while_connected(receive: Receive, sending: Coroutine[Any, Any, None]) 
         for task in (work, leaving):
             task.cancel()
         await asyncio.gather(work, leaving, return_exceptions=True)
-
-
-async def _until_disconnected(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        """A part of the request."""
 
 
 # ---------------------------------------------------------------------------------------------------- the server

@@ -13,7 +13,6 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from starlette.responses import Response, StreamingResponse
 
 from tasuki.core.job import TERMINAL, InputFile, JobSpec, State
-from tasuki.doors.http.clients import TokenConnection
 from tasuki.doors.http.context import HttpContext, RequestContext, detail_of
 from tasuki.doors.http.exchange import BATCH_MAX, Error, JobId, error_of, number, wait_of, whole_number
 from tasuki.errors import InvalidInput, NoResult, NotFinished, TasukiError, Unavailable
@@ -126,17 +125,7 @@ async def get_job(context: RequestContext) -> dict[str, Any]:
     """Return a job. With `?wait=25` the answer waits for the job's end."""
     wait_s = wait_of(context.request)
     async with context.client() as client:
-        return await _ended_view(client, context, wait_s)
-
-
-async def _ended_view(client: TokenConnection, context: RequestContext, wait_s: float, *, result: bool = False) -> dict[str, Any]:
-    """Return the job, after its end if that comes in time."""
-    [view] = await client.request("get", job_ids=[context.job_id], result=result)
-    if wait_s and State(view["state"]) not in TERMINAL:
-        await client.until_ended(context.job_id, wait_s)
-        [view] = await client.request("get", job_ids=[context.job_id], result=result)
-    found: dict[str, Any] = view
-    return found
+        return await client.view(context.job_id, wait_s)
 
 
 async def list_jobs(context: RequestContext) -> Any:
@@ -149,14 +138,12 @@ async def list_jobs(context: RequestContext) -> Any:
     if states := query.getlist("state"):
         filters["states"] = states
     limit = whole_number(context.request, "limit", 50, 1000, least=1)
-    async with context.client() as client:
-        return await client.request("find", limit=limit, **filters)
+    return await context.ask("find", limit=limit, **filters)
 
 
 async def explain(context: RequestContext) -> Any:
     """Explain why a job is in its state."""
-    async with context.client() as client:
-        return await client.request("explain", job_id=context.job_id)
+    return await context.ask("explain", job_id=context.job_id)
 
 
 async def stats(context: RequestContext) -> Any:
@@ -172,7 +159,7 @@ async def result(context: RequestContext) -> Response:
     stack = AsyncExitStack()
     try:
         client = await stack.enter_async_context(context.client())
-        view = await _ended_view(client, context, wait_s, result=True)
+        view = await client.view(context.job_id, wait_s, result=True)
         outcome, state = view["outcome"], view["state"]
         if State(state) not in TERMINAL:
             raise NotFinished(f"job {context.job_id!r} is {state}; ask again later, or wait for it with ?wait=25")
@@ -232,8 +219,7 @@ async def logs(context: RequestContext) -> LogResponse:
         "attempt": whole_number(context.request, "attempt", 0, OFFSET_MAX),
         "wait_s": number(context.request, "wait", 0.0, LOG_WAIT_MAX_S),
     }
-    async with context.client() as client:
-        part = await client.request("logs", **params)
+    part = await context.ask("logs", **params)
     known = {name: part[name] for name in LogResponse.__struct_fields__ if name in part}
     data: bytes = part["data"]
     return LogResponse(**{**known, "data_base64": data, "text": data.decode("utf-8", "replace")})
@@ -270,15 +256,13 @@ async def cancel_many(context: RequestContext, body: JobIds) -> Any:
 
 async def requeue_one(context: RequestContext, body: ReasonBody) -> Any:
     """Run a job again that has ended."""
-    async with context.client() as client:
-        states = await client.request("requeue", job_ids=[context.job_id], reason=body.reason)
+    states = await context.ask("requeue", job_ids=[context.job_id], reason=body.reason)
     return {"job_id": context.job_id, **states[context.job_id]}
 
 
 async def requeue_many(context: RequestContext, body: JobIds) -> Any:
     """Run several jobs again that have ended."""
-    async with context.client() as client:
-        return {"jobs": await client.request("requeue", job_ids=body.job_ids, reason=body.reason)}
+    return {"jobs": await context.ask("requeue", job_ids=body.job_ids, reason=body.reason)}
 
 
 # ---------------------------------------------------------------------------------------------------- monitoring

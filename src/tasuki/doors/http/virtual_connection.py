@@ -14,25 +14,11 @@ from typing import Any
 
 import msgspec
 
+from tasuki.core import protocol
 from tasuki.core.access import Identity
 from tasuki.core.broker.events import BlobArrived
 from tasuki.core.job import BlobRef
 from tasuki.core.machine import Peer
-from tasuki.core.protocol import (
-    CHUNK_BYTES,
-    BlobGet,
-    BlobPut,
-    CancelJobs,
-    Chunk,
-    ErrorMessage,
-    Heartbeat,
-    HelloClient,
-    HelloWorker,
-    Message,
-    Reply,
-    Request,
-    SubmitJobs,
-)
 from tasuki.core.store_messages import BlobPlace
 from tasuki.errors import TasukiError, Unavailable, from_wire
 from tasuki.server.server import Server
@@ -40,8 +26,9 @@ from tasuki.server.server import Server
 ANSWER_TIMEOUT_S = 30.0  # of the server; a store that takes longer counts as unavailable
 CHUNKS_AHEAD_MAX = 8  # of one download, 256 KiB each
 
-_Answers = asyncio.Queue[Message | TasukiError]
-Question = HelloClient | HelloWorker | SubmitJobs | CancelJobs | Request | Heartbeat | BlobPut
+_Answers = asyncio.Queue[protocol.Message | TasukiError]
+Hello = protocol.HelloClient | protocol.HelloWorker
+Question = Hello | protocol.SubmitJobs | protocol.CancelJobs | protocol.Request | protocol.Heartbeat | protocol.BlobPut
 
 
 class Caller(msgspec.Struct, frozen=True):
@@ -66,7 +53,7 @@ class VirtualConnection:
         self,
         server: Server,
         address: str,
-        on_message: Callable[[Message], None],
+        on_message: Callable[[protocol.Message], None],
         on_close: Callable[[TasukiError], None] = lambda error: None,
     ) -> None:
         self.peer = Peer("http", None, address)
@@ -75,7 +62,7 @@ class VirtualConnection:
         self._on_message = on_message
         self._on_close = on_close
         self._msg_ids = itertools.count(1)
-        self._questions: dict[int, asyncio.Future[Message]] = {}
+        self._questions: dict[int, asyncio.Future[protocol.Message]] = {}
         self._streams: dict[int, _Answers] = {}
         """Questions that have several answers."""
         self._paused: set[object] = set()
@@ -90,7 +77,7 @@ class VirtualConnection:
         """Return a message id that was not used yet."""
         return next(self._msg_ids)
 
-    def tell(self, message: Message) -> None:
+    def tell(self, message: protocol.Message) -> None:
         """Send a message that has no answer, or none that names its msg_id."""
         if self.closed is None:
             self._server.received(self._conn, message)
@@ -100,24 +87,30 @@ class VirtualConnection:
         if not self._flowing.is_set():
             await self._within(self._flowing.wait())
 
-    async def ask(self, question: Question) -> Message:
+    async def ask(self, question: Question) -> protocol.Message:
         """Send a question and return the answer; an ErrorMessage is raised as the error that it describes."""
         answer = await self.exchange(question)
-        if isinstance(answer, ErrorMessage):
+        if isinstance(answer, protocol.ErrorMessage):
             raise from_wire(answer.code, answer.message, answer.details)
         return answer
 
-    async def exchange(self, question: Question) -> Message:
+    async def ask_body(self, question: Question) -> Any:
+        """Send a question and return the body of its Reply."""
+        answer = await self.ask(question)
+        if not isinstance(answer, protocol.Reply):
+            raise Unavailable(f"the server answered with {type(answer).__name__}; try again")
+        return answer.body
+
+    async def exchange(self, question: Question) -> protocol.Message:
         """Send a question and return the answer, ErrorMessage included; the end of the connection is raised."""
         await self.flow()
         if self.closed is not None:
             raise self.closed
-        answer: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[protocol.Message] = asyncio.get_running_loop().create_future()
         self._questions[question.msg_id] = answer
         try:
             self._server.received(self._conn, question)
-            found: Message = await self._within(answer)
-            return found
+            return await self._within(answer)
         finally:
             self._questions.pop(question.msg_id, None)
 
@@ -138,9 +131,10 @@ class VirtualConnection:
 
     async def put_blob(self, data: bytes) -> BlobRef:
         """Store these bytes by their hash."""
-        sha256 = await asyncio.get_running_loop().run_in_executor(None, _sha256, data)
-        await self.put_pieces(BlobRef(sha256, len(data)), _cut(data))
-        return BlobRef(sha256, len(data))
+        digest = await asyncio.to_thread(hashlib.sha256, data)
+        ref = BlobRef(digest.hexdigest(), len(data))
+        await self.put_pieces(ref, _cut(data))
+        return ref
 
     async def put_pieces(self, ref: BlobRef, pieces: AsyncIterator[bytes]) -> None:
         """Store a blob whose bytes come piece by piece; they are not read if the blob is stored already."""
@@ -177,21 +171,20 @@ class VirtualConnection:
 
     async def place_of(self, ref: BlobRef) -> BlobPlace:
         """Return where the bytes are, or must be put by a presigned upload. Keeps the blob as `offer` does."""
-        reply = await self.ask(BlobPut(self.next_id(), ref.sha256, ref.size_bytes, direct=True))
-        assert isinstance(reply, Reply)
-        return BlobPlace(ref.sha256, ref.size_bytes, reply.body["generation"], reply.body["stored"])
+        place = await self.ask_body(protocol.BlobPut(self.next_id(), ref.sha256, ref.size_bytes, direct=True))
+        return BlobPlace(ref.sha256, ref.size_bytes, place["generation"], place["stored"])
 
     async def record_presigned(self, place: BlobPlace) -> None:
         """Record a blob whose bytes are in their place, verified and durable."""
         msg_id = self.next_id()
         with self._stream(msg_id) as answers:
-            self._server.tell(BlobArrived(self._conn, BlobPut(msg_id, place.sha256, place.size_bytes), place))
+            self._server.tell(BlobArrived(self._conn, protocol.BlobPut(msg_id, place.sha256, place.size_bytes), place))
             await self._next(answers)
 
     async def _offer(self, msg_id: int, ref: BlobRef, answers: _Answers, *, resume: bool = False) -> int | None:
-        self.tell(BlobPut(msg_id, ref.sha256, ref.size_bytes, resume=resume))
+        self.tell(protocol.BlobPut(msg_id, ref.sha256, ref.size_bytes, resume=resume))
         reply = await self._next(answers)
-        assert isinstance(reply, Reply)
+        assert isinstance(reply, protocol.Reply)
         return None if reply.body.get("have") else reply.body.get("offset", 0)
 
     async def _send_chunks(
@@ -201,20 +194,20 @@ class VirtualConnection:
             if answers.qsize():  # refused: the rest is of no use
                 return
             await self.flow()
-            self.tell(Chunk(msg_id, offset, piece))
+            self.tell(protocol.Chunk(msg_id, offset, piece))
             offset += len(piece)
         if last:
-            self.tell(Chunk(msg_id, offset, b"", last=True))
+            self.tell(protocol.Chunk(msg_id, offset, b"", last=True))
 
     async def blob(self, sha256: str, job_id: str, offset: int = 0) -> AsyncGenerator[bytes, None]:
         """Yield the bytes of a job's blob, piece by piece; the server has compared them with their hash."""
         msg_id = self.next_id()
         with self._stream(msg_id) as answers:
-            self.tell(BlobGet(msg_id, sha256, job_id, offset))
+            self.tell(protocol.BlobGet(msg_id, sha256, job_id, offset))
             while True:
                 chunk = await self._next(answers)
                 self._taken.set()
-                assert isinstance(chunk, Chunk)
+                assert isinstance(chunk, protocol.Chunk)
                 if chunk.data:
                     yield chunk.data
                 if chunk.last:
@@ -229,20 +222,19 @@ class VirtualConnection:
         finally:
             del self._streams[msg_id]
 
-    async def _next(self, answers: _Answers) -> Message:
+    async def _next(self, answers: _Answers) -> protocol.Message:
         if self.closed is not None:
             raise self.closed
         answer = await self._within(answers.get())
-        if isinstance(answer, ErrorMessage):
+        if isinstance(answer, protocol.ErrorMessage):
             raise from_wire(answer.code, answer.message, answer.details)
         if isinstance(answer, TasukiError):
             raise answer
-        message: Message = answer
-        return message
+        return answer
 
     # ------------------------------------------------------------------------------------------------ from the server
 
-    def send(self, message: Message) -> None:
+    def send(self, message: protocol.Message) -> None:
         corr_id = getattr(message, "corr_id", None)
         if corr_id in self._streams:
             self._streams[corr_id].put_nowait(message)
@@ -253,7 +245,7 @@ class VirtualConnection:
         elif not answer.done():
             answer.set_result(message)
 
-    def send_together(self, messages: Iterable[Message]) -> None:
+    def send_together(self, messages: Iterable[protocol.Message]) -> None:
         for message in messages:
             self.send(message)
 
@@ -295,9 +287,5 @@ class VirtualConnection:
 
 
 async def _cut(data: bytes) -> AsyncIterator[bytes]:
-    for offset in range(0, len(data), CHUNK_BYTES):
-        yield data[offset : offset + CHUNK_BYTES]
-
-
-def _sha256(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()
+    for offset in range(0, len(data), protocol.CHUNK_BYTES):
+        yield data[offset : offset + protocol.CHUNK_BYTES]

@@ -17,23 +17,8 @@ from typing import Any, Self
 
 import msgspec
 
+from tasuki.core import protocol
 from tasuki.core.job import BlobRef, OnDisconnect, Outcome
-from tasuki.core.protocol import (
-    AssignJobs,
-    Claim,
-    Ending,
-    GiveCredit,
-    Heartbeat,
-    HeartbeatAnswer,
-    HelloWorker,
-    JobsFinished,
-    JobsRecorded,
-    JobsReleased,
-    JobsStarted,
-    Message,
-    Reply,
-    Request,
-)
 from tasuki.core.store_messages import Grant, LeaseStatus, Takes
 from tasuki.doors.http.virtual_connection import ANSWER_TIMEOUT_S, Caller, VirtualConnection
 from tasuki.errors import TasukiError, TooManyRequests, Unauthorized, Unavailable
@@ -49,7 +34,7 @@ LATEST_REPORTS_S = 60.0  # how long an answered lease is remembered beyond its t
 class AnsweredLease(msgspec.Struct):
     """A lease that a request was answered with."""
 
-    claim: Claim
+    claim: protocol.Claim
     at_wall: float
     until: float
     """Time at which the lease is forgotten, however the attempt ended."""
@@ -78,14 +63,14 @@ def shown_lease_id(grant: Grant) -> str:
     return f"{grant.lease_id}.{grant.attempt}"
 
 
-def claim_of(job_id: str, lease_id: str) -> Claim:
+def claim_of(job_id: str, lease_id: str) -> protocol.Claim:
     """Return the claim that a worker shows; a malformed lease_id becomes one that nobody holds."""
     inner, _, attempt = lease_id.rpartition(".")
     is_number = attempt.isascii() and attempt.isdecimal() and len(attempt) <= 18
-    return Claim(job_id, inner, int(attempt)) if is_number else Claim(job_id, "", 0)
+    return protocol.Claim(job_id, inner, int(attempt)) if is_number else protocol.Claim(job_id, "", 0)
 
 
-def _raise_if_refused(connection: VirtualConnection, looked: asyncio.Future[Message]) -> None:
+def _raise_if_refused(connection: VirtualConnection, looked: asyncio.Future[protocol.Message]) -> None:
     """Raise the reason why there is no job, if it is an ended token or a store that does not answer."""
     if isinstance(connection.closed, Unauthorized):
         raise connection.closed
@@ -127,7 +112,7 @@ class HttpWorker:
 
     async def _dial(self, caller: Caller) -> VirtualConnection:
         connection = VirtualConnection(self._server, caller.address, self._on_message, self._on_close)
-        hello = HelloWorker(
+        hello = protocol.HelloWorker(
             msg_id=connection.next_id(),
             worker_id=self.worker_id,
             incarnation=INCARNATION,
@@ -156,8 +141,8 @@ class HttpWorker:
             raise TooManyRequests(f"worker {self.worker_id!r} has {WAITING_MAX} lease requests open; wait for their answers")
         request = _LeaseRequest(wanted)
         self._waiting.append(request)
-        connection.tell(GiveCredit(wanted))
-        looked = asyncio.ensure_future(connection.ask(Heartbeat(connection.next_id())))
+        connection.tell(protocol.GiveCredit(wanted))
+        looked = asyncio.ensure_future(connection.ask(protocol.Heartbeat(connection.next_id())))
         looked.add_done_callback(ignore_result)  # where jobs came, its error is not the answer
         ends: set[asyncio.Future[Any]] = {request.over, left}
         is_wanted = False
@@ -172,7 +157,7 @@ class HttpWorker:
             self._waiting.remove(request)
             request.end()
             if unused := wanted - len(request.grants):
-                connection.tell(GiveCredit(-unused))
+                connection.tell(protocol.GiveCredit(-unused))
             if not is_wanted and request.grants:
                 self._release(connection, request.grants)
                 request.grants = []
@@ -187,7 +172,7 @@ class HttpWorker:
         now = self._server.now()
         until = now.monotonic + self.ttl_s + LATEST_REPORTS_S
         for grant in grants:
-            claim = Claim(grant.job_id, grant.lease_id, grant.attempt)
+            claim = protocol.Claim(grant.job_id, grant.lease_id, grant.attempt)
             self._answered[grant.lease_id] = AnsweredLease(claim, now.wall, until)
         if grants and self._starting is None:
             self._starting = asyncio.get_running_loop().call_later(STARTED_AFTER_S, self._report_started)
@@ -199,9 +184,9 @@ class HttpWorker:
         for lease in fresh:
             lease.started = True
         if fresh and self._connection is not None:
-            self._connection.tell(JobsStarted([lease.claim for lease in fresh]))
+            self._connection.tell(protocol.JobsStarted([lease.claim for lease in fresh]))
 
-    def _assigned(self, message: AssignJobs) -> None:
+    def _assigned(self, message: protocol.AssignJobs) -> None:
         unwanted = []
         for grant in message.grants:
             if grant.lease_id in self._answered:  # delivered again
@@ -218,16 +203,16 @@ class HttpWorker:
             self._release(self._connection, unwanted)
 
     def _release(self, connection: VirtualConnection, grants: Sequence[Grant]) -> None:
-        claims = [Claim(grant.job_id, grant.lease_id, grant.attempt) for grant in grants]
-        connection.tell(JobsReleased(claims, "the lease request that it came for was over"))
+        claims = [protocol.Claim(grant.job_id, grant.lease_id, grant.attempt) for grant in grants]
+        connection.tell(protocol.JobsReleased(claims, "the lease request that it came for was over"))
 
     # ------------------------------------------------------------------------------------------------ renew, report
 
-    async def renew(self, caller: Caller, claims: Sequence[Claim]) -> list[LeaseStatus]:
+    async def renew(self, caller: Caller, claims: Sequence[protocol.Claim]) -> list[LeaseStatus]:
         """Renew leases and return the status of each."""
         connection = await self._open(caller)
-        answer = await connection.ask(Heartbeat(connection.next_id(), list(claims)))
-        assert isinstance(answer, HeartbeatAnswer)
+        answer = await connection.ask(protocol.Heartbeat(connection.next_id(), list(claims)))
+        assert isinstance(answer, protocol.HeartbeatAnswer)
         cancel, lost = set(answer.cancel), set(answer.lost)
         return [
             LeaseStatus.LOST if claim.lease_id in lost else LeaseStatus.CANCEL if claim.lease_id in cancel else LeaseStatus.GO_ON
@@ -238,7 +223,7 @@ class HttpWorker:
         """Store a result that is too large for the store's row."""
         return await (await self._open(caller)).put_blob(data)
 
-    async def report(self, caller: Caller, reports: Sequence[tuple[Claim, Outcome]]) -> list[str | None]:
+    async def report(self, caller: Caller, reports: Sequence[tuple[protocol.Claim, Outcome]]) -> list[str | None]:
         """Report ends of attempts; for each return None if it was recorded (or repeated exactly), else why it is fenced."""
         connection = await self._open(caller)
         await connection.flow()
@@ -248,11 +233,11 @@ class HttpWorker:
         for claim, outcome in reports:
             lease = self._answered.pop(claim.lease_id, None)
             started_at = lease.at_wall if lease is not None else None
-            endings.append(Ending(claim.job_id, claim.lease_id, claim.attempt, outcome, started_at))
+            endings.append(protocol.Ending(claim.job_id, claim.lease_id, claim.attempt, outcome, started_at))
             answers.append(loop.create_future())
             self._reports[claim.lease_id].append(answers[-1])
         try:
-            connection.tell(JobsFinished(endings))
+            connection.tell(protocol.JobsFinished(endings))
             _, waiting = await asyncio.wait(answers, timeout=ANSWER_TIMEOUT_S)
             if waiting:
                 raise connection.closed or Unavailable("the store has not recorded it yet; send it again")
@@ -279,25 +264,20 @@ class HttpWorker:
         """Exchange the token and return the facts of the new one. The connection ends with the old token."""
         connection = await self._open(caller)
         params = {"token_id": token_id, "sha256": sha256}
-        answer = await connection.ask(Request(connection.next_id(), "worker.rotate", params))
+        token = await connection.ask_body(protocol.Request(connection.next_id(), "worker.rotate", params))
         self.leave()
-        assert isinstance(answer, Reply)
-        token: dict[str, Any] = answer.body
         return token
 
     # ------------------------------------------------------------------------------------------------ life
 
-    def _on_message(self, message: Message) -> None:
-        match message:
-            case AssignJobs():
-                self._assigned(message)
-            case JobsRecorded():
-                for lease_id in message.recorded:
-                    self._recorded(lease_id, None)
-                for lease_id, reason in message.fenced:
-                    self._recorded(lease_id, reason)
-            case _:
-                """Cancels come with the answer to the next renewal."""
+    def _on_message(self, message: protocol.Message) -> None:
+        if isinstance(message, protocol.AssignJobs):
+            self._assigned(message)
+        elif isinstance(message, protocol.JobsRecorded):  # cancels come with the answer to the next renewal
+            for lease_id in message.recorded:
+                self._recorded(lease_id, None)
+            for lease_id, reason in message.fenced:
+                self._recorded(lease_id, reason)
 
     def _on_close(self, error: TasukiError) -> None:
         """End all waiting requests; their workers ask again and get an answer from a new connection."""
@@ -316,7 +296,7 @@ class HttpWorker:
                 del self._answered[lease_id]
         if self._waiting and self._connection is not None and now - self._beat_at > self.ttl_s / 4:
             self._beat_at = now
-            self._connection.tell(Heartbeat(self._connection.next_id()))
+            self._connection.tell(protocol.Heartbeat(self._connection.next_id()))
 
     def leave(self) -> None:
         """Close the connection, after everything was reported."""
