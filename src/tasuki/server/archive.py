@@ -64,7 +64,6 @@ class ArchiveMember(msgspec.Struct, frozen=True):
 
 
 def blob_name(sha256: str, generation: int) -> str:
-    """Return the name of a blob in the archive."""
     return f"blobs/{name_of(sha256, generation)}"
 
 
@@ -80,24 +79,21 @@ class ArchiveWriter:
     def add(self, name: str, size_bytes: int, pieces: Iterable[bytes]) -> str:
         """Add a member and return the sha256 of its bytes. If `pieces` fails, the archive is as it was before."""
         start = self._target.tell()
+        head = tarfile.TarInfo(name)
+        head.size, head.mode = size_bytes, 0o600
+        digest, written = hashlib.sha256(), 0
         try:
-            return self._add(name, size_bytes, pieces)
+            self._target.write(head.tobuf(tarfile.GNU_FORMAT))
+            for piece in pieces:
+                digest.update(piece)
+                written += self._target.write(piece)
+            if written != size_bytes:
+                raise Corrupt(f"{name} has {written} bytes instead of {size_bytes}: it changed while it was copied")
+            self._target.write(bytes(-written % _BLOCK))
         except BaseException:
             self._target.seek(start)
             self._target.truncate()
             raise
-
-    def _add(self, name: str, size_bytes: int, pieces: Iterable[bytes]) -> str:
-        head = tarfile.TarInfo(name)
-        head.size, head.mode = size_bytes, 0o600
-        self._target.write(head.tobuf(tarfile.GNU_FORMAT))
-        digest, written = hashlib.sha256(), 0
-        for piece in pieces:
-            digest.update(piece)
-            written += self._target.write(piece)
-        if written != size_bytes:
-            raise Corrupt(f"{name} has {written} bytes instead of {size_bytes}: it changed while it was copied")
-        self._target.write(bytes(-written % _BLOCK))
         return digest.hexdigest()
 
     def close(self, manifest: Manifest) -> None:

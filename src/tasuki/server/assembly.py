@@ -40,11 +40,10 @@ from tasuki.core.store_messages import Answers, TokenRow, Turn
 from tasuki.errors import ConfigError, TasukiError, TooLarge
 from tasuki.event_loop import ignore_result
 from tasuki.server.cluster import Cluster
-from tasuki.server.queries import Reader
 from tasuki.server.server import Server, ServerConfig
 from tasuki.server.transfers import PresignedTransfers
 from tasuki.stores.batching import StoreThread
-from tasuki.stores.store import Store
+from tasuki.stores.store import Reader, Store
 
 logger = logging.getLogger("tasuki.server")
 JOURNAL_STRETCH_BYTES = 8 * 1024 * 1024  # some hundred jobs at idle; under load many share a commit
@@ -95,7 +94,6 @@ def _open_sqlite_reader(folder: DataFolder) -> Reader:
 
 
 def open_postgresql_reader(url: str) -> Reader:
-    """Open a read-only connection."""
     from tasuki.stores.sql.postgres import PostgresReadOnly, connection_parameters
     from tasuki.stores.sql.store import SqlReader
 
@@ -334,11 +332,6 @@ class StoreClient:
             self.blobs.close()
 
     def _deliver(self, turn: Turn, answers: Answers | TasukiError) -> None:
-        self._loop.call_soon_threadsafe(_settle, turn.context, answers)
-
-
-def _settle(waiting: asyncio.Future[Answers], answers: Answers | TasukiError) -> None:
-    if isinstance(answers, TasukiError):
-        waiting.set_exception(answers)
-    else:
-        waiting.set_result(answers)
+        waiting = turn.context
+        settle = waiting.set_exception if isinstance(answers, TasukiError) else waiting.set_result
+        self._loop.call_soon_threadsafe(settle, answers)

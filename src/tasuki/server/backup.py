@@ -35,16 +35,7 @@ from tasuki.config import DISK_FLOOR_BYTES, DISK_FLOOR_INODES, DataFolder
 from tasuki.core.job import BlobRef
 from tasuki.core.store_messages import BlobPlace
 from tasuki.errors import ConfigError, Corrupt, InvalidInput, NotFound
-from tasuki.server.archive import (
-    DATABASE_NAME,
-    MANIFEST_NAME,
-    ArchiveMember,
-    ArchiveReader,
-    ArchiveWriter,
-    Manifest,
-    blob_name,
-    read_manifest,
-)
+from tasuki.server.archive import DATABASE_NAME, MANIFEST_NAME, ArchiveReader, ArchiveWriter, Manifest, blob_name, read_manifest
 from tasuki.version import __version__
 
 COPIES_MAX = 3
@@ -367,7 +358,7 @@ def _unpack(
                     next_report_bytes = source.tell() + PROGRESS_BYTES
                     progress(f"reading: {source.tell():,} of {archive_bytes:,} bytes")
                 if member.blob is not None:
-                    _take_blob(member, member.blob, blobs, reader.pieces())
+                    _take_blob(*member.blob, member.size_bytes, blobs, reader.pieces())
                     found.append((*member.blob, member.size_bytes))
                 elif member.name == MANIFEST_NAME:
                     manifest = read_manifest(b"".join(reader.pieces()))
@@ -385,16 +376,16 @@ def _unpack(
     return manifest, [(sha256, generation) for sha256, generation, _ in found]
 
 
-def _take_blob(member: ArchiveMember, blob: tuple[str, int], blobs: BlobStore | None, pieces: Iterable[bytes]) -> None:
-    sha256, generation = blob
+def _take_blob(sha256: str, generation: int, size_bytes: int, blobs: BlobStore | None, pieces: Iterable[bytes]) -> None:
     if blobs is None:
         digest = hashlib.sha256()
         for piece in pieces:
             digest.update(piece)
         if digest.hexdigest() != sha256:
-            raise Corrupt(f"{member.name} in the backup reads as sha256 {digest.hexdigest()}; use another backup")
+            name = blob_name(sha256, generation)
+            raise Corrupt(f"{name} in the backup reads as sha256 {digest.hexdigest()}; use another backup")
     else:
-        with blobs.begin(sha256, member.size_bytes, generation) as writer:
+        with blobs.begin(sha256, size_bytes, generation) as writer:
             for piece in pieces:
                 writer.write(piece)
             writer.commit()

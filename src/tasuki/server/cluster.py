@@ -23,7 +23,7 @@ from tasuki.core.cluster_messages import Hint, ServerInfo, decode, split
 from tasuki.core.machine import Now, Ticked
 from tasuki.errors import TasukiError
 from tasuki.event_loop import BackgroundTasks
-from tasuki.server.queries import Reader
+from tasuki.stores.store import Reader
 from tasuki.stores.wakeups import Wakeups
 
 logger = logging.getLogger("tasuki.server")

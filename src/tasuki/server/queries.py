@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -18,12 +18,13 @@ import msgspec
 from tasuki.core.access import Identity
 from tasuki.core.broker.events import Query
 from tasuki.core.explain import ExplainContext, explain
-from tasuki.core.job import Job, JobIncident
+from tasuki.core.job import Job
 from tasuki.core.machine import Peer
 from tasuki.core.protocol import Message
-from tasuki.core.store_messages import AuditRow, BlobPlace, Filter, GroupCounts, Page, TokenRow
+from tasuki.core.store_messages import Filter
 from tasuki.core.subject import check_pattern
 from tasuki.errors import InvalidInput, NotFound, TasukiError, Unavailable
+from tasuki.stores.store import Reader
 
 PAGE_MAX = 1000
 GET_MAX = 1000
@@ -32,24 +33,6 @@ ARGS_SHOWN_MAX = 20
 WAITING_MAX = 256  # queued pieces of one connection; past this it is not read from
 
 T = TypeVar("T")
-
-
-class Reader(Protocol):
-    """The reading methods of a store (see stores/store.py)."""
-
-    def get(self, job_ids: Sequence[str]) -> list[Job | None]: ...
-    def find(self, filter: Filter, *, limit: int = 50, cursor: str | None = None) -> Page: ...
-    def incidents(self, job_id: str) -> list[JobIncident]: ...
-    def counts(self) -> dict[str, GroupCounts]: ...
-    def ready_ahead(self, job_id: str, *, limit: int = 10_000) -> int | None: ...
-    def top_band(self) -> int | None: ...
-    def epoch(self) -> tuple[int, str]: ...
-    def ended_among(self, job_ids: Sequence[str]) -> list[str]: ...
-    def token(self, sha256: str) -> TokenRow | None: ...
-    def revoked_among(self, token_ids: Sequence[str]) -> list[str]: ...
-    def blob_places(self, sha256s: Sequence[str]) -> list[BlobPlace | None]: ...
-    def audit(self, *, limit: int = 100) -> list[AuditRow]: ...
-    def close(self) -> None: ...
 
 
 def answer_query(reader: Reader, query: Query) -> Any:
@@ -266,7 +249,6 @@ class PerConnectionQueue(Generic[T]):
         self._running: dict[int, int] = {}
 
     def add(self, conn: int, link: Connection, piece: T) -> None:
-        """Queue a piece of work for a connection."""
         waiting = self._waiting.setdefault(conn, deque())
         waiting.append(piece)
         running = self._running.get(conn, 0)

@@ -32,10 +32,10 @@ from tasuki.core.store_messages import Answers, Turn
 from tasuki.errors import InternalError, InvalidInput, TasukiError, Unavailable, discreet
 from tasuki.event_loop import BackgroundTasks
 from tasuki.server.cluster import Cluster, SingleServer
-from tasuki.server.queries import Connection, PerConnectionQueue, Reader, Readers, answer_query
+from tasuki.server.queries import Connection, PerConnectionQueue, Readers, answer_query
 from tasuki.server.transfers import BlobTransfers
 from tasuki.stores.batching import StoreThread
-from tasuki.stores.store import Store
+from tasuki.stores.store import Reader, Store
 
 T = TypeVar("T")
 logger = logging.getLogger("tasuki.server")

@@ -193,11 +193,9 @@ class BlobTransfers:
         upload.task = self._tasks.spawn(self._take(upload, before))
 
     def under_way(self) -> list[BlobPut]:
-        """Return the uploads that have not ended."""
         return [upload.put for upload in self._uploads.values()]
 
     def piece(self, conn: int, link: Connection, chunk: Chunk) -> None:
-        """Queue the next chunk of an upload."""
         upload = self._uploads.get((conn, chunk.corr_id))
         if upload is None or upload.over:  # it failed, and the peer sent more before it heard of that
             return

@@ -75,7 +75,50 @@ class Feature(enum.StrEnum):
     """Several servers may work on the store at once. Without it, the process that opened it is its only user, and leads."""
 
 
-class Store(Protocol):
+class Reader(Protocol):
+    """The reading verbs of a store, which a read-only connection beside it has too."""
+
+    def get(self, job_ids: Sequence[str]) -> list[Job | None]:
+        """Return jobs by id, None for an unknown one."""
+
+    def find(self, filter: Filter, *, limit: int = 50, cursor: str | None = None) -> Page:
+        """Return jobs by filter, newest first. Bounded work per call: go on with the cursor."""
+
+    def incidents(self, job_id: str) -> list[JobIncident]:
+        """Return the unusual events of a job, oldest first."""
+
+    def counts(self) -> dict[str, GroupCounts]:
+        """Return the number of jobs per group and state, from maintained counters, never a scan."""
+
+    def ready_ahead(self, job_id: str, *, limit: int = 10_000) -> int | None:
+        """Return how many ready jobs of its priority and subject come before it (at most `limit`); None if it is not ready."""
+
+    def top_band(self) -> int | None:
+        """Return the highest priority of any ready job; None if no job is ready."""
+
+    def ended_among(self, job_ids: Sequence[str]) -> list[str]:
+        """Return the jobs that are terminal, or do not exist any more. Cheap: servers ask it in case they missed an end."""
+
+    def blob_places(self, sha256s: Sequence[str]) -> list[BlobPlace | None]:
+        """Return the places of these blobs; None for one that is not stored (or condemned)."""
+
+    def epoch(self) -> tuple[int, str]:
+        """Return the highest epoch ever registered, and its holder; (0, "") before the first."""
+
+    def token(self, sha256: str) -> TokenRow | None:
+        """Return the row with that hash, also if it is revoked or expired (the caller judges)."""
+
+    def revoked_among(self, token_ids: Sequence[str]) -> list[str]:
+        """Return the ids of tokens that are revoked or unknown."""
+
+    def audit(self, *, limit: int = 100) -> list[AuditRow]:
+        """Return the changes of tokens, newest first."""
+
+    def close(self) -> None:
+        """Release all resources; a SQLite file is free for another owner afterwards."""
+
+
+class Store(Reader, Protocol):
     """All verbs of a store; the module's docstring tells the rules that hold for all of them."""
 
     features: frozenset[Feature]
@@ -87,9 +130,6 @@ class Store(Protocol):
 
         Not `lasting`: a power cut may undo it, together with everything after it. For facts that nobody was promised.
         """
-
-    def close(self) -> None:
-        """Release all resources; a SQLite file is free for another owner afterwards."""
 
     # -- submitters -----------------------------------------------------------------------------------------------
     def submit(self, submissions: Sequence[Submission], *, on_failed: str = "return") -> list[Answered]:
@@ -156,9 +196,6 @@ class Store(Protocol):
         """Record that attempts failed: PENDING with not_before while a retry remains, else FAILED, TIMED_OUT or CANCELED."""
 
     # -- the leader -----------------------------------------------------------------------------------------------
-    def epoch(self) -> tuple[int, str]:
-        """Return the highest epoch ever registered, and its holder; (0, "") before the first."""
-
     def take_over(self, holder: str, epoch: int) -> bool:
         """Register this epoch. False, and no change, unless it is higher than all before.
 
@@ -201,30 +238,6 @@ class Store(Protocol):
         """Return (lease-clock time of the next lease to end, wall time of the next delayed job), for the leader's next look."""
 
     # -- readers --------------------------------------------------------------------------------------------------
-    def get(self, job_ids: Sequence[str]) -> list[Job | None]:
-        """Return jobs by id, None for an unknown one."""
-
-    def find(self, filter: Filter, *, limit: int = 50, cursor: str | None = None) -> Page:
-        """Return jobs by filter, newest first. Bounded work per call: go on with the cursor."""
-
-    def incidents(self, job_id: str) -> list[JobIncident]:
-        """Return the unusual events of a job, oldest first."""
-
-    def counts(self) -> dict[str, GroupCounts]:
-        """Return the number of jobs per group and state, from maintained counters, never a scan."""
-
-    def ready_ahead(self, job_id: str, *, limit: int = 10_000) -> int | None:
-        """Return how many ready jobs of its priority and subject come before it (at most `limit`); None if it is not ready."""
-
-    def top_band(self) -> int | None:
-        """Return the highest priority of any ready job; None if no job is ready."""
-
-    def ended_among(self, job_ids: Sequence[str]) -> list[str]:
-        """Return the jobs that are terminal, or do not exist any more. Cheap: servers ask it in case they missed an end."""
-
-    def blob_places(self, sha256s: Sequence[str]) -> list[BlobPlace | None]:
-        """Return the places of these blobs; None for one that is not stored (or condemned)."""
-
     def blob_owners(self, sha256: str, *, limit: int = 16) -> list[str]:
         """Return ids of jobs whose inputs or result are this blob; a peer that may read one of them may read the blob."""
 
@@ -242,18 +255,9 @@ class Store(Protocol):
         """Store a token's row, and note in the audit that `created_by` made it. The same row again: no change. False, and no
         change, if another row has that id or that hash."""
 
-    def token(self, sha256: str) -> TokenRow | None:
-        """Return the row with that hash, also if it is revoked or expired (the caller judges)."""
-
     def tokens(self) -> list[TokenRow]:
         """Return all tokens, oldest first."""
 
     def revoke_token(self, token_id: str, *, actor: str) -> bool:
         """Mark a token revoked, and note it in the audit; False if it is unknown or was revoked before. Of several callers one
         gets True: so an enrol token is used once."""
-
-    def revoked_among(self, token_ids: Sequence[str]) -> list[str]:
-        """Return the ids of tokens that are revoked or unknown."""
-
-    def audit(self, *, limit: int = 100) -> list[AuditRow]:
-        """Return the changes of tokens, newest first."""

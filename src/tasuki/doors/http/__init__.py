@@ -13,7 +13,9 @@ when the store has recorded it.
     frames               /v1/frames and /v1/worker: the wire protocol of clients and workers
     blobs                /v1/blobs: large files, streamed or with presigned URLs
     context              authentication; one request and the state that all requests share
-    clients, workers, worker_sessions, virtual_connection    connections to the server
+    virtual_connection   connections to the server: one per token, one per transfer
+    workers              connections of the workers of apps
+    worker_sessions      connections of workers that speak the wire protocol
     metrics              counters for Prometheus
     exchange             limits, JSON, errors; shared with node agents and dispatchers
     uvicorn_server       uvicorn with limits; shared with node agents and dispatchers

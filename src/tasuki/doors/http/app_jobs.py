@@ -9,9 +9,9 @@ from msgspec import Meta
 
 from tasuki.core.apps import WORDS, result_of, template_of
 from tasuki.core.job import JobSpec
-from tasuki.doors.http.clients import TokenConnection
 from tasuki.doors.http.context import RequestContext, detail_of, iso
 from tasuki.doors.http.exchange import BATCH_MAX, Error, JobId, error_of, wait_of, whole_number
+from tasuki.doors.http.virtual_connection import TokenConnection
 from tasuki.errors import NoResult, NotFinished, TasukiError, TooLarge
 
 RESULT_MAX_BYTES = 64 * 1024 * 1024  # of a document that is decoded here; results of /v1 are streamed

@@ -158,7 +158,6 @@ def _range_of(request: Request) -> tuple[int, int | None]:
 
 
 async def _cut(pieces: AsyncGenerator[bytes, None], size_bytes: int) -> AsyncGenerator[bytes, None]:
-    """Yield the first `size_bytes` bytes."""
     async with aclosing(pieces):
         async for piece in pieces:
             yield piece[:size_bytes]

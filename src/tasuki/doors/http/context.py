@@ -11,16 +11,15 @@ from typing import Any
 import msgspec
 from starlette.requests import Request
 
-from tasuki.core.access import Identity, PeerKind, identify, token_sha256
+from tasuki.core.access import PeerKind, identify, token_sha256
 from tasuki.core.apps import BACKOFF_S, MAX_RETRIES
 from tasuki.core.job import IdMaker
 from tasuki.core.lifecycle import HTTP_LEASE_TTL_S
 from tasuki.core.store_messages import TokenRow
 from tasuki.core.subject import app_subject
-from tasuki.doors.http.clients import Clients, TokenConnection, dedicated_connection
 from tasuki.doors.http.exchange import secret_of
 from tasuki.doors.http.metrics import Metrics
-from tasuki.doors.http.virtual_connection import Caller, VirtualConnection
+from tasuki.doors.http.virtual_connection import Caller, Clients, TokenConnection, VirtualConnection, dedicated_connection
 from tasuki.doors.http.worker_sessions import WorkerSessions
 from tasuki.doors.http.workers import HttpWorker, Workers
 from tasuki.errors import Forbidden, TokenRevoked
@@ -96,21 +95,11 @@ class RequestContext(msgspec.Struct):
 
     def transfer(self) -> AbstractAsyncContextManager[VirtualConnection]:
         """Return a connection for one transfer; the query of a worker's request says which process asks."""
-        if self.caller.identity.kind is not PeerKind.WORKER:
-            return dedicated_connection(self.http.server, self.caller)
         query = self.request.query_params
-        return dedicated_connection(self.http.server, self.caller, (query.get("worker_id", ""), query.get("incarnation", "")))
+        return dedicated_connection(self.http.server, self.caller, query.get("worker_id", ""), query.get("incarnation", ""))
 
 
 # ---------------------------------------------------------------------------------------------------- authentication
-
-
-def judge(row: TokenRow | None, wall: float) -> Identity:
-    """Return the identity of a token; unknown and expired tokens are 401, revoked and used ones 403."""
-    if row is not None and row.revoked_at is not None:
-        what = "was used" if row.kind == PeerKind.ENROL else "was revoked"
-        raise TokenRevoked(f"token {row.token_id} {what}; ask for another one")
-    return identify(row, wall)
 
 
 class Authenticator:
@@ -125,10 +114,14 @@ class Authenticator:
         self._asking: asyncio.Task[None] | None = None
 
     async def admit(self, request: Request, kinds: Collection[PeerKind]) -> Caller:
-        """Return the caller, if its token is valid and of one of these kinds."""
+        """Return the caller; unknown and expired tokens are 401, revoked and used ones and those of another kind 403."""
         secret = secret_of(request)
         sha256 = token_sha256(secret)
-        identity = judge(await self._row(sha256), self._server.now().wall)
+        row = await self._row(sha256)
+        if row is not None and row.revoked_at is not None:
+            what = "was used" if row.kind == PeerKind.ENROL else "was revoked"
+            raise TokenRevoked(f"token {row.token_id} {what}; ask for another one")
+        identity = identify(row, self._server.now().wall)
         if identity.kind not in kinds:
             wanted = " or ".join(sorted(kinds))
             raise Forbidden(f"a token of kind {identity.kind} may not do this; it takes one of kind {wanted}")
@@ -145,13 +138,13 @@ class Authenticator:
 
     async def _ask(self) -> None:
         try:
-            while self._wanted:
-                wanted, self._wanted = self._wanted, {}
-                await self._ask_for(wanted)
+            while wanted := self._wanted:
+                self._wanted = {}
+                await self._answer(wanted)
         finally:
             self._asking = None
 
-    async def _ask_for(self, wanted: dict[str, asyncio.Future[TokenRow | None]]) -> None:
+    async def _answer(self, wanted: dict[str, asyncio.Future[TokenRow | None]]) -> None:
         try:
             rows = await self._server.ask(lambda reader: [reader.token(sha256) for sha256 in wanted])
         except Exception as error:  # noqa: BLE001 - raised again in each request

@@ -18,13 +18,13 @@ from tasuki.config import check_app
 from tasuki.core.address import Address
 from tasuki.core.job import IdMaker
 from tasuki.doors.http import exchange
-from tasuki.doors.http.clients import Clients
 from tasuki.doors.http.context import Authenticator, HttpConfig, HttpContext, RequestContext
 from tasuki.doors.http.exchange import discreet, error_answer, json_answer
 from tasuki.doors.http.metrics import Metrics
 from tasuki.doors.http.openapi import document
 from tasuki.doors.http.routes import ROUTES, Route
 from tasuki.doors.http.uvicorn_server import Handler, UvicornServer, application
+from tasuki.doors.http.virtual_connection import Clients
 from tasuki.doors.http.worker_sessions import WorkerSessions
 from tasuki.doors.http.workers import Workers
 from tasuki.doors.listening import bound

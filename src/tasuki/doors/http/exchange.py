@@ -80,7 +80,6 @@ class ErrorReply(msgspec.Struct):
 
 
 def status_of(error: TasukiError) -> int:
-    """Return the HTTP status of an error."""
     return next((status for status, kinds in _STATUSES.items() if isinstance(error, kinds)), 500)
 
 
@@ -90,7 +89,6 @@ def code_of(error: TasukiError) -> str:
 
 
 def json_answer(body: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    """Return a JSON response."""
     return Response(msgspec.json.encode(body), status, headers, JSON)
 
 
@@ -112,7 +110,6 @@ def discreet(error: TasukiError) -> TasukiError:
 
 
 def error_answer(error: TasukiError) -> Response:
-    """Return the response that describes an error."""
     status = status_of(error)
     headers = {}
     if status == 401:

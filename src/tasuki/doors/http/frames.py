@@ -18,10 +18,9 @@ from msgspec.structs import replace
 from starlette.responses import Response
 
 from tasuki.core import protocol
-from tasuki.doors.http.clients import Listener, TokenConnection
 from tasuki.doors.http.context import RequestContext
 from tasuki.doors.http.exchange import disconnected, discreet, wait_of, whole_number
-from tasuki.doors.http.virtual_connection import VirtualConnection
+from tasuki.doors.http.virtual_connection import Listener, TokenConnection, VirtualConnection
 from tasuki.doors.http.worker_sessions import HttpWorkerSession
 from tasuki.errors import InvalidInput, TasukiError, Unauthorized, UnknownFrame, from_wire
 from tasuki.net.tcp_link import encode_answer
@@ -128,22 +127,19 @@ async def _answer(
         return message
     if isinstance(message, protocol.HelloClient):
         return await _welcome(context, message)
-    msg_id = client.connection.next_id()
+    msg_id = client.connection.next_id()  # all requests of the token share the virtual connection
+    if isinstance(message, protocol.SubmitJobs):
+        context.http.metrics.submitted(len(message.specs))
+        question: ClientQuestion = replace(message, msg_id=msg_id, watch=False)
+    else:
+        question = replace(message, msg_id=msg_id)
     try:
-        answer = await client.connection.exchange(_renumbered(context, message, msg_id))
+        answer = await client.connection.exchange(question)
     except Unauthorized:  # of the whole connection: the door looks up what has become of the token
         raise
     except TasukiError as error:
         answer = _described(error, msg_id)
     return _discreet(context, replace(answer, corr_id=message.msg_id))
-
-
-def _renumbered(context: RequestContext, message: ClientQuestion, msg_id: int) -> ClientQuestion:
-    """Return the message under an id of the virtual connection, which all requests of the token share."""
-    if isinstance(message, protocol.SubmitJobs):
-        context.http.metrics.submitted(len(message.specs))
-        return protocol.SubmitJobs(msg_id, message.specs, watch=False, on_failed=message.on_failed)
-    return replace(message, msg_id=msg_id)
 
 
 def _discreet(context: RequestContext, answer: protocol.Message) -> protocol.Message:

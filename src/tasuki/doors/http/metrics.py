@@ -194,7 +194,6 @@ class Metrics:
         self._reported = counter("tasuki_http_jobs_reported", "Reports of workers over HTTP.", ("app", "what", "answer"))
 
     def turn(self, turn: Turn, answers: Answers) -> None:
-        """Count a turn that the store has committed."""
         self._jobs.turn(turn, answers, time.monotonic())
 
     def began(self) -> None:

@@ -33,7 +33,6 @@ _parameters = re.compile(r"{(\w+)}").findall
 
 
 def document() -> dict[str, Any]:
-    """Return the whole document."""
     types = [kind for route in ROUTES for kind in (route.body, route.batch, *route.answers) if kind is not None]
     _, components = msgspec.json.schema_components([*types, ErrorReply], ref_template=_REF)
     paths: dict[str, dict[str, Any]] = {}
@@ -54,7 +53,11 @@ def _content(*kinds: Any) -> dict[str, Any]:
 
 
 def _operation(route: Route) -> dict[str, Any]:
-    made: dict[str, Any] = {"summary": route.summary, "operationId": _operation_id(route), "responses": _responses(route)}
+    made: dict[str, Any] = {
+        "summary": (route.handle.__doc__ or "").strip().splitlines()[0],
+        "operationId": f"{route.handle.__module__.rpartition('.')[2]}_{route.handle.__name__}",
+        "responses": _responses(route),
+    }
     parameters = [
         {"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in _parameters(route.path)
     ]
@@ -70,11 +73,6 @@ def _operation(route: Route) -> dict[str, Any]:
         made["security"] = [{"bearer": []}]
         made["x-token-kinds"] = sorted(route.kinds)
     return made
-
-
-def _operation_id(route: Route) -> str:
-    module = route.handle.__module__.rpartition(".")[2]
-    return f"{module}_{route.handle.__name__}"
 
 
 def _is_required(route: Route) -> bool:

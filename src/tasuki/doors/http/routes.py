@@ -54,11 +54,6 @@ class Route(msgspec.Struct, frozen=True, kw_only=True):
     query: tuple[tuple[str, dict[str, Any], str], ...] = ()
     """(name, JSON schema, description) of parameters."""
 
-    @property
-    def summary(self) -> str:
-        """The first line of the handler's docstring."""
-        return (self.handle.__doc__ or "").strip().splitlines()[0]
-
 
 def _route(method: str, path: str, handle: Callable[..., Awaitable[Any]], **fields: Any) -> Route:
     hints = get_type_hints(handle)

@@ -190,15 +190,12 @@ class LimitedProtocol(H11Protocol):
         elif now - self._progress_at >= self.stalled_s:
             who = f"{self.client[0]}:{self.client[1]}" if self.client else "a peer"
             logger.warning("%s read nothing of its answer for %g s, and is disconnected", who, self.stalled_s)
-            self._disconnect()
+            sock = self.transport.get_extra_info("socket")
+            if sock is not None:  # else the kernel would keep offering what it has buffered
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            self.transport.abort()
             return
         self._stall_timer = self.loop.call_later(self.stalled_s / CHECKS, self._check_reader)
-
-    def _disconnect(self) -> None:
-        sock = self.transport.get_extra_info("socket")
-        if sock is not None:  # else the kernel would keep offering what it has buffered
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        self.transport.abort()
 
     def _read_so_far(self) -> tuple[int, bytes]:
         """Return a value that changes with every byte that the peer reads.

@@ -334,7 +334,6 @@ class Workers:
                 del self._workers[worker_id]
 
     def close(self) -> None:
-        """Close all connections."""
         for worker in self._workers.values():
             worker.leave()
         self._workers.clear()
