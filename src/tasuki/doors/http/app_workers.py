@@ -164,12 +164,8 @@ class LeasedMany(msgspec.Struct):
 async def lease(context: RequestContext, body: LeaseOptions) -> Leased | LeasedMany | Response:
     """Lease one job, or with `max_jobs` several; 204 if there is none, with `?wait=25` only after that time."""
     wait_s = wait_of(context.request)
-    left = disconnected(context.request)
-    try:
-        with context.worker() as worker:
-            grants = await worker.lease(context.caller, body.max_jobs or 1, wait_s, left)
-    finally:
-        left.cancel()
+    with disconnected(context.request) as left, context.worker() as worker:
+        grants = await worker.lease(context.caller, body.max_jobs or 1, wait_s, left)
     context.http.metrics.leased(context.app, len(grants))
     if not grants:
         return Response(status_code=204)

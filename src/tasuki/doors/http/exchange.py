@@ -242,9 +242,14 @@ def wait_of(request: Request) -> float:
     return number(request, "wait", 0.0, WAIT_MAX_S)
 
 
-def disconnected(request: Request) -> asyncio.Future[Any]:
-    """Return a future that is done when the peer has left. Only after the body was read."""
-    return asyncio.ensure_future(until_disconnected(request.receive))
+@contextmanager
+def disconnected(request: Request) -> Iterator[asyncio.Future[None]]:
+    """Yield a future that is done when the peer has left. Only after the body was read."""
+    left = asyncio.ensure_future(until_disconnected(request.receive))
+    try:
+        yield left
+    finally:
+        left.cancel()
 
 
 async def until_disconnected(receive: Receive) -> None:

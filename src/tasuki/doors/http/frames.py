@@ -73,10 +73,6 @@ def _not_here(message: protocol.Message) -> InvalidInput:
     return InvalidInput(f"{type(message).__name__} cannot be sent over HTTP; blobs have a path of their own, /v1/blobs")
 
 
-def _described(error: TasukiError, corr_id: int = 0) -> protocol.ErrorMessage:
-    return protocol.ErrorMessage(corr_id, error.code, error.message, error.details())
-
-
 # ---------------------------------------------------------------------------------------------------- clients
 
 
@@ -138,7 +134,7 @@ async def _answer(
     except Unauthorized:  # of the whole connection: the door looks up what has become of the token
         raise
     except TasukiError as error:
-        answer = _described(error, msg_id)
+        answer = protocol.error_message(msg_id, error)
     return _discreet(context, replace(answer, corr_id=message.msg_id))
 
 
@@ -159,7 +155,7 @@ async def _welcome(context: RequestContext, hello: protocol.HelloClient) -> prot
     except Unauthorized:
         raise
     except TasukiError as error:
-        return _discreet(context, _described(error))
+        return _discreet(context, protocol.error_message(0, error))
     finally:
         connection.leave()
     assert isinstance(welcome, protocol.Welcome)
@@ -183,7 +179,10 @@ async def _poll(
             replies.append(reply)
         refused = any(isinstance(reply, protocol.ErrorMessage) for reply in replies)
         if wait_s and not refused and not listener.woken.done():
-            await _wait(context, listener, wait_s, len(named))
+            with disconnected(context.request) as left:
+                await asyncio.wait([listener.woken, left], timeout=wait_s, return_when=asyncio.FIRST_COMPLETED)
+                if 0 < len(listener.items) < len(named) and not left.done():  # report together what ends together
+                    await asyncio.sleep(min(GATHER_MAX_S, len(named) * GATHER_PER_JOB_S))
         closed = client.connection.closed
         if closed is not None and not listener.items:
             raise closed
@@ -205,18 +204,8 @@ async def _watch(
     except Unauthorized:
         raise
     except TasukiError as error:
-        return _discreet(context, _described(error, msg_id))
+        return _discreet(context, protocol.error_message(msg_id, error))
     return protocol.Reply(msg_id, {"states": states})
-
-
-async def _wait(context: RequestContext, listener: Listener, wait_s: float, count: int) -> None:
-    left = disconnected(context.request)
-    try:
-        await asyncio.wait([listener.woken, left], timeout=wait_s, return_when=asyncio.FIRST_COMPLETED)
-        if 0 < len(listener.items) < count and not left.done():  # report together what ends together
-            await asyncio.sleep(min(GATHER_MAX_S, count * GATHER_PER_JOB_S))
-    finally:
-        left.cancel()
 
 
 # ---------------------------------------------------------------------------------------------------- workers
@@ -237,7 +226,7 @@ async def open_session(context: RequestContext, body: bytes) -> Response:
     except Unauthorized:  # of the whole request: the door looks up what has become of the token
         raise
     except TasukiError as error:
-        return _framed([encode_answer(_described(discreet(error)), None)])
+        return _framed([encode_answer(protocol.error_message(0, discreet(error)), None)])
     return _framed([encode_answer(welcome, None)], {protocol.SESSION_HEADER: session.name})
 
 
@@ -257,11 +246,8 @@ async def use_session(context: RequestContext, body: bytes) -> Response:
             await session.say(said, messages)
         if heard is None:
             return _framed([])
-        left = disconnected(context.request)
-        try:
+        with disconnected(context.request) as left:
             return _framed(await session.listen(heard, wait_s, left))
-        finally:
-            left.cancel()
     finally:
         session.users -= 1
         session.used_at = context.http.server.now().monotonic

@@ -13,7 +13,7 @@ from collections import deque
 
 import msgspec
 
-from tasuki.core.protocol import AssignJobs, Claim, ErrorMessage, HelloWorker, JobsFinished, JobsReleased, Message, Welcome
+from tasuki.core import protocol
 from tasuki.doors.http.exchange import REQUESTS_MAX, discreet
 from tasuki.doors.http.virtual_connection import Caller, VirtualConnection
 from tasuki.errors import NotFound, OutOfTurn, Overloaded, TasukiError, Unavailable, UnknownSession
@@ -46,7 +46,7 @@ class HttpWorkerSession:
         """Frames that the worker has not confirmed; the first has the number `_confirmed + 1`."""
         self._kept_bytes = 0
         self._confirmed = 0
-        self._assigned: deque[tuple[int, list[Claim]]] = deque()
+        self._assigned: deque[tuple[int, list[protocol.Claim]]] = deque()
         """(number of the frame, its attempts) of assignments that were in no answer yet."""
         self._known: set[str] = set()
         """Leases that the worker may have received and not ended. The broker sends an assignment again if no sign of it came
@@ -55,16 +55,16 @@ class HttpWorkerSession:
         self._poll: asyncio.Future[None] | None = None
         self._why: TasukiError | None = None
 
-    async def greet(self, hello: HelloWorker) -> Welcome:
+    async def greet(self, hello: protocol.HelloWorker) -> protocol.Welcome:
         """Send the Hello and return the Welcome; raise the error with which the server closed the connection."""
         welcome = await self._connection.ask(hello)
-        assert isinstance(welcome, Welcome)
+        assert isinstance(welcome, protocol.Welcome)
         self._codec = welcome.codecs[0] if welcome.codecs else None
         return msgspec.structs.replace(welcome, servers=())  # the worker's way leads through this door
 
     # ------------------------------------------------------------------------------------------------ from the worker
 
-    async def say(self, number: int, messages: list[Message]) -> None:
+    async def say(self, number: int, messages: list[protocol.Message]) -> None:
         """Carry out the messages of request `number` once; a repetition of the last request is only answered."""
         async with self._saying:
             if number == self._said:
@@ -74,26 +74,26 @@ class HttpWorkerSession:
             await self._connection.flow()
             self._said = number
             for message in messages:
-                if isinstance(message, ErrorMessage):  # stands for a request that is newer than this server
+                if isinstance(message, protocol.ErrorMessage):  # stands for a request that is newer than this server
                     self._on_message(message)
                 else:
                     self._forget_ended(message)
                     self._connection.tell(message)
 
-    def _forget_ended(self, message: Message) -> None:
-        if isinstance(message, JobsFinished):
+    def _forget_ended(self, message: protocol.Message) -> None:
+        if isinstance(message, protocol.JobsFinished):
             self._known.difference_update(ending.lease_id for ending in message.endings)
-        elif isinstance(message, JobsReleased):
+        elif isinstance(message, protocol.JobsReleased):
             self._known.difference_update(claim.lease_id for claim in message.claims)
 
     # ------------------------------------------------------------------------------------------------ to the worker
 
-    def _on_message(self, message: Message) -> None:
+    def _on_message(self, message: protocol.Message) -> None:
         frame = encode_answer(message, self._codec)
         self._kept.append(frame)
         self._kept_bytes += len(frame)
-        if isinstance(message, AssignJobs):
-            claims = [Claim(grant.job_id, grant.lease_id, grant.attempt) for grant in message.grants]
+        if isinstance(message, protocol.AssignJobs):
+            claims = [protocol.Claim(grant.job_id, grant.lease_id, grant.attempt) for grant in message.grants]
             self._assigned.append((self._confirmed + len(self._kept), claims))
         if self._kept_bytes > KEPT_MAX_BYTES and not self.closed:
             self._kept.clear()
@@ -104,8 +104,7 @@ class HttpWorkerSession:
 
     def _on_close(self, error: TasukiError) -> None:
         self.closed = True
-        why = self._why or discreet(error)
-        self._on_message(ErrorMessage(0, why.code, why.message, why.details()))
+        self._on_message(protocol.error_message(0, self._why or discreet(error)))
 
     async def listen(self, heard: int, wait_s: float, left: asyncio.Future[None]) -> list[bytes]:
         """Return the frames behind number `heard`, as soon as there are some; none when the time is over."""
@@ -156,7 +155,7 @@ class HttpWorkerSession:
         self._why = why
         unknown = [claim for _, claims in self._assigned for claim in claims if claim.lease_id not in self._known]
         if unknown and not self.closed:
-            self._connection.tell(JobsReleased(unknown, "its worker is gone"))
+            self._connection.tell(protocol.JobsReleased(unknown, "its worker is gone"))
         self._connection.leave()
 
 
@@ -172,7 +171,7 @@ class WorkerSessions:
         self._server = server
         self._sessions: dict[str, HttpWorkerSession] = {}
 
-    async def open(self, caller: Caller, hello: HelloWorker) -> tuple[HttpWorkerSession, Welcome]:
+    async def open(self, caller: Caller, hello: protocol.HelloWorker) -> tuple[HttpWorkerSession, protocol.Welcome]:
         """Open a session; the broker ends an older one of the same worker."""
         if len(self._sessions) >= SESSIONS_MAX:
             for session in [session for session in self._sessions.values() if session.closed]:
