@@ -30,7 +30,7 @@ from tasuki.core.failover.nodes import InputRef
 from tasuki.core.job import check_file_name
 from tasuki.core.ranges import content_range, is_number, parse_content_range, range_headers
 from tasuki.errors import InvalidInput, ResponseLost, quoted
-from tasuki.net.http.transport import ERROR_MAX_BYTES, ErrorEnvelope, HttpTransport, MultipartForm, read_body, run_fields
+from tasuki.net.http.transport import ERROR_MAX_BYTES, ErrorResponse, HttpTransport, MultipartForm, read_body, run_fields
 from tasuki.net.streams import FileSink, FileSource
 
 if TYPE_CHECKING:
@@ -211,7 +211,7 @@ def _refusal_in(response: httpx.Response, body: bytes) -> Refusal:
     retry_after = response.headers.get("retry-after", "")
     retry_after_s = float(retry_after) if _seconds(retry_after) else None
     try:
-        error = msgspec.json.decode(body, type=ErrorEnvelope).error
+        error = msgspec.json.decode(body, type=ErrorResponse).error
     except msgspec.DecodeError:
         where = response.headers.get("location", "")[:200]
         return Refusal(response.status_code, "", f"it redirects to {where}" if where else "", retry_after_s)

@@ -59,7 +59,7 @@ class ErrorBody(msgspec.Struct):
     details: dict[str, object] = {}
 
 
-class ErrorEnvelope(msgspec.Struct):
+class ErrorResponse(msgspec.Struct):
     """Every response of a tasuki server that is not 2xx."""
 
     error: ErrorBody
@@ -144,7 +144,7 @@ class HttpTransport:
         if _seconds(retry_after):
             self._quiet_until = asyncio.get_running_loop().time() + min(RETRY_AFTER_MAX_S, float(retry_after))
         try:
-            body = msgspec.json.decode(await read_body(response, ERROR_MAX_BYTES), type=ErrorEnvelope).error
+            body = msgspec.json.decode(await read_body(response, ERROR_MAX_BYTES), type=ErrorResponse).error
         except msgspec.DecodeError:
             return self._foreign_error(status)
         if kind := _HTTP_CODES.get(body.code):
