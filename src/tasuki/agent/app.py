@@ -28,14 +28,7 @@ from tasuki.agent.results import ResultElsewhere, ResultResponse
 from tasuki.agent.settings import AgentConfig
 from tasuki.agent.upload import InputSource, Upload, boundary_of
 from tasuki.core.address import Address
-from tasuki.core.failover.agent_protocol import (
-    AgentOutcome,
-    EndedMarker,
-    check_input_hash,
-    input_hash,
-    job_view,
-    only_running,
-)
+from tasuki.core.failover.agent_protocol import AgentOutcome, EndedMarker, check_input_hash, input_hash, job_view, only_running
 from tasuki.core.job import check_job_id
 from tasuki.doors.http.exchange import json_answer
 from tasuki.doors.listening import bound
@@ -180,7 +173,9 @@ class Agent:
         if sent is not None:
             check_input_hash(sent)
         boundary = boundary_of(request.headers.get("content-type", ""))
-        max_bytes = self._max_upload_bytes()
+        max_bytes = self._config.max_upload_bytes
+        if max_bytes is None:
+            max_bytes = self.folders.free_bytes() // FREE_SHARE
         announced = _announced(request)
         if announced > max_bytes:
             raise TooLarge(f"an upload of {announced} bytes is too large; the limit of this agent is {max_bytes}")
@@ -198,11 +193,6 @@ class Agent:
         if answer.small is not None:
             return ResultResponse(answer.ended, answer.small, self._metrics.sent.inc, "miss")
         return self._stored(job_id, cache="miss")
-
-    def _max_upload_bytes(self) -> int:
-        if self._config.max_upload_bytes is not None:
-            return self._config.max_upload_bytes
-        return self.folders.free_bytes() // FREE_SHARE
 
     async def _compare(self, ended: EndedMarker, upload: Upload, request: Request) -> None:
         """Compare an upload with the input of a job that is done. Nothing is written."""

@@ -26,22 +26,8 @@ from tasuki.agent.settings import AgentConfig
 from tasuki.agent.upload import Upload, UploadForm
 from tasuki.blobs.files import check_free
 from tasuki.config import DISK_FLOOR_BYTES, DISK_FLOOR_INODES
-from tasuki.core.failover.agent_protocol import (
-    EXEC_NOT_ALLOWED,
-    AgentOutcome,
-    AgentState,
-    EndedMarker,
-    IdDecision,
-    InputRecord,
-    InterruptedMarker,
-    LastMarker,
-    Marker,
-    RemovalResult,
-    RunningMarker,
-    input_hash,
-    job_view,
-    judge,
-)
+from tasuki.core.failover import agent_protocol
+from tasuki.core.failover.agent_protocol import AgentOutcome, AgentState, EndedMarker, InputRecord, RunningMarker
 from tasuki.core.job import InputFile, JobSpec, Outcome, Progress
 from tasuki.errors import AgentRefusal, DiskFull, InvalidInput, NotFound, TasukiError, Unavailable, quoted
 from tasuki.event_loop import ignore_result
@@ -112,7 +98,7 @@ class SlotJob:
             "attempt": self.attempt,
             "started_at": self.running.started_at if self.running is not None else None,
         }
-        return job_view(common, AgentState.RUNNING, progress=self.progress)
+        return agent_protocol.job_view(common, AgentState.RUNNING, progress=self.progress)
 
     def end(self, reason: StopReason) -> None:
         """Stop the job in any stage."""
@@ -122,7 +108,7 @@ class SlotJob:
                 self.receiving.cancel()
 
 
-def _state_of(marker: Marker | None) -> AgentState | None:
+def _state_of(marker: agent_protocol.Marker | None) -> AgentState | None:
     return None if marker is None else marker.state
 
 
@@ -227,12 +213,12 @@ class AgentJobs:
     def held(self, job_id: str) -> SlotJob | None:
         return self._held.get(job_id)
 
-    def look(self, job_id: str) -> LastMarker | None:
+    def look(self, job_id: str) -> agent_protocol.LastMarker | None:
         """Read the marker of a job without a slot. A `.running` then means that the disk was full when the job ended."""
         marker = self.folders.read(job_id)
         if not isinstance(marker, RunningMarker):
             return marker
-        return InterruptedMarker(**marker.common, interrupted_at=marker.started_at)
+        return agent_protocol.InterruptedMarker(**marker.common, interrupted_at=marker.started_at)
 
     def is_done(self, job_id: str) -> bool:
         """Return whether a job is done here. With a registry too it is answered from here: its end was recorded before."""
@@ -262,12 +248,12 @@ class AgentJobs:
         marker = None if held is not None else self.look(job_id)
         state = AgentState.RUNNING if held is not None else _state_of(marker)
         known = held or marker
-        verdict = judge(state, known.input if known is not None else None, sent_input)
-        if verdict is IdDecision.CONFLICT:
+        verdict = agent_protocol.judge(state, known.input if known is not None else None, sent_input)
+        if verdict is agent_protocol.IdDecision.CONFLICT:
             raise refusals.other_input(job_id)
         if held is not None:
             raise refusals.is_running(job_id, self._config.node, held.since)
-        if verdict in (IdDecision.STORED, IdDecision.COMPARE):
+        if verdict in (agent_protocol.IdDecision.STORED, agent_protocol.IdDecision.COMPARE):
             assert isinstance(marker, EndedMarker)
             return marker
         if self.draining:
@@ -321,12 +307,12 @@ class AgentJobs:
             asked = (
                 f"exec {quoted(form.exec)} is not allowed here" if form.exec else "the form names no exec, there is no default"
             )
-            raise AgentRefusal(400, EXEC_NOT_ALLOWED, f"{asked}; there are: {there}")
+            raise AgentRefusal(400, agent_protocol.EXEC_NOT_ALLOWED, f"{asked}; there are: {there}")
         limits = (self._config.timeout_s, exec_.timeout_s, form.timeout_s)
         return _StartOrder(exec_, form, min(limit for limit in limits if limit is not None))
 
     def _marker(self, held: SlotJob, order: _StartOrder, files: Sequence[InputRecord], sent: str | None) -> RunningMarker:
-        found = input_hash(order.exec.name, order.form.args, files)
+        found = agent_protocol.input_hash(order.exec.name, order.form.args, files)
         if sent is not None and sent != found:
             raise InvalidInput(f"the upload has the input hash {found}, the request says {sent}; it came in otherwise than sent")
         return RunningMarker(
@@ -496,7 +482,7 @@ class AgentJobs:
 
     # ------------------------------------------------------------------------------------------------ removing, ending
 
-    async def delete(self, job_id: str, *, only_running: bool = False) -> RemovalResult:
+    async def delete(self, job_id: str, *, only_running: bool = False) -> agent_protocol.RemovalResult:
         """Stop a job if it runs, remove it, and return its state before. With a registry, wherever it is. NotFound.
 
         `only_running`: a job that has ended is kept, also if it ended just before it could be stopped.
@@ -508,7 +494,7 @@ class AgentJobs:
         if only_running and (held is None or held.ended.exception() is None):
             raise NotFound(f"job {job_id} does not run at this node")
         state = AgentState.RUNNING if held is not None else _state_of(self.look(job_id))
-        removed = None if state is None else RemovalResult(state)
+        removed = None if state is None else agent_protocol.RemovalResult(state)
         if self.registry is not None and held is not None:
             await self.registry.forget(job_id)
         elif self.registry is not None:

@@ -74,7 +74,9 @@ class ResultResponse(Response):
             if asked is not None:
                 start, stop = asked
                 if start >= stop:
-                    await self._not_satisfiable()(scope, receive, send)
+                    words = f"the result has {self._size_bytes} bytes; ask for some of them, or for all"
+                    none = {"Content-Range": content_range(0, 0, self._size_bytes)}
+                    await json_answer(envelope("RANGE_NOT_SATISFIABLE", words), 416, none)(scope, receive, send)
                     return
                 self.status_code = 206
                 self.headers["Content-Range"] = content_range(start, stop, self._size_bytes)
@@ -94,10 +96,6 @@ class ResultResponse(Response):
         if method != "GET" or headers.get("if-range", self._etag) != self._etag:
             return None
         return requested_range(headers.get("range", ""), self._size_bytes)
-
-    def _not_satisfiable(self) -> Response:
-        body = envelope("RANGE_NOT_SATISFIABLE", f"the result has {self._size_bytes} bytes; ask for some of them, or for all")
-        return json_answer(body, 416, {"Content-Range": content_range(0, 0, self._size_bytes)})
 
     async def _send_bytes(self, send: Send, start: int, stop: int) -> None:
         more = True

@@ -24,35 +24,17 @@ from typing import Any
 from msgspec.structs import replace
 from starlette.responses import Response
 
-from tasuki.agent import refusals
+from tasuki.agent import refusals, registry_queries
 from tasuki.agent.folders import JobFolders
 from tasuki.agent.refusals import log_context
-from tasuki.agent.registry_queries import (
-    Holder,
-    RegistryGrant,
-    RegistryLease,
-    RegistryLeases,
-    RegistryQueries,
-    described,
-    done_or_refused,
-    is_held,
-    report_of,
-)
+from tasuki.agent.registry_queries import Holder, RegistryGrant, RegistryLease, RegistryLeases, RegistryQueries
 from tasuki.agent.results import Peers, RemoteResultResponse, ResultElsewhere, ResultSource
 from tasuki.blobs.blob import BlobStore
 from tasuki.blobs.files import disk_full_as_error, durable_write, sync_folder
 from tasuki.core.address import Address
 from tasuki.core.failover import registry_records
 from tasuki.core.failover.agent_protocol import AgentOutcome, EndedMarker, RemovalResult, RunningMarker
-from tasuki.core.failover.registry_records import (
-    RegistryState,
-    ResultLocation,
-    attempt_of,
-    interrupted,
-    outcome_of,
-    registry_state_of,
-    result_location_of,
-)
+from tasuki.core.failover.registry_records import RegistryState
 from tasuki.core.job import RESULT_INLINE_MAX_BYTES, Job, Outcome, check_job_id
 from tasuki.core.lifecycle import lease_deadline
 from tasuki.core.store_messages import BlobClaim, BlobPlace, HeldLease, LeaseStatus, ReportStatus, RequeueOrder, Turn
@@ -149,7 +131,7 @@ class StoreRegistry:
         own_id = registry_records.worker_id_of(self._node, await asyncio.to_thread(self._notes.prepare))
         self._holder = Holder(own_id, self._incarnation, self._ttl_s, self._node)
         self._leases.renewed = renewed
-        self._records = RegistryQueries(self._share, self._holder, interrupted(self._node), sent)
+        self._records = RegistryQueries(self._share, self._holder, registry_records.interrupted(self._node), sent)
         self._share.on_cancel(lambda worker_id: self._leases.renew_now() if worker_id == own_id else None)
         await self._share.open()
         self._is_open = True
@@ -185,10 +167,10 @@ class StoreRegistry:
         counts = True
         if job is not None and job.lease is not None and job.lease.worker_id == self._holder.worker_id:
             held = registry_records.held_of(job)
-            if isinstance(ended, EndedMarker) and ended.attempt == attempt_of(job):
+            if isinstance(ended, EndedMarker) and ended.attempt == registry_records.attempt_of(job):
                 counts = await self._report(held, ended, await self._outcome(ended, folders.result(job_id)))
             else:
-                await self._share.execute(Turn(fail=[report_of(held, interrupted(self._node))]))
+                await self._share.execute(Turn(fail=[registry_queries.report_of(held, registry_records.interrupted(self._node))]))
                 logger.warning("job %s was claimed by an earlier process of this node; it is free again", job_id)
         elif job is not None and isinstance(ended, EndedMarker):
             counts = job.outcome is not None and job.outcome.result_sha256 == ended.result_sha256
@@ -203,7 +185,7 @@ class StoreRegistry:
             some = kept[start : start + COMPARED]
             jobs = await self._records.get_all([ended.job_id for ended in some])
             for ended, job in zip(some, jobs, strict=True):
-                if job is not None and attempt_of(job) > ended.attempt:
+                if job is not None and registry_records.attempt_of(job) > ended.attempt:
                     with log_context(ended.job_id):
                         _drop(ended.job_id, folders, "its result was removed while this node was away")
 
@@ -211,7 +193,7 @@ class StoreRegistry:
 
     async def look(self, job_id: str, sent_input: str | None) -> None:
         """Raise what `claim` would raise, as far as that is known before an upload is read."""
-        done = done_or_refused(await self._records.look(job_id), sent_input)
+        done = registry_queries.done_or_refused(await self._records.look(job_id), sent_input)
         if done is not None and (answer := await self._answer(done, cache="hit")) is not None:
             raise ResultElsewhere(answer)
 
@@ -220,8 +202,8 @@ class StoreRegistry:
         job = await self._records.get(job_id)
         if job is None:
             return None
-        if registry_state_of(job, None) in (RegistryState.HELD, RegistryState.QUEUED):
-            raise is_held(job)
+        if registry_records.registry_state_of(job, None) in (RegistryState.HELD, RegistryState.QUEUED):
+            raise registry_queries.is_held(job)
         found = await self._source(job)
         if found is None or isinstance(found, Response):
             return found
@@ -230,7 +212,7 @@ class StoreRegistry:
 
     async def describe(self, job_id: str) -> dict[str, Any] | None:
         job = await self._records.get(job_id)
-        return None if job is None else described(job)
+        return None if job is None else registry_queries.described(job)
 
     # ------------------------------------------------------------------------------------------------ results
 
@@ -244,12 +226,12 @@ class StoreRegistry:
     async def _source(self, job: Job, cache: str | None = None) -> tuple[EndedMarker, ResultSource] | Response | None:
         """Return the source of a result; the response for a small one; None: only this node can have it."""
         found = await self._records.stored(job, cache)
-        place = result_location_of(job)
+        place = registry_records.result_location_of(job)
         if found is not None or place is None or self._is_ours(job, place):
             return found
         return place.ended, self._peers.source(place.address, place.ended)
 
-    def _is_ours(self, job: Job, place: ResultLocation) -> bool:
+    def _is_ours(self, job: Job, place: registry_records.ResultLocation) -> bool:
         return place.address == self._address or job.assigned_worker_id == self._holder.worker_id
 
     # ------------------------------------------------------------------------------------------------ claims
@@ -282,8 +264,8 @@ class StoreRegistry:
             found = await self._records.claim(submission, again)
             if isinstance(found, RegistryGrant):
                 return found
-            if registry_state_of(found, None) is RegistryState.HELD:
-                raise is_held(found)
+            if registry_records.registry_state_of(found, None) is RegistryState.HELD:
+                raise registry_queries.is_held(found)
             if (answer := await self._answer(found, cache="hit")) is not None:
                 raise ResultElsewhere(answer)
             again = RequeueOrder(job_id, self._holder.worker_id, "nobody has its result any more", found.generation)
@@ -312,7 +294,7 @@ class StoreRegistry:
     async def _report(self, held: HeldLease, ended: EndedMarker, outcome: Outcome) -> bool:
         """Report an end until the store has answered; return whether it counts. A store that refuses us (its password was
         changed) may accept us again; if not, its error is raised, and the lease expires."""
-        reports = [report_of(held, outcome, ended.started_at)]
+        reports = [registry_queries.report_of(held, outcome, ended.started_at)]
         succeeded = ended.outcome is AgentOutcome.SUCCEEDED
         refusals = 0
         while True:
@@ -327,8 +309,8 @@ class StoreRegistry:
                 continue
             [recorded] = answers.finish or answers.fail
             if recorded.answer is ReportStatus.BLOB_MISSING:
-                outcome = outcome_of(ended, self._address)
-                reports = [report_of(held, outcome, ended.started_at)]
+                outcome = registry_records.outcome_of(ended, self._address)
+                reports = [registry_queries.report_of(held, outcome, ended.started_at)]
                 continue
             if recorded.answer is ReportStatus.FENCED:
                 logger.warning("job %s: its lease was lost before its end was recorded: %s", ended.job_id, recorded.reason)
@@ -351,7 +333,9 @@ class StoreRegistry:
         lease.is_reported = True
         try:
             async with asyncio.timeout(ANSWER_S):
-                await self._share.execute(Turn(fail=[report_of(lease.held, interrupted(self._node))]))
+                await self._share.execute(
+                    Turn(fail=[registry_queries.report_of(lease.held, registry_records.interrupted(self._node))])
+                )
         except (TimeoutError, TasukiError):
             logger.warning("job %s: the registry was not told that it ended without a result", job_id)
             return
@@ -368,7 +352,7 @@ class StoreRegistry:
         job = await self._records.remove(job_id)
         if job is None:
             return None
-        state, place = registry_records.state_of(job), result_location_of(job)
+        state, place = registry_records.state_of(job), registry_records.result_location_of(job)
         if place is None or self._is_ours(job, place):
             return RemovalResult(state)
         try:
@@ -381,14 +365,14 @@ class StoreRegistry:
     async def _outcome(self, ended: EndedMarker, result: Path) -> Outcome:
         """Return the outcome, with the result stored where it outlives this node if there is such a place."""
         if ended.result_bytes <= RESULT_INLINE_MAX_BYTES:
-            return outcome_of(ended, self._address, result=await asyncio.to_thread(result.read_bytes))
+            return registry_records.outcome_of(ended, self._address, result=await asyncio.to_thread(result.read_bytes))
         if self._share.blobs is not None:
             try:
                 await self._keep(self._share.blobs, ended, result)
-                return outcome_of(ended, self._address, is_blob=True)
+                return registry_records.outcome_of(ended, self._address, is_blob=True)
             except (TasukiError, OSError) as error:
                 logger.warning("job %s: its result stays at this node, it could not be copied: %s", ended.job_id, error)
-        return outcome_of(ended, self._address)
+        return registry_records.outcome_of(ended, self._address)
 
     async def _keep(self, blobs: BlobStore, ended: EndedMarker, result: Path) -> None:
         claims = [BlobClaim(ended.result_sha256, ended.result_bytes)]

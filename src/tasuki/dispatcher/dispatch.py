@@ -189,7 +189,7 @@ class Dispatch:
             if response.is_success:
                 check_result(response, 200)
                 self._pool.nodes.answered(node, now().monotonic)
-                return self._passed(job_id, node, response, stack.pop_all())
+                return ProxiedResponse(job_id, node, response, stack.pop_all(), self._metrics.cut.inc)
             refused = await read_node_refusal(response)
         except Unavailable as error:
             self._pool.nodes.failed(node, error.message, now().monotonic)
@@ -223,12 +223,6 @@ class Dispatch:
                 self._pool.nodes.answered(node, now().monotonic)
                 return refused.answer(node)
 
-    def _passed(
-        self, job_id: str, node: str, response: httpx.Response, stack: AsyncExitStack, *, cached: bool = False
-    ) -> ProxiedResponse:
-        more = {"Tasuki-Cache": "hit"} if cached else {}
-        return ProxiedResponse(job_id, node, response, stack, on_cut=self._metrics.cut.inc, more=more)
-
     async def stored(
         self,
         job_id: str,
@@ -245,7 +239,8 @@ class Dispatch:
             response = await stack.enter_async_context(asking)
             if response.is_success:
                 check_result(response, 200, *([206] if "range" in headers else []))
-                return self._passed(job_id, node, response, stack.pop_all(), cached=cached)
+                more = {"Tasuki-Cache": "hit"} if cached else {}
+                return ProxiedResponse(job_id, node, response, stack.pop_all(), self._metrics.cut.inc, more)
             return (await read_node_refusal(response)).answer(node)
         except Unavailable as error:
             self._pool.nodes.failed(node, error.message, now().monotonic)

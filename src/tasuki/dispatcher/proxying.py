@@ -207,7 +207,6 @@ class ProxiedResponse(Response):
         node: str,
         response: httpx.Response,
         stack: AsyncExitStack,
-        *,
         on_cut: Callable[[], None],
         more: dict[str, str] | None = None,
     ) -> None:

@@ -22,18 +22,8 @@ from typing import Any, TypeVar
 
 from starlette.responses import Response
 
-from tasuki.agent import refusals
-from tasuki.agent.registry_queries import (
-    RENEWALS_PER_TTL,
-    Holder,
-    RegistryGrant,
-    RegistryLease,
-    RegistryLeases,
-    RegistryQueries,
-    done_or_refused,
-    is_held,
-    report_of,
-)
+from tasuki.agent import refusals, registry_queries
+from tasuki.agent.registry_queries import RegistryGrant, RegistryLease, RegistryLeases, RegistryQueries
 from tasuki.core.failover import registry_records
 from tasuki.core.failover.agent_protocol import RemovalResult
 from tasuki.core.failover.registry_records import RegistryState, registry_state_of, result_location_of
@@ -91,11 +81,11 @@ class DispatcherRegistry:
         """`make_share` is called again while the registry cannot be opened."""
         self._make_share = make_share
         worker_id = registry_records.dispatcher_id_of(name, secrets.token_hex(registry_records.ID_CHARS // 2))
-        self._holder = Holder(worker_id, secrets.token_hex(8), ttl_s, registry_records.node_of(worker_id))
+        self._holder = registry_queries.Holder(worker_id, secrets.token_hex(8), ttl_s, registry_records.node_of(worker_id))
         self._share: StoreClient | None = None
         self._records: RegistryQueries | None = None
         """None: the registry is away."""
-        self._queued = RegistryLeases(self._execute, ttl_s, min(CANCEL_CHECK_S, ttl_s / RENEWALS_PER_TTL))
+        self._queued = RegistryLeases(self._execute, ttl_s, min(CANCEL_CHECK_S, ttl_s / registry_queries.RENEWALS_PER_TTL))
         self._tasks = BackgroundTasks()
         self._reports = BackgroundTasks()
 
@@ -195,7 +185,7 @@ class DispatcherRegistry:
 
     async def look(self, job_id: str, sent: str | None) -> Response | None:
         """Return the result, if the registry has it and the input is the same, before an upload is read. 409, 423."""
-        done = done_or_refused(await self._asked(lambda records: records.look(job_id)), sent)
+        done = registry_queries.done_or_refused(await self._asked(lambda records: records.look(job_id)), sent)
         return None if done is None else await self.result(done, "hit")
 
     async def result(self, job: Job, cache: str | None = None) -> Response | None:
@@ -226,7 +216,7 @@ class DispatcherRegistry:
             claimed = None
         if isinstance(claimed, Job):
             if registry_state_of(claimed, None) is RegistryState.HELD:
-                raise is_held(claimed)
+                raise registry_queries.is_held(claimed)
             return await self.result(claimed, "hit") or await send()
         if not isinstance(claimed, RegistryGrant):
             return await send()
@@ -249,7 +239,7 @@ class DispatcherRegistry:
 
     async def _report_given_up(self, held: HeldLease) -> None:
         try:
-            await self._execute(Turn(fail=[report_of(held, registry_records.given_up(self._holder.name))]))
+            await self._execute(Turn(fail=[registry_queries.report_of(held, registry_records.given_up(self._holder.name))]))
         except TasukiError as error:  # the lease expires
             logger.info("job %s: the registry could not be told that it waits no more: %s", held.job_id, error.message)
 
@@ -265,7 +255,7 @@ class DispatcherRegistry:
 def refusal_of(job: Job) -> TasukiError:
     """Return the refusal of a job whose result cannot be read, if no node answers more."""
     if registry_state_of(job, None) in (RegistryState.HELD, RegistryState.QUEUED):
-        return is_held(job)
+        return registry_queries.is_held(job)
     place = result_location_of(job)
     if place is None:
         return NotFound(f"job {job.job_id} has no result: it did not come to its end; send it again to run it")

@@ -16,20 +16,8 @@ from urllib.parse import quote
 
 import msgspec
 
-from tasuki.client.agents.transfer import (
-    RESUMED_BYTES,
-    Download,
-    DownloadedResult,
-    NodeRedirect,
-    NodeRefused,
-    RunForm,
-    RunRequest,
-    TokenRefused,
-    TransferListener,
-    found_inputs,
-    put_missing,
-    read_refusal,
-)
+from tasuki.client.agents import transfer
+from tasuki.client.agents.transfer import Download, DownloadedResult, NodeRedirect, NodeRefused, RunRequest, TransferListener
 from tasuki.clocks import now
 from tasuki.core.address import Address, parse_url
 from tasuki.core.failover.agent_protocol import INPUT_NOT_FOUND
@@ -123,7 +111,7 @@ class AgentNode:
         refusal: Refusal | None = None
         try:
             capacity = await self._capacity()
-        except TokenRefused as error:
+        except transfer.TokenRefused as error:
             problem, refusal = str(error), error.refusal
         except UntrustedCertificate as error:
             problem, refusal = error.message, not_trusted(error.message)
@@ -152,7 +140,7 @@ class AgentNode:
         if isinstance(health, Refusal):
             raise NodeRefused(health)
         if isinstance(capacity, Refusal) and capacity.status in TOKEN_STATUSES:
-            raise TokenRefused(capacity)
+            raise transfer.TokenRefused(capacity)
         return _read(capacity, Capacity)
 
     async def ask(self, job_id: str) -> JobView | None:
@@ -180,7 +168,7 @@ class AgentNode:
     async def _small(self, method: str, path: str, answer_s: float) -> bytes | Refusal:
         async with self._transport.answer(method, path, answer_s=answer_s) as response:
             if not response.is_success:
-                return (await read_refusal(response))[0]
+                return (await transfer.read_refusal(response))[0]
             body = await read_body(response, SMALL_MAX_BYTES)
             if len(body) > SMALL_MAX_BYTES:
                 raise Unavailable(f"{self.name} answered {method} {path} with more than {SMALL_MAX_BYTES} bytes")
@@ -196,9 +184,9 @@ class AgentNode:
         """
         try:
             if ask_from_bytes is not None:
-                found = await found_inputs(self._transport, job.upload, ask_from_bytes)
-                if found or job.upload.size_bytes >= RESUMED_BYTES:
-                    await put_missing(self._transport, job.upload, found, job.listener, job.limit_s)
+                found = await transfer.found_inputs(self._transport, job.upload, ask_from_bytes)
+                if found or job.upload.size_bytes >= transfer.RESUMED_BYTES:
+                    await transfer.put_missing(self._transport, job.upload, found, job.listener, job.limit_s)
                     try:
                         return await self._post(job, by_name=True)
                     except NodeRefused as error:
@@ -211,7 +199,7 @@ class AgentNode:
                 return await node._post(job)
 
     async def _post(self, job: JobPost, *, by_name: bool = False) -> DownloadedResult:
-        form = RunForm(job.upload, job.listener, by_name=by_name)
+        form = transfer.RunForm(job.upload, job.listener, by_name=by_name)
         params = {"input": job.upload.input} if job.upload.input else {}
         path = f"/run/{quote(job.job_id)}"
         async with aclosing(form.pieces()) as pieces:

@@ -179,11 +179,6 @@ class FailoverPlan:
             return [events.Post(run.ticket, node)]
         return [events.Fetch(run.ticket, node)] if kind is RequestKind.FETCH else []
 
-    def _instead(self, run: NodeRequest, kind: RequestKind, now: float, ended: JobEnded | None = None) -> list[Command]:
-        """Make another request to the same node."""
-        del self._runs[run.ticket]
-        return self._start(run.node, kind, now, ended)
-
     def _finish(self, node: str, ended: JobEnded, ticket: int | None) -> list[Command]:
         self.over = True
         others = [run for run in self._runs.values() if run.node != node]
@@ -198,58 +193,45 @@ class FailoverPlan:
         self._answers[run.node] = refusal.words() if not run.led_to else f"{run.led_to} {refusal.words()}"
         if run.kind is RequestKind.FETCH and run.ended is not None:
             return self._without_result(run)
-        match events.meaning_of(refusal):
+        meaning = events.meaning_of(refusal)
+        is_gone = refusal.status == 404 and run.kind is not RequestKind.POST  # it was removed meanwhile; the node is well
+        if meaning is RefusalMeaning.FAILED and not is_gone:
+            return self._lost(run, refusal.words(), now)
+        del self._runs[run.ticket]
+        match meaning:
             case RefusalMeaning.RUNNING:
-                return [events.Notify(f"{run.where}: the job runs there already"), *self._instead(run, RequestKind.FOLLOW, now)]
+                words = f"{run.where}: the job runs there already"
+                return [events.Notify(words), *self._start(run.node, RequestKind.FOLLOW, now)]
             case RefusalMeaning.FULL if run.led_to:
-                del self._runs[run.ticket]
                 self._paused_until[run.node] = now + LED_PAUSE_S
-                return []
             case RefusalMeaning.FULL:
-                del self._runs[run.ticket]
                 pause_s = min(FULL_PAUSE_MAX_S, max(LOOK_AGAIN_S, refusal.retry_after_s or 0.0))
                 self._nodes.full(run.node, refusal.words(), pause_s, now)
-                return []
             case RefusalMeaning.TIMED_OUT:
                 ended = JobEnded("timed_out", refusal.exit_code, refusal.error_code or "TIMED_OUT", refusal.message)
                 return self._timed_out(run, ended, now)
             case RefusalMeaning.PROGRAM_FAILED:
                 self._nodes.answered(run.node, now)
                 ended = JobEnded("failed", refusal.exit_code, refusal.error_code or "EXIT_CODE", refusal.message)
-                return self._instead(run, RequestKind.FETCH, now, ended)
+                return self._start(run.node, RequestKind.FETCH, now, ended)
             case RefusalMeaning.CANCELED:  # perhaps by another client of this job, which got the result from another node
-                del self._runs[run.ticket]
                 self._verdict = events.error_of(refusal, self._job.job_id, f"{run.where} {refusal.words()}")
                 return [] if self._runs else self._ask_all(now)
             case RefusalMeaning.NOT_HERE:
-                del self._runs[run.ticket]
                 if refusal.status:
                     self._nodes.answered(run.node, now)
                 self._done_with.add(run.node)
                 self._not_here[run.node] = refusal
                 return [events.Notify(events.about(run.where, refusal.words()))]
-            case RefusalMeaning.FINAL:
-                error = events.error_of(refusal, self._job.job_id, f"{run.where} {refusal.words()}")
-                return self._refused_for_good(run, error, now)
-            case RefusalMeaning.FAILED if refusal.status == 404 and run.kind is not RequestKind.POST:
-                del self._runs[run.ticket]  # it was removed meanwhile; the node is well
-                return []
-            case RefusalMeaning.FAILED:
-                return self._lost(run, refusal.words(), now)
-
-    def _refused_for_good(self, run: NodeRequest, error: TasukiError, now: float) -> list[Command]:
-        """End the plan, unless the job runs at another node, whose answer then counts."""
-        self._nodes.answered(run.node, now)
-        del self._runs[run.ticket]
-        self._done_with.add(run.node)
-        if not self._runs:
-            return self._give_up(error)
-        self._verdict = error
+            case RefusalMeaning.FINAL:  # unless the job runs at another node, whose answer then counts
+                self._nodes.answered(run.node, now)
+                self._done_with.add(run.node)
+                self._verdict = events.error_of(refusal, self._job.job_id, f"{run.where} {refusal.words()}")
+                return [] if self._runs else self._give_up(self._verdict)
         return []
 
     def _timed_out(self, run: NodeRequest, ended: JobEnded, now: float) -> list[Command]:
         self._nodes.answered(run.node, now)
-        del self._runs[run.ticket]
         self._done_with.add(run.node)
         self._answers.setdefault(run.node, "the job passed its time limit there")
         self._late = (run.node, ended)
@@ -295,21 +277,20 @@ class FailoverPlan:
 
     def _followed(self, run: NodeRequest, status: events.JobStatus | None, now: float) -> list[Command]:
         state = status.state if status is not None else ""
+        if state in ("running", "queued"):
+            return []
+        del self._runs[run.ticket]
         match state:
-            case "running" | "queued":
-                return []
             case "done":
-                return self._instead(run, RequestKind.FETCH, now)
+                return self._start(run.node, RequestKind.FETCH, now)
             case "failed" if status is not None:
                 ended = JobEnded("failed", status.exit_code, "EXIT_CODE", "the program failed")
-                return self._instead(run, RequestKind.FETCH, now, ended)
+                return self._start(run.node, RequestKind.FETCH, now, ended)
             case "timed_out" if status is not None:
                 return self._timed_out(run, JobEnded("timed_out", status.exit_code, "TIMED_OUT"), now)
-            case _:  # interrupted, removed, or a state of a newer version: it may be run again
-                del self._runs[run.ticket]
-                if status is None:
-                    self._paused_until[run.node] = now + UNKNOWN_PAUSE_S
-                return []
+        if status is None:  # else interrupted, or a state of a newer version: it may be run again
+            self._paused_until[run.node] = now + UNKNOWN_PAUSE_S
+        return []
 
     def _watched(self, run: NodeRequest, status: events.JobStatus | None, now: float) -> list[Command]:
         """Drop a request on a dead connection: the node has given its answer already, or never will."""
