@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from tasuki.client.agents import node as agent_node
 from tasuki.client.agents import transfer as agent_transfer
 from tasuki.client.agents.client import AsyncAgentsClient
 from tasuki.client.agents.transfer import LARGE_BYTES
@@ -172,8 +171,7 @@ def test_a_dispatcher_says_that_it_keeps_inputs_only_if_requests_pass_through_it
 
 def sent_again(folder: Path, monkeypatch: pytest.MonkeyPatch, before: bytes, data: bytes) -> tuple[int, bytes]:
     """(how much a client sends of this file, if so much of it came before through another dispatcher; what a node got of it)."""
-    for module in (agent_transfer, agent_node):
-        monkeypatch.setattr(module, "RESUMED_BYTES", len(data))
+    monkeypatch.setattr(agent_transfer, "RESUMED_BYTES", len(data))
     path, inputs, found = folder / "book.bin", str(folder / "inputs"), []
     path.write_bytes(data)
 
