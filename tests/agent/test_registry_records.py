@@ -69,16 +69,16 @@ def test_a_holder_gives_up_before_the_store_does() -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"url": None, "results": "s3://bucket/results"}, "give --registry"),
-        ({"url": "http://n1:7090"}, "redis://host:6379/0 or postgresql://"),
+        ({"registry": None, "results": "s3://bucket/results"}, "give --registry"),
+        ({"registry": "http://n1:7090"}, "redis://host:6379/0 or postgresql://"),
         ({"advertise": "tcp://n1:7000"}, "https://n1:7090"),
         ({"advertise": "http://n1:7090,http://n2:7090"}, "one address"),
-        ({"lease_ttl_s": 0.5}, "1 to 3600"),
+        ({"lease_ttl": 0.5}, "1 to 3600"),
         ({"app": "no app"}, "--registry-app 'no app'"),
     ],
 )
 def test_what_cannot_be_a_registry_is_refused_with_the_way_out(options: dict[str, Any], words: str) -> None:
-    given = {"url": "redis://db/1", "results": None, "app": APP, "advertise": None, "lease_ttl_s": 15.0, **options}
+    given = {"registry": "redis://db/1", "results": None, "app": APP, "advertise": None, "lease_ttl": 15.0, **options}
 
     with pytest.raises(ConfigError, match=words):
         RegistryOptions.of(**given)

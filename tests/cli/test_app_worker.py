@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tasuki.cli.app_worker import AppWorker, app_result
+from tasuki.cli.worker import AppWorker, app_result
 from tasuki.core.apps import result_of
 from tasuki.core.job import RESULT_INLINE_MAX_BYTES, BlobRef, Outcome
 from tasuki.errors import ConfigError

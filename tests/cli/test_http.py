@@ -14,10 +14,12 @@ import httpx
 import pytest
 
 from tasuki.cli import server
+from tasuki.cli.command import TlsOptions
 from tasuki.cli.process import server_config
 from tasuki.config import DataFolder
 from tasuki.core.address import Address
 from tasuki.errors import ConfigError
+from tasuki.server.assembly import StorageLocations
 from tests.cli.commands import Running, User, running
 
 pytestmark = pytest.mark.e2e
@@ -94,7 +96,7 @@ def test_a_worker_enrols_with_a_token_of_the_command_line(served: tuple[User, ht
 
 def options(folder: Path, fields: dict[str, Any]) -> server.ServerOptions:
     listen = server.ListenOptions(**{name: value for name, value in fields.items() if name != "blobs"})
-    places = server.storage_locations(DataFolder(folder), listen.apps, blobs=fields.get("blobs", ""))
+    places = StorageLocations(DataFolder(folder), blobs=fields.get("blobs", ""))
     return server.ServerOptions(listen, places, server_config(folder))
 
 
@@ -126,7 +128,7 @@ def test_a_door_that_makes_no_sense_is_refused(tmp_path: Path, fields: dict[str,
         {"blobs": "s3://bucket/a"},
         {"blobs": "s3://bucket/a?endpoint=http://127.0.0.1:8333"},
         {"blobs": "s3://bucket/a?endpoint=http://10.0.0.9:8333", "presign_endpoint": "https://s3.example"},
-        {"blobs": "s3://bucket/a?endpoint=http://10.0.0.9:8333", "insecure": True},
+        {"blobs": "s3://bucket/a?endpoint=http://10.0.0.9:8333", "tls": TlsOptions(insecure=True)},
     ],
     ids=str,
 )

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tasuki.cli.output import MEANINGS, ExitCode, exit_code_for
+from tasuki.cli.output import ExitCode, exit_code_for
 from tasuki.cli.run import exit_code_of
 from tasuki.core.job import Outcome, State
 from tasuki.core.protocol import JobResult
@@ -36,7 +36,7 @@ def test_an_error_has_its_exit_code(code: str, expected: int) -> None:
 
 
 def test_every_code_is_explained_in_the_table() -> None:
-    assert set(ExitCode) == set(MEANINGS)
+    assert all(code.meaning for code in ExitCode)
 
 
 @pytest.mark.parametrize(

@@ -140,7 +140,7 @@ def test_what_its_workers_would_refuse_up_refuses_and_leaves_no_folder(user: Use
     assert not user.data.exists()
 
 
-SOUND = {"slots": None, "execs": (), "config": None, "drain_timeout": None, "log_head": "1KB", "log_tail": "1KB"}
+SOUND = {"slots": None, "exec_": (), "config": None, "drain_timeout": None, "log_head": "1KB", "log_tail": "1KB"}
 
 
 @pytest.mark.parametrize(
@@ -150,7 +150,7 @@ SOUND = {"slots": None, "execs": (), "config": None, "drain_timeout": None, "log
         {"drain_timeout": -1.0},
         {"drain_timeout": float("nan")},
         {"log_tail": "much"},
-        {"execs": ("nothing",)},
+        {"exec_": ("nothing",)},
         {"config": Path("/no/such/file")},
     ],
 )

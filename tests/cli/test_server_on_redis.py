@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from tasuki.cli.process import server_config
-from tasuki.cli.server import ListenOptions, ServerOptions, check, storage_locations
-from tasuki.config import DataFolder
-from tasuki.core.address import Address
+from tasuki.cli.server import ListenOptions, ServerOptions, check
+from tasuki.config import Address, DataFolder
 from tasuki.errors import ConfigError
+from tasuki.server.assembly import StorageLocations
 from tests.cli.commands import User
 from tests.support.redis_service import RedisService
 
@@ -22,7 +22,7 @@ HTTP = Address("http", "127.0.0.1", 0)
 
 def options(http: Address | None = None, apps: tuple[str, ...] = (), **given: Any) -> ServerOptions:
     folder = DataFolder(Path("unused"))
-    places = storage_locations(folder, apps, **given)
+    places = StorageLocations(folder, **given)
     return ServerOptions(ListenOptions(http=http, apps=apps), places, server_config(folder.root))
 
 

@@ -95,7 +95,7 @@ def test_an_enrol_token_makes_a_worker_and_is_needed_once(
     again = come_in(stage.url, tmp_path)
 
     assert is_good(stage, first.token)
-    assert (first.worker_id, first.patterns) == (again.worker_id, ("job.assign.zpe",))
+    assert (first.worker_id, first.subjects) == (again.worker_id, ("job.assign.zpe",))
     assert again.token == first.token
     assert stage.post("/v1/workers/register", {}, token).json()["error"]["code"] == "TOKEN_REVOKED"
 

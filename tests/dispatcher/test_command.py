@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tasuki.cli.dispatcher import _config
+from tasuki.cli.agent import dispatcher_config
 from tasuki.cli.main import root
 from tasuki.dispatcher.settings import UPLOAD_MAX_BYTES
 from tests.support.processes import TASUKI, ChildProcess
@@ -57,7 +57,7 @@ def test_what_cannot_work_is_refused_at_the_start(
 
 @pytest.mark.parametrize(("given", "means"), [(None, UPLOAD_MAX_BYTES), ("64GB", UPLOAD_MAX_BYTES), ("1GiB", 2**30)])
 def test_the_largest_upload_is_64_gb_unless_it_is_said(given: str | None, means: int) -> None:
-    config = _config("http://n1:7090", "proxy", None, (), None, None, given, 7.0, 60.0)
+    config = dispatcher_config("http://n1:7090", "proxy", None, None, None, None, given, 7.0, 60.0)
 
     assert config.max_upload_bytes == means
 

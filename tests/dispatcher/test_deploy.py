@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tasuki.cli.dispatcher import DEFAULT_LISTEN
+from tasuki.cli.agent import DEFAULT_LISTEN
 from tasuki.dispatcher.settings import DispatcherConfig
 from tests.conftest import Require
 from tests.e2e.test_proxies import program, replaced

@@ -14,7 +14,7 @@ import click
 import pytest
 
 from tasuki.cli.main import root
-from tasuki.cli.output import MEANINGS
+from tasuki.cli.output import ExitCode
 from tasuki.core.job import JobSpec
 from tasuki.core.lifecycle import LEASE_MARGIN_S, LEASE_TTL_S, RETENTION_DAYS
 from tasuki.core.subject import matches
@@ -163,7 +163,7 @@ def test_the_exit_codes_are_those_of_the_command_line() -> None:
     section = CONCEPTS.partition("\n## Exit codes\n")[2]
     listed = {int(code): meaning for code, meaning in re.findall(r"^\| (\d+) \| (.*) \|$", section, re.MULTILINE)}
 
-    assert listed == MEANINGS
+    assert listed == {code: code.meaning for code in ExitCode}
 
 
 def test_the_examples_of_patterns_are_true() -> None:

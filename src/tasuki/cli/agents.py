@@ -20,12 +20,14 @@ from tasuki.cli import result
 from tasuki.cli.command import Destination, command, connection_options, flag, number
 from tasuki.cli.connect import read_token
 from tasuki.cli.output import ExitCode, Output, table
+from tasuki.config import data_folder, default_url
 from tasuki.core.address import AGENTS
+from tasuki.core.failover.events import WAY_IN
+from tasuki.core.failover.nodes import Ranked
 from tasuki.errors import ConfigError, InvalidInput
 
 if TYPE_CHECKING:
     from tasuki.client.agents.client import AgentResult, AsyncAgentsClient, RunProgress
-    from tasuki.core.failover.nodes import Ranked
 
 # Fields of a job that need a server, with their options.
 NEEDS_A_SERVER = {
@@ -44,15 +46,12 @@ USUAL_PRIORITY = 5
 
 def _address_of(place: Destination) -> str:
     """Return --to, else TASUKI_URL."""
-    from tasuki.config import default_url
-
     return place.to or default_url() or ""
 
 
 def open_client(place: Destination) -> AsyncAgentsClient:
     """Make a client of the node agents; its breakers are remembered in the data folder."""
     from tasuki.client.agents.client import AsyncAgentsClient
-    from tasuki.config import data_folder
 
     where = _address_of(place)
     if not where.startswith(AGENTS):
@@ -74,6 +73,7 @@ def are_meant(place: Destination, hedge: float | None, give_up_after: float | No
 
 
 def _check(fields: dict[str, Any]) -> None:
+    """Raise InvalidInput for a job that needs a server."""
     for name, option in NEEDS_A_SERVER.items():
         value = fields.get(name)
         if value and (name != "priority" or value != USUAL_PRIORITY):
@@ -238,8 +238,6 @@ def nodes(output: Output, watch: bool, interval: float, place: Destination) -> i
 
 async def show_nodes(place: Destination, output: Output, interval_s: float | None) -> int:
     """Check all nodes at once and list them, the best first; again and again if there is an interval."""
-    from tasuki.core.failover.events import WAY_IN
-
     async with open_client(place) as client:
         while True:
             ranking = await client.ranking()
@@ -257,12 +255,9 @@ async def show_nodes(place: Destination, output: Output, interval_s: float | Non
 
 def _node_lines(ranking: list[Ranked]) -> list[str]:
     def cells(node: Ranked) -> tuple[object, ...]:
-        return node.node, node.standing.name.lower(), node.running, node.limit, _breaker(node), node.last_answer
+        breaker = str(node.breaker)
+        if breaker != "closed":
+            breaker = f"{breaker}, {node.left_out_s:.0f} s, {node.good_checks} good"
+        return node.node, node.standing.name.lower(), node.running, node.limit, breaker, node.last_answer
 
     return table(("NODE", "STANDING", "RUNNING", "LIMIT", "BREAKER", "SAID"), map(cells, ranking))
-
-
-def _breaker(node: Ranked) -> str:
-    if str(node.breaker) == "closed":
-        return "closed"
-    return f"{node.breaker}, {node.left_out_s:.0f} s, {node.good_checks} good"

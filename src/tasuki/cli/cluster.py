@@ -1,20 +1,29 @@
-"""`tasuki servers`, `workers`, `stats`, `detach`, `attach`: the servers, their workers, and how many jobs are in each state."""
+"""`tasuki servers`, `workers`, `stats`, `detach`, `attach`: the servers, their workers, and how many jobs are in each state.
+
+`tasuki token`: who may connect. A secret is made here and shown once; the server gets and keeps only its hash.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import functools
-from typing import TYPE_CHECKING, Any
+import secrets
+import time
+from typing import Any
 
-from tasuki.cli.command import Destination, argument, command, connection_options, flag, number, option
+from tasuki.cli.command import Destination, argument, command, connection_options, flag, group, number, option, several
 from tasuki.cli.connect import with_client
-from tasuki.cli.output import Output, table
+from tasuki.cli.output import Output, table, when
+from tasuki.client import AsyncClient
+from tasuki.config import check_app
+from tasuki.core.access import ENROL_TOKEN_S, token_sha256
+from tasuki.core.subject import app_subject
 from tasuki.errors import InvalidInput
 
-if TYPE_CHECKING:
-    from tasuki.client import AsyncClient
-
 COUNTED = ("pending", "active", "orphaned", "succeeded", "failed", "timed_out", "canceled", "skipped")
+TOKEN_KINDS = ("admin", "client", "worker")
 PROGRESS_JOBS_MAX = 1000  # running jobs whose progress `stats --json` reports
+PROGRESS_FIELDS = ("job_id", "assigned_worker_id", "progress", "progress_text")
 
 worker_id_argument = argument("worker_id", metavar="WORKER", help="As tasuki workers shows it.")
 
@@ -54,15 +63,14 @@ def _worker_lines(rows: list[dict[str, Any]]) -> list[str]:
 @number("--interval", metavar="SECONDS", default=1.0, help="Between two looks.")
 @connection_options()
 def stats(output: Output, watch: bool, interval: float, place: Destination) -> None:
-    import asyncio
-
     if not interval > 0:
         raise InvalidInput(f"--interval must be above 0, got {interval:g}")
 
     async def work(client: AsyncClient) -> None:
         while True:
             groups, workers = await asyncio.gather(client.counts(), client.workers())
-            progress = await _progress(client) if output.json else []
+            running = (await client.find(states=["RUNNING"], limit=PROGRESS_JOBS_MAX))["jobs"] if output.json else []
+            progress = [{name: view[name] for name in PROGRESS_FIELDS} for view in running if view["progress"] is not None]
             if watch:
                 output.clear_screen()
             answer = {"groups": groups, "workers": workers, "progress": progress}
@@ -72,13 +80,6 @@ def stats(output: Output, watch: bool, interval: float, place: Destination) -> N
             await asyncio.sleep(interval)
 
     with_client(place, work)
-
-
-async def _progress(client: AsyncClient) -> list[dict[str, Any]]:
-    """Return the running jobs that report how far they are."""
-    running = (await client.find(states=["RUNNING"], limit=PROGRESS_JOBS_MAX))["jobs"]
-    names = ("job_id", "assigned_worker_id", "progress", "progress_text")
-    return [{name: view[name] for name in names} for view in running if view["progress"] is not None]
 
 
 def _stats_lines(groups: dict[str, dict[str, int]], workers: list[dict[str, Any]]) -> list[str]:
@@ -111,3 +112,122 @@ def _change(verb: str, worker_id: str, reason: str, place: Destination, output: 
     answer = with_client(place, lambda client: client.request(verb, worker_id=worker_id, reason=reason))
     result = f"is {verb}ed" if answer["changed"] else f"was {verb}ed before"
     output.show(answer, lambda: [f"worker {worker_id} {result}"])
+
+
+# ---------------------------------------------------------------------------------------------------- token
+
+token = group("token", "Needs an admin token, or the server's own user on its unix socket.")
+label_option = option("--label", metavar="TEXT", default="", help="For people.")
+
+
+@command(
+    "token create",
+    parent=token,
+    examples=[
+        "tasuki token create --kind client --label 'report host' > client.token",
+        "tasuki token create --kind worker --scope 'render.eu.>' --expires-days 90 > worker.token",
+    ],
+)
+@option("--kind", metavar="|".join(TOKEN_KINDS), default="client", help="What its bearer may be.")
+@label_option
+@several("--scope", metavar="PATTERN", help="Subjects that it may use, * and > allowed. Several times.")
+@number("--expires-days", metavar="DAYS", help="Valid so long. Default: until revoked.")
+@connection_options()
+def create(output: Output, kind: str, label: str, scope: tuple[str, ...], expires_days: float | None, place: Destination) -> None:
+    """Make a token. The secret is printed on stdout, this once."""
+    if kind not in TOKEN_KINDS:
+        raise InvalidInput(f"--kind must be one of {', '.join(TOKEN_KINDS)}, got {kind[:40]!r}")
+    if expires_days is not None and not expires_days > 0:
+        raise InvalidInput(f"--expires-days must be above 0, got {expires_days:g}")
+    valid_s = None if expires_days is None else expires_days * 86400.0
+    token_id = _make(output, place, kind, valid_s, label=label, scope=list(scope))
+    output.hint(f"token {token_id} ({kind}) made; this is the only time that it is shown")
+
+
+@command(
+    "token enroll",
+    parent=token,
+    examples=[
+        "tasuki token enroll --app zpe > enroll.token      # for one new worker, within 15 minutes",
+        "tasuki token enroll --scope 'render.eu.>' --scope 'common.>' --label 'lab PC 3'",
+        "tasuki token enroll --app zpe --worker-id w-3f9c21ab77de      # that worker gets another token",
+    ],
+)
+@option("--app", metavar="NAME", help="The app whose jobs the worker is to run.")
+@several("--scope", metavar="PATTERN", help="Subjects that the worker may take, * and > allowed. Several times.")
+@label_option
+@option("--worker-id", metavar="ID", default="", help="Register this worker again, instead of a new one.")
+@connection_options()
+def enroll(output: Output, app: str | None, scope: tuple[str, ...], label: str, worker_id: str, place: Destination) -> None:
+    """Make an enrol token: good for one registration over HTTP, within 15 minutes.
+
+    The worker is started with it: TASUKI_ENROLL=… tasuki worker --to https://host …
+    """
+    if app is None and not scope:  # a worker for everything must be asked for
+        raise InvalidInput("say what the worker may run: --app NAME, or --scope PATTERN (for everything: --scope '>')")
+    scopes = [*([app_subject(check_app(app))] if app is not None else ()), *scope]
+    token_id = _make(output, place, "enrol", ENROL_TOKEN_S, label=label, scope=scopes, worker_id=worker_id)
+    output.hint(f"token {token_id} (enrol, for {' '.join(scopes)}) made; it is good for one registration within 15 minutes")
+
+
+def _make(output: Output, place: Destination, kind: str, valid_s: float | None, **fields: Any) -> str:
+    """Make a secret, register its hash at the server, print the secret, and return the token's id."""
+
+    from tasuki.server.assembly import make_secret
+
+    secret, token_id, now = make_secret(kind), secrets.token_hex(6), time.time()
+    row = {
+        "token_id": token_id,
+        "kind": kind,
+        "sha256": token_sha256(secret),
+        "created_at": now,
+        "expires_at": None if valid_s is None else now + valid_s,
+        **fields,
+    }
+    with_client(place, lambda client: client.request("token.create", **row))
+    output.show({"token_id": token_id, "kind": kind, "token": secret, "expires_at": row["expires_at"]}, lambda: [secret])
+    return token_id
+
+
+@command("token list", parent=token, examples=["tasuki token list", "tasuki token list --json"])
+@connection_options()
+def list_tokens(output: Output, place: Destination) -> None:
+    """List all tokens, without their secrets."""
+    rows = with_client(place, lambda client: client.request("token.list"))
+
+    def cells(row: dict[str, Any]) -> tuple[object, ...]:
+        is_expired = row["expires_at"] is not None and row["expires_at"] <= time.time()
+        state = "revoked" if row["revoked_at"] is not None else "expired" if is_expired else "valid"
+        expires = when(row["expires_at"])
+        return row["token_id"], row["kind"], state, expires, row["worker_id"], " ".join(row["scope"]), row["label"]
+
+    output.show(rows, lambda: table(("ID", "KIND", "STATE", "EXPIRES", "WORKER", "SCOPE", "LABEL"), map(cells, rows)))
+
+
+@command(
+    "token revoke", parent=token, examples=["tasuki token revoke 3f9c21ab77de", "tasuki token revoke --worker-id w-3f9c21ab77de"]
+)
+@argument("token_id", metavar="[ID]", help="As tasuki token list shows it.", required=False)
+@option("--worker-id", metavar="ID", help="Instead: all tokens of this worker, also one that it just got.")
+@connection_options()
+def revoke(output: Output, token_id: str | None, worker_id: str | None, place: Destination) -> None:
+    """End a token: connections that use it are cut, on every server within two seconds."""
+    if (token_id is None) == (worker_id is None):
+        raise InvalidInput("say which: a token's ID, or --worker-id ID")
+    verb, params = ("token.revoke", {"token_id": token_id}) if token_id else ("worker.revoke", {"worker_id": worker_id})
+    answer = with_client(place, lambda client: client.request(verb, **params))
+    revoked = [token_id] if token_id else answer["revoked"]
+    output.show(answer, lambda: [f"token {one} is revoked" for one in revoked])
+
+
+@command("token audit", parent=token, examples=["tasuki token audit", "tasuki token audit --limit 1000 --json"])
+@number("--limit", metavar="N", type=int, default=100, help="At most so many, the newest.")
+@connection_options()
+def audit(output: Output, limit: int, place: Destination) -> None:
+    """List who made and revoked which token, and when. The newest first."""
+    rows = with_client(place, lambda client: client.request("token.audit", limit=limit))
+
+    def cells(row: dict[str, Any]) -> tuple[object, ...]:
+        return when(row["at"]), row["actor"], row["action"], row["target"], row["detail"]
+
+    output.show(rows, lambda: table(("WHEN", "WHO", "DID", "TOKEN", "DETAIL"), map(cells, rows)))

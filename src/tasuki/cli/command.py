@@ -15,16 +15,20 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import click
 
 from tasuki.cli.output import ExitCode, Output, exit_code_for
-from tasuki.errors import TasukiError
+from tasuki.errors import ConfigError, TasukiError
+
+if TYPE_CHECKING:
+    from tasuki.core.address import Address
+    from tasuki.doors.listening import ServerCertificate
 
 COMMANDS: dict[str, tuple[str, str]] = {
     "run": ("run.run", "Run one job: print its output, exit with its code."),
-    "submit": ("submit.submit", "Submit jobs; return when they are durable."),
+    "submit": ("run.submit", "Submit jobs; return when they are durable."),
     "status": ("jobs.status", "Show the state of jobs, and how they ended."),
     "list": ("jobs.list_jobs", "List jobs, newest first."),
     "explain": ("jobs.explain", "Explain why a job is in its state, and what happened to it."),
@@ -43,9 +47,9 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "server": ("server.server", "Start a server; with --store, one of several."),
     "worker": ("worker.worker", "Run jobs until a signal."),
     "agent": ("agent.agent", "Run programs for clients that send files over HTTP."),
-    "dispatcher": ("dispatcher.dispatcher", "Send jobs to node agents that have a free slot."),
+    "dispatcher": ("agent.dispatcher", "Send jobs to node agents that have a free slot."),
     "duties": ("store.duties", "Do a leader's duties once, for servers that scale to zero."),
-    "token": ("tokens.token", "Make, list and revoke tokens."),
+    "token": ("cluster.token", "Make, list and revoke tokens."),
     "dev-cert": ("dev_cert.dev_cert", "Make a CA and a server's certificate, for development."),
     "doctor": ("doctor.doctor", "Check Python, SQLite, the data folder, its server and store."),
     "migrate": ("store.migrate", "Bring the tables of a store up to date."),
@@ -58,7 +62,6 @@ COMMANDS: dict[str, tuple[str, str]] = {
 
 STDIN = "-"
 HELP_NAMES = {"help_option_names": ["-h", "--help"]}
-LOG_HEAD, LOG_TAIL = "16320KiB", "64KiB"
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -132,6 +135,12 @@ limit_option = number("--limit", metavar="N", type=int, default=50, help="How ma
 cursor_option = option("--cursor", metavar="CURSOR", help="Go on where the last list ended.")
 reason_option = option("--reason", metavar="TEXT", default="", help="Kept in the job's story.")
 log_level_option = option("--log-level", metavar="LEVEL", default="info", help="debug, info, warning or error, on stderr.")
+coordination_option = option(
+    "--coordination",
+    metavar="URL",
+    envvar="TASUKI_COORDINATION",
+    help="With PostgreSQL: redis://… for beats, the leader's lock and hints. The same for all servers. Default: the store.",
+)
 exec_options = options(
     several("--exec", "exec_", metavar="NAME=TEMPLATE", help="Allow a program: {file}, {files}, {args} are filled in. Several."),
     option("--config", metavar="FILE", type=PATH, help="TOML file with [exec.NAME] tables."),
@@ -143,16 +152,26 @@ log_size_options = options(
     option(
         "--log-head",
         metavar="SIZE",
-        default=LOG_HEAD,
+        default="16320KiB",
         help="How much of the beginning of a long stdout or stderr is kept: 500KB, 4MiB.",
     ),
-    option("--log-tail", metavar="SIZE", default=LOG_TAIL, help="How much of its end."),
+    option("--log-tail", metavar="SIZE", default="64KiB", help="How much of its end."),
 )
-tls_options = options(
-    option("--tls-cert", metavar="FILE", help="Certificate chain, PEM."),
-    option("--tls-key", metavar="FILE", help="Its private key, PEM."),
-    flag("--insecure", help="Listen beyond this machine without TLS: the network is trusted."),
-)
+
+
+def gather(name: str, make: Callable[..., Any]) -> Callable[[Function], Callable[..., Any]]:
+    """Call `make` with the options that it takes; the command gets its result as the argument `name`, instead of them."""
+    taken = inspect.signature(make).parameters
+
+    def decorate(function: Function) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def gathered(*args: Any, **given: Any) -> Any:
+            made = make(**{option: given.pop(option) for option in taken if option in given})
+            return function(*args, **{name: made}, **given)
+
+        return gathered
+
+    return decorate
 
 
 class Destination(NamedTuple):
@@ -166,16 +185,39 @@ class Destination(NamedTuple):
 
 def connection_options(to_help: str = TO_HELP, to_metavar: str = "URL") -> Callable[[Function], Callable[..., Any]]:
     """Declare --to, --data, --token-file and --tls-ca; the command gets them as `place`, a Destination."""
+    to_option = option("--to", metavar=to_metavar, help=to_help)
+    return options(to_option, data_option, token_file_option, tls_ca_option, gather("place", Destination))
 
-    def decorate(function: Function) -> Callable[..., Any]:
-        @functools.wraps(function)
-        def connected(*args: Any, to: str | None, data: Path | None, token_file: str | None, tls_ca: str | None, **given: Any):
-            return function(*args, place=Destination(to, data, token_file, tls_ca), **given)
 
-        to_option = option("--to", metavar=to_metavar, help=to_help)
-        return options(to_option, data_option, token_file_option, tls_ca_option)(connected)
+class TlsOptions(NamedTuple):
+    """The certificate of a process that listens."""
 
-    return decorate
+    tls_cert: str | None = None
+    tls_key: str | None = None
+    insecure: bool = False
+
+    def check(self, *addresses: Address, tokens: bool = True) -> None:
+        """Raise ConfigError for a certificate without its key, and for addresses that need a certificate or tokens."""
+        from tasuki.doors.listening import check_listener
+
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise ConfigError("--tls-cert and --tls-key belong together; give both, or none")
+        for address in addresses:
+            check_listener(address, tls=self.tls_cert is not None, tokens=tokens, insecure=self.insecure)
+
+    def certificate(self) -> ServerCertificate | None:
+        """Read the certificate, if there is one."""
+        from tasuki.doors.listening import ServerCertificate
+
+        return ServerCertificate(self.tls_cert, self.tls_key) if self.tls_cert and self.tls_key else None
+
+
+tls_options = options(
+    option("--tls-cert", metavar="FILE", help="Certificate chain, PEM."),
+    option("--tls-key", metavar="FILE", help="Its private key, PEM."),
+    flag("--insecure", help="Listen beyond this machine without TLS: the network is trusted."),
+    gather("tls", TlsOptions),
+)
 
 
 # ---------------------------------------------------------------------------------------------------- the frame
@@ -188,52 +230,34 @@ def command(
     parent: click.Group | None = None,
     exit_code: Callable[[TasukiError], int] = exit_code_for,
     settings: dict[str, Any] | None = None,
-) -> Callable[[Callable[..., Any]], click.Command]:
+    **kind: Any,
+) -> Callable[[Callable[..., Any]], Any]:
     """Make a command of a function. `words` are all its words ("token create"), `parent` is the group it is added to.
 
-    --json is added; an integer that the function returns becomes the exit code.
+    --json is added; an integer that the function returns becomes the exit code. `kind` are arguments of click.command.
     """
 
     def register(function: Callable[..., Any]) -> click.Command:
         @functools.wraps(function)
         def framed(**given: Any) -> None:
-            raise click.exceptions.Exit(run_framed(function, given, exit_code))
+            context = click.get_current_context()
+            word = context.invoked_subcommand
+            if word is None:
+                raise click.exceptions.Exit(_run_framed(function, given, exit_code))
+            if given_options(context, "COMMANDLINE"):
+                context.fail(f"options stand behind the word they are for: {context.command_path} {word} …")
 
+        summary = COMMANDS.get(words, ("", ""))[1]
         made = click.command(
             words.rpartition(" ")[2],
-            help=_help_of(words, function),
-            epilog=epilog_of(examples),
+            help=f"{summary}\n\n{inspect.getdoc(function) or ''}".strip(),
+            epilog="\b\nExamples:\n" + "\n".join(f"  {example}" for example in examples),  # \b: lines are not wrapped
             context_settings={**HELP_NAMES, **(settings or {})},
+            **kind,
         )(framed)
         made.params.append(json_option)
         if parent is not None:
             parent.add_command(made)
-        return made
-
-    return register
-
-
-def command_group(name: str, *, examples: Sequence[str]) -> Callable[[Callable[..., Any]], click.Group]:
-    """Make a command of a function that has other commands below it, as `tasuki worker` has `tasuki worker status`."""
-
-    def register(function: Callable[..., Any]) -> click.Group:
-        @functools.wraps(function)
-        def framed(**given: Any) -> None:
-            context = click.get_current_context()
-            if context.invoked_subcommand is None:
-                raise click.exceptions.Exit(run_framed(function, given))
-            if given_options(context, "COMMANDLINE"):
-                word = context.invoked_subcommand
-                context.fail(f"options stand behind the word they are for: {context.command_path} {word} …")
-
-        made = click.group(
-            name,
-            help=_help_of(name, function),
-            epilog=epilog_of(examples),
-            invoke_without_command=True,
-            context_settings=HELP_NAMES,
-        )(framed)
-        made.params.append(json_option)
         return made
 
     return register
@@ -244,20 +268,13 @@ def group(name: str, details: str) -> click.Group:
     return click.Group(name, help=f"{COMMANDS[name][1]}\n\n{details}", no_args_is_help=True, context_settings=HELP_NAMES)
 
 
-def _help_of(words: str, function: Callable[..., Any]) -> str:
-    _, summary = COMMANDS.get(words, ("", ""))
-    return f"{summary}\n\n{inspect.getdoc(function) or ''}".strip()
-
-
 def given_options(context: click.Context, *sources: str) -> dict[str, Any]:
     """Return the parameters whose values come from these sources (COMMANDLINE, ENVIRONMENT), without the defaults."""
     found = {name: context.get_parameter_source(name) for name in context.params}
     return {name: context.params[name] for name, source in found.items() if source is not None and source.name in sources}
 
 
-def run_framed(
-    function: Callable[..., int | None], given: dict[str, Any], exit_code: Callable[[TasukiError], int] = exit_code_for
-) -> int:
+def _run_framed(function: Callable[..., int | None], given: dict[str, Any], exit_code: Callable[[TasukiError], int]) -> int:
     """Call a command and return its exit code. A TasukiError is shown as one line; any other exception is a bug and is raised."""
     output = Output(json=given.pop("json"), quiet=given.pop("quiet", False))
     try:
@@ -271,8 +288,3 @@ def run_framed(
         # The reader (`| head`) has seen enough. Python would complain once more when it flushes at the end.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return ExitCode.OK
-
-
-def epilog_of(examples: Sequence[str]) -> str:
-    """Return the examples as the end of a help text (\\b keeps click from wrapping the lines)."""
-    return "\b\nExamples:\n" + "\n".join(f"  {example}" for example in examples)

@@ -11,21 +11,30 @@ The client connects to that socket as to any server, so all rules of servers hol
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
+import shutil
 import sys
+import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
+from tasuki.blobs.files import durable_write
 from tasuki.cli.command import STDIN, Destination
+from tasuki.cli.output import when
+from tasuki.client import AsyncClient
+from tasuki.client.embedded import owner_files, read_owner
+from tasuki.config import TOKEN_MAX_CHARS, DataFolder, check_app, data_folder, default_url, find_token
+from tasuki.core.address import Address, parse_url
+from tasuki.core.apps import DEFAULT_APP
+from tasuki.core.election import LOCK_TTL_S
+from tasuki.core.lifecycle import LEASE_TTL_S
 from tasuki.errors import ConfigError
 
 if TYPE_CHECKING:
-    from tasuki.client import AsyncClient
-    from tasuki.config import DataFolder
-    from tasuki.core.address import Address
     from tasuki.server.assembly import StorageLocations
     from tasuki.server.server import Server
 
@@ -41,15 +50,14 @@ LEADER_WAIT_S = 15.0  # longer than a takeover: a new leader may be on its way
 
 def with_client(place: Destination, work: Callable[[AsyncClient], Awaitable[T]]) -> T:
     """Connect, await `work(client)`, disconnect, and return its result."""
-    import asyncio
-
-    from tasuki.client import AsyncClient
-    from tasuki.config import default_url
 
     async def main() -> T:
         url = place.to or default_url()
         if url is not None and is_store(url):
-            async with guest(store_of(url)) as socket, AsyncClient(socket, connect_timeout_s=CONNECT_TIMEOUT_S) as client:
+            # Commands have no options for the settings that the servers of a store share.
+            get = os.environ.get
+            address = StoreAddress(url, get("TASUKI_APP"), get("TASUKI_BLOBS", ""), get("TASUKI_COORDINATION", ""))
+            async with guest(address) as socket, AsyncClient(socket, connect_timeout_s=CONNECT_TIMEOUT_S) as client:
                 return await work(client)
         url, token = find_server(place)
         client = AsyncClient(url, token=token, data=place.data, tls_ca=place.tls_ca, connect_timeout_s=CONNECT_TIMEOUT_S)
@@ -61,8 +69,6 @@ def with_client(place: Destination, work: Callable[[AsyncClient], Awaitable[T]])
 
 def find_server(place: Destination) -> tuple[str | None, str]:
     """Return the address, if one was given, and the token for it (empty for the unix socket of the same user)."""
-    from tasuki.config import data_folder, default_url
-
     url = place.to or default_url()
     token = read_token(place.token_file)
     if not token and url is not None:
@@ -75,8 +81,6 @@ def find_server(place: Destination) -> tuple[str | None, str]:
 
 def read_token(token_file: str | None) -> str:
     """Return the token of --token-file (- for stdin), else of TASUKI_TOKEN, else "". Every user can see arguments."""
-    from tasuki.config import TOKEN_MAX_CHARS, find_token
-
     if token_file != STDIN:
         return find_token(token_file)
     token = sys.stdin.readline().strip()
@@ -87,29 +91,22 @@ def read_token(token_file: str | None) -> str:
 
 def own_token(folder: DataFolder, url: str) -> str:
     """Return the folder's token if the address is that of the folder's running server, else ""."""
-    from tasuki.core.address import parse_url
-
     addresses = parse_url(url)
     if any(address.scheme == "unix" for address in addresses) or not _owner_is_alive(folder):
         return ""
-    noted = listening(folder)
-    if not all(_is_noted(address, noted) for address in addresses):
-        return ""
+    noted = {(address.scheme, address.port) for address in listening(folder)}
+    for address in addresses:
+        direct = address.loopback and not address.path  # a path leads on, through something that is not the folder's server
+        if not direct or (address.scheme, address.port) not in noted:
+            return ""
     try:
         return folder.token_file.read_text("utf-8").strip()
     except OSError:  # the folder of another user, whose token is not ours to use
         return ""
 
 
-def _is_noted(address: Address, noted: list[Address]) -> bool:
-    direct = address.loopback and not address.path  # a path leads on, through something that is not the folder's server
-    return direct and any(address.port == other.port and other.scheme == address.scheme for other in noted)
-
-
 def listening(folder: DataFolder) -> list[Address]:
     """Return the addresses that the folder's server noted."""
-    from tasuki.core.address import parse_url
-
     try:
         lines = (folder.root / LISTENING_NAME).read_text("utf-8").split()
     except OSError:
@@ -119,8 +116,6 @@ def listening(folder: DataFolder) -> list[Address]:
 
 def note_listening(folder: DataFolder, addresses: list[Address]) -> None:
     """Note in the folder where its server listens; without addresses, remove the note."""
-    from tasuki.blobs.files import durable_write
-
     path = folder.root / LISTENING_NAME
     if not addresses:
         path.unlink(missing_ok=True)
@@ -133,9 +128,6 @@ def owner_of(folder: DataFolder) -> str:
 
     Only servers try the lock itself: to try it here, even for a moment, could refuse a server that is starting.
     """
-    from tasuki.cli.output import when
-    from tasuki.client.embedded import read_owner
-
     owner = read_owner(folder)
     return f"pid {owner.pid} since {when(owner.since)}" if owner is not None else ""
 
@@ -145,8 +137,6 @@ def _owner_is_alive(folder: DataFolder) -> bool:
 
     Its pid alone is no proof: after a crash any process may get the number, and another user's may take the port as well.
     """
-    from tasuki.client.embedded import owner_files, read_owner
-
     owner = read_owner(folder)
     if owner is None:
         return False
@@ -175,7 +165,7 @@ class StoreAddress(NamedTuple):
     app: str | None = None
     blobs: str = ""
     coordination: str = ""
-    lead_ttl_s: float = 10.0
+    lead_ttl_s: float = LOCK_TTL_S
 
 
 def is_store(url: str | None) -> bool:
@@ -183,16 +173,8 @@ def is_store(url: str | None) -> bool:
     return url is not None and url.startswith(STORE_SCHEMES)
 
 
-def store_of(url: str) -> StoreAddress:
-    """Return the store's address with TASUKI_APP, TASUKI_BLOBS and TASUKI_COORDINATION, for commands without those options."""
-    get = os.environ.get
-    return StoreAddress(url, get("TASUKI_APP"), get("TASUKI_BLOBS", ""), get("TASUKI_COORDINATION", ""))
-
-
 def guest_places(address: StoreAddress, folder: Path) -> StorageLocations:
     """Return where a guest on this store keeps its data."""
-    from tasuki.config import DataFolder, check_app
-    from tasuki.core.apps import DEFAULT_APP
     from tasuki.server.assembly import StorageLocations
 
     if not is_store(address.url):
@@ -211,9 +193,8 @@ def guest_places(address: StoreAddress, folder: Path) -> StorageLocations:
 
 
 @asynccontextmanager
-async def guest(address: StoreAddress, *, lease_ttl_s: float = 15.0) -> AsyncIterator[str]:
+async def guest(address: StoreAddress, *, lease_ttl_s: float = LEASE_TTL_S) -> AsyncIterator[str]:
     """Take part in a store while the block lasts; yields the address of the guest's socket."""
-    import asyncio
 
     from tasuki.cli.process import server_config
     from tasuki.doors.tcp import TcpDoor
@@ -239,8 +220,6 @@ async def guest(address: StoreAddress, *, lease_ttl_s: float = 15.0) -> AsyncIte
 def _private_folder() -> Iterator[Path]:
     """Make a folder for this user only. Folders of processes that were killed are removed: nobody holds their lock."""
     import fcntl
-    import shutil
-    import tempfile
 
     for left in Path(tempfile.gettempdir()).glob(f"{GUEST_PREFIX}*/{LOCK_NAME}"):
         with suppress(OSError), left.open() as lock:  # another user's, or gone meanwhile
@@ -256,8 +235,6 @@ def _private_folder() -> Iterator[Path]:
 
 async def _warn_without_leader(server: Server) -> None:
     """Warn once: without a leader, jobs of dead workers and delayed jobs stay where they are."""
-    import asyncio
-
     led = True
     while led:
         await asyncio.sleep(LEADER_WAIT_S)

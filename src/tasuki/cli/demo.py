@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import signal
 import sys
 import tempfile
 import time
@@ -23,6 +22,8 @@ import click
 
 from tasuki.cli.command import command, option
 from tasuki.cli.output import Output
+from tasuki.client import AsyncClient
+from tasuki.core.job import JobSpec
 from tasuki.errors import DeadlineExceeded, NotFound, Unavailable
 
 JOBS = 24
@@ -50,7 +51,14 @@ def demo(output: Output, jobs: int) -> int:
             raise DeadlineExceeded(f"the demo did not end within {DEMO_TIMEOUT_S:g} s") from None
 
     report = asyncio.run(main())
-    output.show(report, lambda: _report_lines(report))
+    human = [
+        "",
+        f"{report['jobs']} jobs, {report['recorded_finishes']} recorded finishes, {report['attempts']} attempts "
+        f"({report['lost_with_a_worker']} lost with worker-a), "
+        f"{report['starts_of_commands']} commands started, {report['seconds']} s",
+        "every job has exactly one recorded finish" if report["ok"] else "THE PROMISE WAS NOT KEPT",
+    ]
+    output.show(report, lambda: human)
     return 0 if report["ok"] else 1
 
 
@@ -60,22 +68,21 @@ class _Demo:
     def __init__(self, folder: Path, jobs: int, output: Output) -> None:
         self.data = folder / "data"
         self.ledger = folder / "ledger.txt"
-        self.jobs = jobs
+        self.job_ids = [f"demo-{number:03d}" for number in range(jobs)]
         self.output = output
         self.began = time.monotonic()
         self.processes: dict[str, asyncio.subprocess.Process] = {}
         self.table = _Table(output)
 
     async def play(self) -> dict[str, Any]:
-        from tasuki.client import AsyncClient
-
         try:
             self.say(f"starting a server on {self.data} and two workers with {SLOTS} slots each")
             await self.start_server()
             await self.start_worker("worker-a")
             await self.start_worker("worker-b")
-            async with AsyncClient(f"unix://{self.data}/socket") as client, self.table.shown(client, self.job_ids()):
-                handles = await self.submit(client)
+            async with AsyncClient(f"unix://{self.data}/socket") as client, self.table.shown(client, self.job_ids):
+                handles = await client.submit_many([self.spec(job_id) for job_id in self.job_ids])
+                self.say(f"submitted {len(handles)} commands; each is on disk now")
                 await self.kill_worker(client)
                 await self.kill_server(client)
                 outcomes = [await handle.outcome() for handle in handles]
@@ -83,7 +90,8 @@ class _Demo:
                 again = await self.submit_again(client, outcomes[0])
                 return await self.check(client, outcomes, again)
         finally:
-            await self.stop_all()
+            for name in list(self.processes):
+                await self.kill(name)
 
     # ------------------------------------------------------------------------------------------------ processes
 
@@ -116,37 +124,22 @@ class _Demo:
 
     async def kill(self, name: str) -> None:
         process = self.processes.pop(name)
-        process.send_signal(signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
         await process.wait()
-
-    async def stop_all(self) -> None:
-        for process in self.processes.values():
-            with contextlib.suppress(ProcessLookupError):
-                process.send_signal(signal.SIGKILL)
-            await process.wait()
 
     # ------------------------------------------------------------------------------------------------ steps
 
     def say(self, text: str) -> None:
         self.table.say(f"{time.monotonic() - self.began:5.1f} s  {text}")
 
-    def job_ids(self) -> list[str]:
-        return [f"demo-{number:03d}" for number in range(self.jobs)]
-
     def spec(self, job_id: str) -> Any:
-        from tasuki.core.job import JobSpec
-
         arguments = ("-c", WORK, job_id, str(self.ledger), str(JOB_S))
         return JobSpec(job_id=job_id, subject=GROUP, exec="/bin/sh", args=arguments)
 
-    async def submit(self, client: Any) -> list[Any]:
-        handles = await client.submit_many([self.spec(job_id) for job_id in self.job_ids()])
-        self.say(f"submitted {len(handles)} commands; each is on disk now")
-        return handles
-
     async def until(self, client: Any, condition: Callable[[list[dict[str, Any]]], bool]) -> list[dict[str, Any]]:
         while True:
-            statuses = await client.statuses(self.job_ids())
+            statuses = await client.statuses(self.job_ids)
             if condition(statuses):
                 return statuses
             if all(job["state"] == "SUCCEEDED" for job in statuses):
@@ -182,13 +175,13 @@ class _Demo:
         return {"job_id": outcome.job_id, "existed": handle.existed, "same_result": same, "ran_again": ran}
 
     async def check(self, client: Any, outcomes: list[Any], again: dict[str, Any]) -> dict[str, Any]:
-        statuses = await client.statuses(self.job_ids())
+        statuses = await client.statuses(self.job_ids)
         counts = (await client.counts())["demo"]
         lines = [line.split() for line in self.ledger.read_text().splitlines()]
         ends = Counter((job_id, int(attempt)) for word, job_id, attempt in lines if word == "end")
         finished = [job for job in statuses if job["state"] == "SUCCEEDED" and ends[job["job_id"], job["attempt"]] == 1]
         report = {
-            "jobs": self.jobs,
+            "jobs": len(self.job_ids),
             "recorded_finishes": counts["succeeded"],
             "jobs_with_exactly_one_recorded_finish": len(finished),
             "attempts": sum(job["attempt"] for job in statuses),
@@ -198,7 +191,7 @@ class _Demo:
             "seconds": round(time.monotonic() - self.began, 1),
         }
         report["ok"] = (
-            len(finished) == self.jobs == counts["succeeded"] == len({outcome.job_id for outcome in outcomes})
+            len(finished) == len(self.job_ids) == counts["succeeded"] == len({outcome.job_id for outcome in outcomes})
             and again["existed"]
             and again["same_result"]
             and not again["ran_again"]
@@ -269,14 +262,3 @@ class _Table:
 
 def _running_at(statuses: list[dict[str, Any]], worker_id: str) -> list[str]:
     return [job["job_id"] for job in statuses if job["state"] == "RUNNING" and job["assigned_worker_id"] == worker_id]
-
-
-def _report_lines(report: dict[str, Any]) -> list[str]:
-    verdict = "every job has exactly one recorded finish" if report["ok"] else "THE PROMISE WAS NOT KEPT"
-    return [
-        "",
-        f"{report['jobs']} jobs, {report['recorded_finishes']} recorded finishes, {report['attempts']} attempts "
-        f"({report['lost_with_a_worker']} lost with worker-a), "
-        f"{report['starts_of_commands']} commands started, {report['seconds']} s",
-        verdict,
-    ]

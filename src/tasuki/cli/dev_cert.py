@@ -17,6 +17,7 @@ import socket
 import subprocess
 import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import NamedTuple
@@ -97,12 +98,18 @@ def dev_cert(output: Output, names: tuple[str, ...], out: Path, days: int, force
         raise ConfigError(f"--days must be 1 to {LEAF_DAYS_MAX}, got {days}")
     wanted = all_names(names)
     files = CertificateFiles(out)
-    if not force:
-        files.refuse_existing()
+    there = [path.name for path in (files.cert, files.key) if path.exists()]
+    if there and not force:
+        raise ConfigError(f"{' and '.join(there)} in {out} would be replaced: say --force, or choose another --out")
     authority = Authority.of(files)
     begins = datetime.now(UTC) - timedelta(hours=1)  # clocks of other machines may be behind
     ends = begins + timedelta(days=days)
-    authority.check_alive(ends)
+    ca_ends = validity_of(str(files.ca)).ends
+    if ca_ends < ends:
+        raise ConfigError(
+            f"the CA {files.ca} ends on {ca_ends:%Y-%m-%d}: ask for fewer --days, or remove it and its key for a new CA, "
+            "which all who trust the old one must be given"
+        )
     authority.issue(files, wanted, begins, ends)
     output.show(
         {
@@ -132,39 +139,19 @@ def usage_lines(files: CertificateFiles, names: Sequence[str], ends: datetime) -
     ]
 
 
-class CertificateFiles(NamedTuple):
+class CertificateFiles:
     """The files in the folder."""
 
-    folder: Path
-
-    @property
-    def ca(self) -> Path:
-        return self.folder / "ca.pem"
-
-    @property
-    def ca_key(self) -> Path:
-        return self.folder / "ca-key.pem"
-
-    @property
-    def cert(self) -> Path:
-        return self.folder / "cert.pem"
-
-    @property
-    def key(self) -> Path:
-        return self.folder / "key.pem"
-
-    def refuse_existing(self) -> None:
-        """Raise ConfigError if a certificate would be replaced."""
-        there = [path.name for path in (self.cert, self.key) if path.exists()]
-        if there:
-            raise ConfigError(f"{' and '.join(there)} in {self.folder} would be replaced: say --force, or choose another --out")
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.ca, self.ca_key = folder / "ca.pem", folder / "ca-key.pem"
+        self.cert, self.key = folder / "cert.pem", folder / "key.pem"
 
 
 class Authority(NamedTuple):
     """The CA of a folder; `new` if it was just made."""
 
-    cert: Path
-    key: Path
+    files: CertificateFiles
     new: bool = False
 
     @classmethod
@@ -175,37 +162,27 @@ class Authority(NamedTuple):
             missing = files.ca_key if there == [files.ca] else files.ca
             raise ConfigError(f"{there[0]} is there, but {missing.name} is not: bring it back, or remove the other for a new CA")
         if there:
-            return cls(files.ca, files.ca_key)
+            return cls(files)
         subject = f"tasuki development CA {_own_name()}"[:SUBJECT_MAX_CHARACTERS]
         with _openssl_folder(files.folder, subject) as place:
             made = ("-keyout", "key", "-out", "cert", "-days", str(CA_DAYS), "-extensions", "authority")
-            _openssl(place, "req", "-x509", *_NEW_KEY, *_CONFIGURED, *made)
-            _keep((Path(place, "key"), files.ca_key), (Path(place, "cert"), files.ca))
-        return cls(files.ca, files.ca_key, new=True)
-
-    def check_alive(self, until: datetime) -> None:
-        """Raise ConfigError if the CA ends before the certificate that it is to sign."""
-        ends = validity_of(str(self.cert)).ends
-        if ends < until:
-            raise ConfigError(
-                f"the CA {self.cert} ends on {ends:%Y-%m-%d}: ask for fewer --days, or remove it and its key for a new CA, "
-                "which all who trust the old one must be given"
-            )
+            _openssl(place, "req", "-x509", *_NEW_KEY, *made)
+            _keep(place, files.ca_key, files.ca)
+        return cls(files, new=True)
 
     def issue(self, files: CertificateFiles, names: Sequence[str], begins: datetime, ends: datetime) -> None:
         """Sign a new key for these names. Both files are replaced."""
         with _openssl_folder(files.folder, f"tasuki {names[0]}"[:SUBJECT_MAX_CHARACTERS], names) as place:
             Path(place, "issued").touch()
             Path(place, "serial").write_text(f"01{secrets.token_hex(16)}")  # begins with 01: it must not look negative
-            _openssl(place, "req", "-new", *_NEW_KEY, *_CONFIGURED, "-keyout", "key", "-out", "request")
-            signer = ("-cert", str(self.cert.resolve()), "-keyfile", str(self.key.resolve()))
+            _openssl(place, "req", "-new", *_NEW_KEY, "-keyout", "key", "-out", "request")
+            signer = ("-cert", str(self.files.ca.resolve()), "-keyfile", str(self.files.ca_key.resolve()))
             dates = ("-startdate", f"{begins:%Y%m%d%H%M%SZ}", "-enddate", f"{ends:%Y%m%d%H%M%SZ}")
             made = ("-in", "request", "-out", "cert", "-notext", "-extensions", "server")
-            _openssl(place, "ca", "-batch", *_CONFIGURED, *signer, *dates, *made)
-            _keep((Path(place, "key"), files.key), (Path(place, "cert"), files.cert))
+            _openssl(place, "ca", "-batch", *signer, *dates, *made)
+            _keep(place, files.key, files.cert)
 
 
-_CONFIGURED = ("-config", "config")
 _NEW_KEY = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-pkeyopt", "ec_param_enc:named_curve", "-nodes")
 
 
@@ -221,14 +198,11 @@ def _own_name() -> str:
 
 
 def _checked(name: str) -> str:
-    try:
+    with suppress(ValueError):
         return str(ipaddress.ip_address(name.strip("[]")))
-    except ValueError:
-        pass
-    ascii_name = name.lower()
-    if not _dns_name(ascii_name) or len(ascii_name) > 253:
+    if not _dns_name(name.lower()) or len(name) > 253:
         raise ConfigError(f"{name[:80]!r} is not a host name or an IP address: write control.lab, *.lab or 192.168.1.20")
-    return ascii_name
+    return name.lower()
 
 
 def _alternative(name: str) -> str:
@@ -250,14 +224,14 @@ def _openssl_folder(folder: Path, subject: str, names: Sequence[str] = OWN_NAMES
     return place
 
 
-def _openssl(place: str, *arguments: str) -> None:
+def _openssl(place: str, word: str, *arguments: str) -> None:
     """Run openssl inside the temporary folder, so that no path has to be quoted in its configuration."""
     program = shutil.which("openssl")
     if program is None:
         raise ConfigError("there is no openssl program on PATH, which makes the certificates: apt-get install openssl")
     try:
         done = subprocess.run(
-            [program, *arguments],
+            [program, word, "-config", "config", *arguments],
             cwd=place,
             stdin=subprocess.DEVNULL,
             capture_output=True,
@@ -269,14 +243,15 @@ def _openssl(place: str, *arguments: str) -> None:
             env={**os.environ, "LC_ALL": "C"},
         )
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise ConfigError(f"{program} {arguments[0]} did not work: {error}") from None
+        raise ConfigError(f"{program} {word} did not work: {error}") from None
     if done.returncode != 0:
         last = [line for line in done.stderr.splitlines() if line.strip()][-3:]
-        raise ConfigError(f"{program} {arguments[0]} failed: {' / '.join(last)[:600]}")
+        raise ConfigError(f"{program} {word} failed: {' / '.join(last)[:600]}")
 
 
-def _keep(*moves: tuple[Path, Path]) -> None:
+def _keep(place: str, key: Path, cert: Path) -> None:
     """Rename new files to their places: the key first, for this user alone, then the certificate, which all may read."""
-    for place, (made, kept) in enumerate(moves):
-        made.chmod(0o644 if place else 0o600)
+    for name, kept, mode in (("key", key, 0o600), ("cert", cert, 0o644)):
+        made = Path(place, name)
+        made.chmod(mode)
         made.replace(kept)

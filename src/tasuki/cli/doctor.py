@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import stat
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from tasuki.cli.command import Destination, command, connection_options, option
 from tasuki.cli.connect import find_server, listening, owner_of
 from tasuki.cli.output import ExitCode, Output, table
+from tasuki.client import AsyncClient
+from tasuki.client.embedded import answers
+from tasuki.config import DISK_FLOOR_BYTES, DISK_FLOOR_INODES, DataFolder, data_folder
 from tasuki.errors import TasukiError
-
-if TYPE_CHECKING:
-    from tasuki.config import DataFolder
 
 OK, WARN, FAIL = "ok", "warn", "fail"
 PYTHON_OLDEST = (3, 11)
@@ -29,13 +30,10 @@ CONNECT_TIMEOUT_S = 3.0
 class Finding(NamedTuple):
     """The result of one check."""
 
-    check: str
     state: str
     message: str
     way_out: str = ""
-
-    def described(self) -> dict[str, str]:
-        return {**self._asdict(), "way_out": "" if self.state == OK else self.way_out}
+    """Ignored if the state is OK."""
 
 
 @command(
@@ -56,83 +54,75 @@ class Finding(NamedTuple):
 )
 def doctor(output: Output, place: Destination, store: str | None) -> int:
     """The token is checked too, and a shared store if one is named. Starts nothing; exit 1 if a check fails."""
-    from tasuki.config import data_folder
-
     folder = data_folder(place.data)
-    checks: list[Callable[[], Finding]] = [
-        _python,
-        _sqlite,
-        _clock,
-        _keeper,
-        _limits,
-        lambda: _folder(folder),
-        lambda: _disk(folder),
-        lambda: _token_file(folder),
-        lambda: _owner(folder),
-        lambda: _socket(folder),
-        lambda: _server(place, folder),
-    ]
-    if store:
-        checks.append(lambda: _store(store))
-    findings = [check() for check in checks]
+    owner = owner_of(folder)
+    findings = {
+        "python": _python(),
+        "sqlite": _sqlite(),
+        "clock": _clock(),
+        "keeper": _keeper(),
+        "limits": _limits(),
+        "data folder": _folder(folder),
+        "disk": _disk(folder),
+        "token file": _token_file(folder),
+        "owner": Finding(OK, f"{owner} owns the database" if owner else "no server runs on this folder"),
+        "socket": _socket(folder),
+        "server": _server(place, folder),
+        **({"store": _store(store)} if store else {}),
+    }
+    ways_out = {check: "" if found.state == OK else found.way_out for check, found in findings.items()}
 
     def human() -> Iterator[str]:
-        yield from table(("STATE", "CHECK", "FOUND"), ((found.state, found.check, found.message) for found in findings))
-        for found in findings:
-            if found.way_out and found.state != OK:
-                yield f"  {found.check}: {found.way_out}"
+        yield from table(("STATE", "CHECK", "FOUND"), ((found.state, check, found.message) for check, found in findings.items()))
+        yield from (f"  {check}: {way_out}" for check, way_out in ways_out.items() if way_out)
 
-    output.show([found.described() for found in findings], human)
-    return ExitCode.FAILED if any(found.state == FAIL for found in findings) else ExitCode.OK
+    data = [{"check": check, **found._asdict(), "way_out": ways_out[check]} for check, found in findings.items()]
+    output.show(data, human)
+    return ExitCode.FAILED if any(found.state == FAIL for found in findings.values()) else ExitCode.OK
 
 
 def _python() -> Finding:
     version = ".".join(map(str, sys.version_info[:3]))
     good = sys.version_info >= PYTHON_OLDEST
-    return Finding("python", OK if good else FAIL, f"{version} at {sys.executable}", "install Python 3.11 or newer")
+    return Finding(OK if good else FAIL, f"{version} at {sys.executable}", "install Python 3.11 or newer")
 
 
 def _keeper() -> Finding:
     from tasuki.worker.keeper.keeper import level_here
 
     found = level_here()
-    return Finding(
-        "keeper", WARN if found.level == "group" else OK, f"level {found.level}: {found.detail}", "run workers on Linux"
-    )
+    return Finding(WARN if found.level == "group" else OK, f"level {found.level}: {found.detail}", "run workers on Linux")
 
 
 def _limits() -> Finding:
     """Check how `memory_mb` and `processes` of an exec would be kept here; the worker logs at its start how they are."""
     if sys.platform != "linux":
         message = "memory_mb and processes are not kept for a job as a whole: this is not Linux"
-        return Finding("limits", WARN, message, "run workers on Linux")
+        return Finding(WARN, message, "run workers on Linux")
     from tasuki.worker.keeper.cgroup import NoCgroup, delegated, lacking
 
     try:
         base = delegated()
         missing = lacking(base)
+        if missing:
+            raise NoCgroup(f"{base} is handed no controller {' and '.join(missing)}")
     except (NoCgroup, OSError) as error:
-        return Finding("limits", OK, f"memory_mb and processes are looked at 20 times a second: {error}")
-    if missing:
-        why = f"{base} is handed no controller {' and '.join(missing)}"
-        return Finding("limits", OK, f"memory_mb and processes are looked at 20 times a second: {why}")
-    return Finding("limits", OK, f"memory_mb and processes are kept by a cgroup of each job, if no others live in {base}")
+        return Finding(OK, f"memory_mb and processes are looked at 20 times a second: {error}")
+    return Finding(OK, f"memory_mb and processes are kept by a cgroup of each job, if no others live in {base}")
 
 
 def _sqlite() -> Finding:
     import sqlite3
 
     good = sqlite3.sqlite_version_info >= SQLITE_OLDEST
-    return Finding(
-        "sqlite", OK if good else FAIL, sqlite3.sqlite_version, "use a Python that is linked with SQLite 3.35 or newer"
-    )
+    return Finding(OK if good else FAIL, sqlite3.sqlite_version, "use a Python that is linked with SQLite 3.35 or newer")
 
 
 def _clock() -> Finding:
     now = time.time()
     good = now > CLOCK_OLDEST
     text = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(now))
-    return Finding("clock", OK if good else FAIL, text, "set the machine's clock, best with NTP")
+    return Finding(OK if good else FAIL, text, "set the machine's clock, best with NTP")
 
 
 def _folder(folder: DataFolder) -> Finding:
@@ -141,13 +131,13 @@ def _folder(folder: DataFolder) -> Finding:
     problem = _write_problem(there)
     if problem:
         what = f"{root} cannot be {'written to' if there == root else 'made'}: {problem}"
-        return Finding("data folder", FAIL, what, "choose another with --data")
+        return Finding(FAIL, what, "choose another with --data")
     if there != root:
-        return Finding("data folder", OK, f"{root} (not there yet; the first server makes it)")
+        return Finding(OK, f"{root} (not there yet; the first server makes it)")
     mode = stat.S_IMODE(root.stat().st_mode)
     if mode & 0o022:
-        return Finding("data folder", WARN, f"{root} can be written to by others (mode {mode:04o})", f"chmod go-w {root}")
-    return Finding("data folder", OK, str(root))
+        return Finding(WARN, f"{root} can be written to by others (mode {mode:04o})", f"chmod go-w {root}")
+    return Finding(OK, str(root))
 
 
 def _nearest(path: Path) -> Path:
@@ -165,15 +155,13 @@ def _write_problem(folder: Path) -> str:
 
 
 def _disk(folder: DataFolder) -> Finding:
-    from tasuki.config import DISK_FLOOR_BYTES, DISK_FLOOR_INODES
-
     found = os.statvfs(_nearest(folder.root))
     free = found.f_bavail * found.f_frsize
     text = f"{free // 2**20} MiB free, {found.f_favail} inodes"
     if free < DISK_FLOOR_BYTES or (found.f_files and found.f_favail < DISK_FLOOR_INODES):
-        return Finding("disk", FAIL, text, f"below {DISK_FLOOR_BYTES // 2**20} MiB the server refuses new jobs; make room")
+        return Finding(FAIL, text, f"below {DISK_FLOOR_BYTES // 2**20} MiB the server refuses new jobs; make room")
     low = free < 10 * DISK_FLOOR_BYTES
-    return Finding("disk", WARN if low else OK, text, "make room soon" if low else "")
+    return Finding(WARN if low else OK, text, "make room soon" if low else "")
 
 
 def _token_file(folder: DataFolder) -> Finding:
@@ -181,70 +169,51 @@ def _token_file(folder: DataFolder) -> Finding:
     try:
         found = path.stat()
     except FileNotFoundError:
-        return Finding("token file", OK, f"{path} (not there yet; the first server makes it)")
+        return Finding(OK, f"{path} (not there yet; the first server makes it)")
     except OSError as error:
-        return Finding("token file", WARN, f"{path}: {error.strerror}", "it belongs to another user; use a token of your own")
+        return Finding(WARN, f"{path}: {error.strerror}", "it belongs to another user; use a token of your own")
     mode = stat.S_IMODE(found.st_mode)
     if mode & 0o077:
-        return Finding(
-            "token file", FAIL, f"{path} can be read by others (mode {mode:04o})", f"chmod 600 {path}, revoke it, restart"
-        )
-    return Finding("token file", OK, f"{path} (mode {mode:04o})")
-
-
-def _owner(folder: DataFolder) -> Finding:
-    owner = owner_of(folder)
-    return Finding("owner", OK, f"{owner} owns the database" if owner else "no server runs on this folder")
+        return Finding(FAIL, f"{path} can be read by others (mode {mode:04o})", f"chmod 600 {path}, revoke it, restart")
+    return Finding(OK, f"{path} (mode {mode:04o})")
 
 
 def _socket(folder: DataFolder) -> Finding:
-    from tasuki.client.embedded import answers
-
     try:
         path = folder.socket
     except TasukiError as error:
-        return Finding("socket", FAIL, error.message, "use a shorter --data folder")
+        return Finding(FAIL, error.message, "use a shorter --data folder")
     if answers(path):
-        return Finding("socket", OK, f"unix://{path} answers")
+        return Finding(OK, f"unix://{path} answers")
     if owner_of(folder):
         places = ", ".join(map(str, listening(folder))) or "nowhere that it noted"
-        return Finding(
-            "socket", WARN, f"the server does not answer on unix://{path}; it listens on {places}", "connect there with --to"
-        )
-    return Finding("socket", OK, "not open (no server)")
-
-
-def _as_whom(kind: str) -> str:
-    return "as its own user, without a token" if kind == "node" else f"with a token of kind {kind}"
+        return Finding(WARN, f"the server does not answer on unix://{path}; it listens on {places}", "connect there with --to")
+    return Finding(OK, "not open (no server)")
 
 
 def _server(place: Destination, folder: DataFolder) -> Finding:
     """Connect as a client would, but never start a server for it."""
-    import asyncio
-
-    from tasuki.client import AsyncClient
-    from tasuki.client.embedded import answers
 
     try:
         url, token = find_server(place)
         if url is None and answers(folder.socket):
             url = f"unix://{folder.socket}"
         if url is None:
-            return Finding("server", OK, "none; `tasuki run` starts an embedded one", "")
+            return Finding(OK, "none; `tasuki run` starts an embedded one", "")
 
         async def look() -> tuple[str, float]:
             async with AsyncClient(url, token=token, tls_ca=place.tls_ca, connect_timeout_s=CONNECT_TIMEOUT_S) as client:
                 assert client.welcome is not None
+                kind = client.welcome.kind
+                whom = "as its own user, without a token" if kind == "node" else f"with a token of kind {kind}"
                 began = time.perf_counter()
                 await client.find(limit=1)
-                return f"{client.welcome.server_id}, {_as_whom(client.welcome.kind)}", time.perf_counter() - began
+                return f"{client.welcome.server_id}, {whom}", time.perf_counter() - began
 
         who, took_s = asyncio.run(look())
     except TasukiError as error:
-        return Finding(
-            "server", FAIL, f"{error.code}: {error.message}", "start one with `tasuki up`, or check --to and the token"
-        )
-    return Finding("server", OK, f"{url}: {who}, answers in {took_s * 1000:.1f} ms")
+        return Finding(FAIL, f"{error.code}: {error.message}", "start one with `tasuki up`, or check --to and the token")
+    return Finding(OK, f"{url}: {who}, answers in {took_s * 1000:.1f} ms")
 
 
 def _store(url: str) -> Finding:
@@ -261,8 +230,8 @@ def _store(url: str) -> Finding:
         finally:
             reader.close()
     except TasukiError as error:
-        return Finding("store", FAIL, f"{error.code}: {error.message}", "check --store, and whether it runs")
-    return Finding("store", OK, f"PostgreSQL answers; epoch {epoch}, held by {holder or 'nobody'}")
+        return Finding(FAIL, f"{error.code}: {error.message}", "check --store, and whether it runs")
+    return Finding(OK, f"PostgreSQL answers; epoch {epoch}, held by {holder or 'nobody'}")
 
 
 def _redis(url: str) -> Finding:
@@ -280,7 +249,7 @@ def _redis(url: str) -> Finding:
     finally:
         client.close()
     if found.problems:
-        return Finding("store", WARN, f"{where}: {'; '.join(found.problems)}", "docs/operate/redis.md has the settings")
+        return Finding(WARN, f"{where}: {'; '.join(found.problems)}", "docs/operate/redis.md has the settings")
     if found.unknown:
-        return Finding("store", WARN, f"{where}: could not check {', '.join(found.unknown)}", "ask its operator")
-    return Finding("store", OK, f"{where} answers, and keeps what it is given")
+        return Finding(WARN, f"{where}: could not check {', '.join(found.unknown)}", "ask its operator")
+    return Finding(OK, f"{where} answers, and keeps what it is given")

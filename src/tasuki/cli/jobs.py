@@ -7,15 +7,16 @@ or its retention ends.
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tasuki.cli import command as cli
 from tasuki.cli.connect import with_client
 from tasuki.cli.output import ExitCode, Output, plain, table, when
+from tasuki.client import AsyncClient
+from tasuki.config import check_app
+from tasuki.core.job import State
+from tasuki.core.subject import app_subject, check_pattern
 from tasuki.errors import InvalidInput, NotFound
-
-if TYPE_CHECKING:
-    from tasuki.client import AsyncClient
 
 PAGE = 1000
 ASK_MAX = 1000  # ids in one request
@@ -105,17 +106,15 @@ def list_jobs(
     cursor: str | None,
     place: cli.Destination,
 ) -> None:
-    _check_limit(limit)
-    chosen = {"states": _states(state), "subject": subject, "array_id": array, "worker_id": worker, "text": text}
+    for given in state:
+        if given.upper() not in State.__members__:
+            raise InvalidInput(f"--state {given[:40]!r} is not one of {', '.join(State.__members__)}")
+    states = [given.upper() for given in state]
+    chosen = {"states": states, "subject": subject, "array_id": array, "worker_id": worker, "text": text}
     filter = {name: value for name, value in chosen.items() if value}
-    jobs, following = with_client(place, lambda client: find_all(client, filter, limit=limit, cursor=cursor))
+    jobs, following = _find(place, filter, limit, cursor)
     head = ("JOB", "STATE", "SUBJECT", "EXEC", "ATTEMPT", "PROGRESS", "CREATED", "ERROR")
     _show_page(output, jobs, following, lambda: table(head, map(_row, jobs)))
-
-
-def _check_limit(limit: int) -> None:
-    if limit < 1:
-        raise InvalidInput(f"--limit must be at least 1, got {limit}")
 
 
 def _show_page(output: Output, jobs: list[dict[str, Any]], cursor: str | None, human: Any) -> None:
@@ -137,27 +136,25 @@ def progress_of(view: dict[str, Any]) -> str | None:
     return f"{view['progress']:.0%}"
 
 
-def _states(given: tuple[str, ...]) -> list[str]:
-    from tasuki.core.job import State
-
-    for text in given:
-        if text.upper() not in State.__members__:
-            raise InvalidInput(f"--state {text[:40]!r} is not one of {', '.join(State.__members__)}")
-    return [text.upper() for text in given]
-
-
-async def find_all(
-    client: AsyncClient, filter: dict[str, Any], *, limit: int | None = None, cursor: str | None = None
+def _find(
+    place: cli.Destination, filter: dict[str, Any], limit: int, cursor: str | None
 ) -> tuple[list[dict[str, Any]], str | None]:
-    """Return up to `limit` jobs (None: all), from as many pages as needed, and the cursor of the next page."""
-    jobs: list[dict[str, Any]] = []
-    while limit is None or len(jobs) < limit:
-        page = await client.find(limit=PAGE if limit is None else min(PAGE, limit - len(jobs)), cursor=cursor, **filter)
-        jobs += page["jobs"]
-        cursor = page["cursor"]
-        if cursor is None:
-            break
-    return jobs, cursor
+    """Return up to `limit` jobs, from as many pages as needed, and the cursor of the next page."""
+    if limit < 1:
+        raise InvalidInput(f"--limit must be at least 1, got {limit}")
+
+    async def work(client: AsyncClient) -> tuple[list[dict[str, Any]], str | None]:
+        jobs: list[dict[str, Any]] = []
+        following = cursor
+        while len(jobs) < limit:
+            page = await client.find(limit=min(PAGE, limit - len(jobs)), cursor=following, **filter)
+            jobs += page["jobs"]
+            following = page["cursor"]
+            if following is None:
+                break
+        return jobs, following
+
+    return with_client(place, work)
 
 
 # ---------------------------------------------------------------------------------------------------- cancel, explain, retry
@@ -222,7 +219,8 @@ def retry(
 
     async def work(client: AsyncClient) -> dict[str, Any]:
         if array:
-            views, _ = await find_all(client, {"array_id": array, "states": list(wanted)})
+            pages = _pages(client, {"array_id": array, "states": list(wanted)})
+            views = [view async for page in pages for view in page]
             if not views and not (await client.find(limit=1, array_id=array))["jobs"]:
                 raise NotFound(f"there is no array {array[:128]!r}, or it is not yours")
         else:
@@ -269,9 +267,8 @@ def list_dead(
     output: Output, subject: str | None, app: str | None, limit: int, cursor: str | None, place: cli.Destination
 ) -> None:
     """List dead letters, the newest job first."""
-    _check_limit(limit)
     filter = _dead_filter(subject, app)
-    views, following = with_client(place, lambda client: find_all(client, filter, limit=limit, cursor=cursor))
+    views, following = _find(place, filter, limit, cursor)
     letters = [_letter(view) for view in views]
     _show_page(output, letters, following, lambda: _letter_lines(letters))
 
@@ -365,9 +362,6 @@ def retry_dead(
 
 
 def _dead_filter(subject: str | None, app: str | None) -> dict[str, Any]:
-    from tasuki.config import check_app
-    from tasuki.core.subject import app_subject, check_pattern
-
     if subject and app:
         raise InvalidInput(f"--app {app} stands for its subject; leave --subject out")
     if app:

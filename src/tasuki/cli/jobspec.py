@@ -1,31 +1,28 @@
-"""The parts that `run` and `submit` share: options that describe a job, its fields, and hints while it waits."""
+"""Options that describe a job, for `run` and `submit`, and the fields of the job that they make."""
 
 from __future__ import annotations
 
-import functools
 import os
 import re
+import select
+import stat
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import Any, BinaryIO
 
 import click
 
-from tasuki.cli.command import STDIN, argument, number, option, options, several
-from tasuki.errors import InvalidInput, TasukiError, TooLarge
-
-if TYPE_CHECKING:
-    from tasuki.cli.output import Output
-    from tasuki.client import AsyncClient
+from tasuki.cli.command import STDIN, argument, gather, number, option, options, several
+from tasuki.core.job import BODY_INLINE_MAX_BYTES
+from tasuki.errors import InvalidInput, TooLarge
 
 INDEX, LINE = "{i}", "{line}"
 ARRAY_MAX = 1_000_000
 PIPE_S = 0.2
-PENDING_S = 3.0  # a job that waits longer than this has a reason that its user should know
 _NUMBER = re.compile(r"\d+(\.\d*)?")
 _RANGE = re.compile(r"(\d{1,12})(?:-(\d{1,12})(?::(\d{1,12}))?)?")
 
@@ -40,56 +37,46 @@ def _check_exec(context: click.Context, parameter: click.Parameter, exec_: str) 
     return exec_
 
 
-def job_options(*, retries: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Declare EXEC, ARGS and the options that describe a job; the command gets `fields` and `payload_file`.
+def job_fields(
+    exec_: str,
+    args: tuple[str, ...],
+    subject: str | None,
+    job_id: str | None,
+    files: tuple[str, ...],
+    env: tuple[str, ...],
+    payload_file: str | None,
+    timeout: float | None,
+    retries: int,
+    priority: int,
+    not_before: str | None,
+    not_after: str | None,
+    permanent_exit: str | None,
+    retry_exit: str | None,
+) -> dict[str, Any]:
+    """Return what all jobs of one command have in common, named as in JobSpec, with `job_id` and `files`.
 
-    `fields` has what all jobs of one command have in common, named as in JobSpec, with `job_id` and `files`.
+    Without --subject and --payload-file there is no `subject` and no `payload`.
     """
-
-    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(function)
-        def described(
-            *positional: Any,
-            exec_: str,
-            args: tuple[str, ...],
-            subject: str | None,
-            job_id: str | None,
-            files: tuple[str, ...],
-            env: tuple[str, ...],
-            payload_file: str | None,
-            timeout: float | None,
-            retries: int,
-            priority: int,
-            not_before: str | None,
-            not_after: str | None,
-            permanent_exit: str | None,
-            retry_exit: str | None,
-            **given: Any,
-        ) -> Any:
-            fields: dict[str, Any] = {
-                "exec": "" if exec_ == "-" else exec_,
-                "args": args,
-                "env": parse_env(env),
-                "timeout_s": timeout,
-                "max_retries": retries,
-                "priority": priority,
-                "payload": read_payload(payload_file),
-                "not_before": parse_time("--not-before", not_before),
-                "not_after": parse_time("--not-after", not_after),
-                "permanent_exit_codes": parse_codes("--permanent-exit", permanent_exit),
-                "retry_exit_codes": parse_codes("--retry-exit", retry_exit),
-                "job_id": job_id,
-                "files": check_files(files),
-                **({"subject": subject} if subject else {}),
-            }
-            return function(*positional, fields=fields, payload_file=payload_file, **given)
-
-        return _declared_options(retries)(described)
-
-    return decorate
+    return {
+        "exec": "" if exec_ == "-" else exec_,
+        "args": args,
+        "env": parse_env(env),
+        "timeout_s": timeout,
+        "max_retries": retries,
+        "priority": priority,
+        **({"payload": read_payload(payload_file)} if payload_file is not None else {}),
+        "not_before": parse_time("--not-before", not_before),
+        "not_after": parse_time("--not-after", not_after),
+        "permanent_exit_codes": parse_codes("--permanent-exit", permanent_exit),
+        "retry_exit_codes": parse_codes("--retry-exit", retry_exit),
+        "job_id": job_id,
+        "files": check_files(files),
+        **({"subject": subject} if subject else {}),
+    }
 
 
-def _declared_options(retries: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def job_options(*, retries: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Declare EXEC, ARGS and the options that describe a job; the command gets them as `fields`."""
     return options(
         argument(
             "exec_", metavar="EXEC", help="Name of a program that the worker allows; - for a handler.", callback=_check_exec
@@ -107,6 +94,7 @@ def _declared_options(retries: int) -> Callable[[Callable[..., Any]], Callable[.
         option("--not-after", metavar="TIME", help="Do not start after: a job that still waits then is SKIPPED."),
         option("--permanent-exit", metavar="CODES", help="Exit codes not worth a retry, as in 3,4. Default: the exec's own."),
         option("--retry-exit", metavar="CODES", help="The only exit codes worth a retry. Default: the exec's own."),
+        gather("fields", job_fields),
     )
 
 
@@ -141,10 +129,8 @@ def parse_codes(option: str, text: str | None) -> tuple[int, ...]:
         raise InvalidInput(f"{option} {(text or '')[:40]!r}: write exit codes with commas between, as in 3,4") from None
 
 
-def read_payload(path: str | None) -> bytes:
+def read_payload(path: str) -> bytes:
     """Return the whole file, or stdin for `-`. The payload is sent inside the job, so it has the limit of a job's body."""
-    if path is None:
-        return b""
     try:
         if path == STDIN:
             return _limited(sys.stdin.buffer, "on stdin")
@@ -155,8 +141,6 @@ def read_payload(path: str | None) -> bytes:
 
 
 def _limited(source: BinaryIO, where: str) -> bytes:
-    from tasuki.core.job import BODY_INLINE_MAX_BYTES
-
     data = source.read(BODY_INLINE_MAX_BYTES + 1)
     if len(data) > BODY_INLINE_MAX_BYTES:
         raise TooLarge(
@@ -172,9 +156,6 @@ def piped_payload(hint: Callable[[str], None]) -> bytes:
     Under cron, CI and ssh, stdin is often a pipe that nobody writes to or closes, so after PIPE_S without data it is not waited
     for. There could be a slow writer at its other end, so a hint says that its data is not read.
     """
-    import select
-    import stat
-
     if sys.stdin is None:  # closed by the process that started us
         return b""
     try:
@@ -249,49 +230,3 @@ def open_lines(path: str) -> Iterator[Iterable[str]]:
         raise InvalidInput(f"--each-line {path!r} cannot be read: {error.strerror or error}") from None
     with file:
         yield file
-
-
-# ---------------------------------------------------------------------------------------------------- while a job waits
-
-
-@contextmanager
-def explaining_pending(client: AsyncClient, waited_for: Callable[[], str | None], output: Output) -> Iterator[None]:
-    """Hint once why a job still waits for a worker; `waited_for` returns the id of a job that has not ended."""
-    import asyncio
-
-    if output.json or output.quiet:
-        yield
-        return
-    task = asyncio.ensure_future(_explain_pending(client, waited_for, output))
-    try:
-        yield
-    finally:
-        task.cancel()
-
-
-async def _explain_pending(client: AsyncClient, waited_for: Callable[[], str | None], output: Output) -> None:
-    import asyncio
-
-    await asyncio.sleep(PENDING_S)
-    job_id = waited_for()
-    if job_id is None:
-        return
-    with suppress(TasukiError):  # only a hint: a user who may not ask why still gets the result
-        explanation = await client.explain(job_id)
-        if explanation["state"] == "PENDING" and explanation["because"]:
-            output.hint(f"job {job_id} is PENDING: {explanation['because'][0]}")
-
-
-class ConnectionNotice:
-    """Hints once that the connection was lost."""
-
-    def __init__(self, client: AsyncClient, output: Output) -> None:
-        self._client = client
-        self._output = output
-        self._given = False
-
-    def check(self) -> None:
-        """Hint if the client is not connected now."""
-        if not self._client.connected and not self._given:
-            self._given = True
-            self._output.hint("connection lost; trying again …")

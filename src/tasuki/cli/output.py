@@ -33,34 +33,27 @@ CLEAR_SCREEN = "\033[H\033[2J"
 
 
 class ExitCode(enum.IntEnum):
-    """Exit codes of `tasuki`; `MEANINGS` explains them."""
+    """Exit codes of `tasuki`, with their meanings."""
 
-    OK = 0
-    FAILED = 1
-    USAGE = 2
-    NOT_FOUND = 3
-    FORBIDDEN = 4
-    UNAVAILABLE = 5
-    CONFLICT = 6
-    TIME_LIMIT = 124
-    COULD_NOT_RUN = 125
-    INTERRUPTED = 130
-    BROKEN_PIPE = 141  # as of a program that SIGPIPE ends
+    meaning: str
 
+    def __new__(cls, code: int, meaning: str) -> ExitCode:
+        made = int.__new__(cls, code)
+        made._value_, made.meaning = code, meaning
+        return made
 
-MEANINGS: dict[int, str] = {
-    ExitCode.OK: "done",
-    ExitCode.FAILED: "a job did not succeed, or another error",
-    ExitCode.USAGE: "wrong options, or input that can never work",
-    ExitCode.NOT_FOUND: "no such job or token, or it is not yours",
-    ExitCode.FORBIDDEN: "no valid token, or one that may not do this",
-    ExitCode.UNAVAILABLE: "no server, too busy, disk full, or out of time: try again",
-    ExitCode.CONFLICT: "the job id exists with another body",
-    ExitCode.TIME_LIMIT: "run: the job passed its time limit",
-    ExitCode.COULD_NOT_RUN: "run: an error of tasuki's own, instead of 1 and 3 to 6; see stderr",
-    ExitCode.INTERRUPTED: "Ctrl-C; 128+n: ended by signal n",
-    ExitCode.BROKEN_PIPE: "run: nobody reads the output any more; the job is canceled",
-}
+    OK = 0, "done"
+    FAILED = 1, "a job did not succeed, or another error"
+    USAGE = 2, "wrong options, or input that can never work"
+    NOT_FOUND = 3, "no such job or token, or it is not yours"
+    FORBIDDEN = 4, "no valid token, or one that may not do this"
+    UNAVAILABLE = 5, "no server, too busy, disk full, or out of time: try again"
+    CONFLICT = 6, "the job id exists with another body"
+    TIME_LIMIT = 124, "run: the job passed its time limit"
+    COULD_NOT_RUN = 125, "run: an error of tasuki's own, instead of 1 and 3 to 6; see stderr"
+    INTERRUPTED = 130, "Ctrl-C; 128+n: ended by signal n"
+    BROKEN_PIPE = 141, "run: nobody reads the output any more; the job is canceled"  # as of a program that SIGPIPE ends
+
 
 # The first match counts; a subclass stands before its base.
 _BY_ERROR: tuple[tuple[type[TasukiError], ExitCode], ...] = (
@@ -76,13 +69,12 @@ _BY_ERROR: tuple[tuple[type[TasukiError], ExitCode], ...] = (
 
 
 def exit_code_for(error: TasukiError) -> ExitCode:
-    """Return the exit code for an error that ended a command."""
     return next((code for kind, code in _BY_ERROR if isinstance(error, kind)), ExitCode.FAILED)
 
 
 def exit_code_table() -> str:
     """Return the table of exit codes, as `tasuki --help` shows it."""
-    return "\n".join(f"  {code:>3}  {meaning}" for code, meaning in MEANINGS.items())
+    return "\n".join(f"  {code:>3}  {code.meaning}" for code in ExitCode)
 
 
 class Output:
@@ -115,7 +107,6 @@ class Output:
             print(f"{CLEAR_LINE}{text}", end="", file=sys.stderr, flush=True)
 
     def end_progress(self) -> None:
-        """Remove the line of progress."""
         if self._progress:
             self._progress = False
             print(CLEAR_LINE, end="", file=sys.stderr, flush=True)

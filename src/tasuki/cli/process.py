@@ -12,6 +12,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Coroutine
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -122,16 +123,18 @@ class StopSignals:
         os._exit(code)
 
 
-def renew_on_hangup(certificate: ServerCertificate) -> None:
-    """Read the certificate again at each SIGHUP from now on."""
-    asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, _renew, certificate)
+def renew_on_hangup(certificate: ServerCertificate | None) -> None:
+    """Read the certificate again at each SIGHUP from now on. Without a certificate SIGHUP ends the process, as usual."""
+    if certificate is None:
+        return
 
+    def renew() -> None:
+        try:
+            logger.info("the certificate was read again; it is valid until %s", certificate.renew().isoformat())
+        except ConfigError as error:
+            logger.error("the certificate stays as it was: %s", error.message)
 
-def _renew(certificate: ServerCertificate) -> None:
-    try:
-        logger.info("the certificate was read again; it is valid until %s", certificate.renew().isoformat())
-    except ConfigError as error:
-        logger.error("the certificate stays as it was: %s", error.message)
+    asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, renew)
 
 
 def run_loop(main: Coroutine[Any, Any, int]) -> int:
@@ -150,18 +153,12 @@ def host_name() -> str:
 
 def http_installed() -> bool:
     """Return whether FastAPI, uvicorn and the Prometheus client can be imported."""
-    from importlib.util import find_spec
-
     return all(find_spec(name) is not None for name in ("fastapi", "prometheus_client", "uvicorn"))
 
 
 def server_config(data: Path, **settings: Any) -> ServerConfig:
-    """Return the settings of a server in this process, under a new id."""
+    """Return the settings of a server in this process, under a new id; host and pid alone are often the same in containers."""
     from tasuki.server.server import ServerConfig
 
-    return ServerConfig(**{"server_id": new_server_id(), "host": host_name(), "data": data, **settings})
-
-
-def new_server_id() -> str:
-    """Return an id for this start; host and pid alone are often the same in containers."""
-    return f"{host_name()}-{os.getpid()}-{secrets.token_hex(3)}"
+    server_id = f"{host_name()}-{os.getpid()}-{secrets.token_hex(3)}"
+    return ServerConfig(**{"server_id": server_id, "host": host_name(), "data": data, **settings})

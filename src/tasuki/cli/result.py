@@ -6,23 +6,22 @@ file, never whole in memory, and is read with all the checks of `tasuki.blobs.zi
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import Any, BinaryIO
 
 from tasuki.cli.command import PATH, Destination, argument, command, connection_options, flag, number, option
 from tasuki.cli.connect import with_client
 from tasuki.cli.output import ExitCode, Output, encode_json, write_line
+from tasuki.client import AsyncClient
+from tasuki.client.logs import LogFollower, LogPart
+from tasuki.core.protocol import JobResult
 from tasuki.errors import InvalidInput
-
-if TYPE_CHECKING:
-    from tasuki.client import AsyncClient
-    from tasuki.client.logs import LogFollower, LogPart
-    from tasuki.core.protocol import JobResult
 
 PIECE_BYTES = 64 * 1024
 STREAMS = ("stdout", "stderr")
@@ -67,45 +66,37 @@ def result(
         raise InvalidInput("choose one of --output, --extract and --stdout")
     if stdout and output.json:
         raise InvalidInput("--stdout writes the result itself; it cannot stand with --json")
-    return with_client(place, lambda client: _result(client, job_id, output_file, extract, stdout, timeout, output))
 
+    async def work(client: AsyncClient) -> int:
+        from tasuki.blobs.zip.writer import extract_zip
 
-async def _result(
-    client: AsyncClient,
-    job_id: str,
-    output_file: Path | None,
-    extract: Path | None,
-    stdout: bool,
-    timeout: float | None,
-    output: Output,
-) -> int:
-    from tasuki.blobs.zip.writer import extract_zip
+        output.progress(f"waiting for job {job_id} …")
+        ended = await client.job(job_id).outcome(timeout)
+        saved: Path | None = None
+        size = 0
+        with scratch_file() as scratch:
+            if has_result(ended):
+                suffix = "zip" if (await client.status(job_id))["exec"] else "bin"
+                saved = output_file or Path(f"{job_id}.{suffix}")
+                size = await fetch(client, ended, scratch if stdout or extract else saved)
+            if saved is not None and (stdout or extract):
+                with scratch.open("rb") as source:
+                    if extract is not None:
+                        extract_zip(source, extract)
+                    else:
+                        copy_all(source, sys.stdout.buffer.write)
+                        sys.stdout.buffer.flush()
+                saved = extract
+        succeeded = ended.state == "SUCCEEDED"
+        if not stdout:
+            answer = {**describe(ended), "path": str(saved) if saved else None, "size_bytes": size}
+            where = f"{saved}  {size} bytes" if saved else "it left no result"
+            output.show(answer, lambda: [where])
+        if not succeeded:
+            output.hint(f"job {job_id} is {ended.state}: {ended.outcome.message or ended.outcome.error_code}")
+        return ExitCode.OK if succeeded else ExitCode.FAILED
 
-    output.progress(f"waiting for job {job_id} …")
-    ended = await client.job(job_id).outcome(timeout)
-    saved: Path | None = None
-    size = 0
-    with scratch_file() as scratch:
-        if has_result(ended):
-            suffix = "zip" if (await client.status(job_id))["exec"] else "bin"
-            saved = output_file or Path(f"{job_id}.{suffix}")
-            size = await fetch(client, ended, scratch if stdout or extract else saved)
-        if saved is not None and (stdout or extract):
-            with scratch.open("rb") as source:
-                if extract is not None:
-                    extract_zip(source, extract)
-                else:
-                    copy_all(source, sys.stdout.buffer.write)
-                    sys.stdout.buffer.flush()
-            saved = extract
-    succeeded = ended.state == "SUCCEEDED"
-    if not stdout:
-        answer = {**describe(ended), "path": str(saved) if saved else None, "size_bytes": size}
-        where = f"{saved}  {size} bytes" if saved else "it left no result"
-        output.show(answer, lambda: [where])
-    if not succeeded:
-        output.hint(f"job {job_id} is {ended.state}: {ended.outcome.message or ended.outcome.error_code}")
-    return ExitCode.OK if succeeded else ExitCode.FAILED
+    return with_client(place, work)
 
 
 @contextmanager
@@ -220,8 +211,6 @@ def logs(
     show = _show_texts if output.json and not follow else _show_parts
 
     async def work(client: AsyncClient) -> None:
-        from tasuki.client.logs import LogFollower
-
         printer = LogPrinter(output)
         make = functools.partial(LogFollower, offset=offset or 0, tail_bytes=tail, on_progress=printer.progress)
         await show([make(client, job_id, name) for name in streams], follow, printer)
@@ -239,16 +228,11 @@ class LogPrinter:
 
     async def part(self, part: LogPart) -> None:
         """Print a part at once; in a thread, so that a slow reader does not keep us from answering the server."""
-        import asyncio
-
-        self._note_attempt(part.attempt)
+        if self._attempt and part.attempt > self._attempt:
+            self.output.hint(f"tasuki: attempt {part.attempt} begins")
+        self._attempt = max(self._attempt, part.attempt)
         self.output.end_progress()
         await asyncio.to_thread(_write, part.stream, part.text)
-
-    def _note_attempt(self, attempt: int) -> None:
-        if self._attempt and attempt > self._attempt:
-            self.output.hint(f"tasuki: attempt {attempt} begins")
-        self._attempt = max(self._attempt, attempt)
 
     def progress(self, fraction: float, text: str) -> None:
         """Print how far the job is, on a terminal; both streams report it."""
@@ -265,12 +249,12 @@ def _write(stream: str, data: bytes) -> None:
 
 
 async def _show_parts(followers: list[LogFollower], follow: bool, printer: LogPrinter) -> None:
-    import asyncio
-
     async def one(follower: LogFollower) -> None:
         async for part in follower.parts(follow=follow):
             if printer.output.json:
-                write_line(encode_json(_describe_part(follower.job_id, part)))
+                where = {"job_id": follower.job_id, "stream": part.stream, "attempt": part.attempt, "offset": part.offset}
+                data = part.data.decode("utf-8", "replace")
+                write_line(encode_json({**where, "cut_bytes": part.cut_bytes, "data": data}))
             else:
                 await printer.part(part)
 
@@ -292,8 +276,3 @@ async def _show_texts(followers: list[LogFollower], follow: bool, printer: LogPr
         pieces = [part.text async for part in follower.parts(follow=follow)]
         texts[follower.stream] = b"".join(pieces).decode("utf-8", "replace")
     printer.output.show({"job_id": followers[0].job_id, **texts}, list)
-
-
-def _describe_part(job_id: str, part: LogPart) -> dict[str, Any]:
-    where = {"job_id": job_id, "stream": part.stream, "attempt": part.attempt, "offset": part.offset}
-    return {**where, "cut_bytes": part.cut_bytes, "data": part.data.decode("utf-8", "replace")}

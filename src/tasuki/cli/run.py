@@ -3,30 +3,35 @@
 The job's stdout, stderr and exit code become those of the command, the two streams as they come; what did not arrive while the
 job ran is read from its result. Ctrl-C cancels the job and waits for its end; a second one leaves the job. If the reader of our
 stdout goes away, the job is canceled too, as SIGPIPE would have ended the program.
+
+`tasuki submit`: one job, an array of jobs, or one job per line of a file; returns when they are durable.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import signal
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
-from tasuki.cli import agents, result
-from tasuki.cli.command import PATH, STDIN, Destination, command, connection_options, flag, number, option
+from tasuki.cli import agents, jobspec, result
+from tasuki.cli.command import PATH, STDIN, Destination, command, connection_options, flag, number, option, quiet_option
 from tasuki.cli.connect import with_client
-from tasuki.cli.jobspec import TAKES_A_COMMAND, ConnectionNotice, explaining_pending, job_options, piped_payload
 from tasuki.cli.output import ExitCode, Output
-from tasuki.errors import TasukiError, Unavailable
-
-if TYPE_CHECKING:
-    from tasuki.client import AsyncClient, AsyncJobHandle
-    from tasuki.client.logs import LogFollower
-    from tasuki.core.protocol import JobResult
+from tasuki.client import AsyncClient, AsyncJobHandle
+from tasuki.client.logs import LogFollower
+from tasuki.core.job import InputFile, JobSpec
+from tasuki.core.protocol import JobResult
+from tasuki.errors import InvalidInput, TasukiError, Unavailable
 
 PROGRESS_S = 0.5
+PENDING_S = 3.0  # a job that waits longer than this has a reason that its user should know
+BATCH = 5_000  # jobs in memory at once
 CANCEL_S = 5.0  # how long a server that may be gone gets to answer before the user's terminal is free again
 
 
@@ -39,7 +44,7 @@ def _not_stdout(context: click.Context, parameter: click.Parameter, output_file:
 @command(
     "run",
     exit_code=lambda error: ExitCode.COULD_NOT_RUN,  # an error of tasuki must not look like an exit code of the job
-    settings=TAKES_A_COMMAND,
+    settings=jobspec.TAKES_A_COMMAND,
     examples=[
         "tasuki run echo hello",
         "echo hello | tasuki run cat",
@@ -50,7 +55,7 @@ def _not_stdout(context: click.Context, parameter: click.Parameter, output_file:
         "tasuki run --to agents:http://n1:7090,http://n2:7090 --file book.csv -o result.zip pricer --fast    # node agents",
     ],
 )
-@job_options(retries=0)
+@jobspec.job_options(retries=0)
 @option(
     "--output",
     "-o",
@@ -78,7 +83,6 @@ def _not_stdout(context: click.Context, parameter: click.Parameter, output_file:
 def run(
     output: Output,
     fields: dict[str, Any],
-    payload_file: str | None,
     output_file: Path | None,
     place: Destination,
     hedge: float | None,
@@ -97,8 +101,8 @@ def run(
     """
     if agents.are_meant(place, hedge, give_up_after):
         return asyncio.run(agents.run_on_agents(place, fields, output_file, output, hedge, give_up_after))
-    if payload_file is None and place.token_file != STDIN:
-        fields["payload"] = piped_payload(output.hint)
+    if "payload" not in fields and place.token_file != STDIN:
+        fields["payload"] = jobspec.piped_payload(output.hint)
     output.progress("connecting …")
     stream = not (no_stream or output.json)
     return with_client(place, lambda client: _run(client, fields, output_file, output, stream=stream))
@@ -115,7 +119,7 @@ async def _run(client: AsyncClient, fields: dict[str, Any], output_file: Path | 
         ending = asyncio.ensure_future(handle.outcome())
         if stream and fields["exec"]:
             streaming = _Streaming(client, job_id, ending, stop, output)
-        with explaining_pending(client, lambda: job_id, output):
+        with _explaining_pending(client, lambda: job_id, output):
             ended = await _wait(client, handle, ending, stop, output)
         if ended is not None:
             code = await _deliver(client, ended, output_file, output, streaming, is_command=bool(fields["exec"]))
@@ -159,8 +163,6 @@ class _Streaming:
     def __init__(
         self, client: AsyncClient, job_id: str, ending: asyncio.Future[JobResult], stop: _Interrupts, output: Output
     ) -> None:
-        from tasuki.client.logs import LogFollower
-
         self._printer = result.LogPrinter(output)
         self._stop = stop
         self._followers = [LogFollower(client, job_id, name, on_progress=self._printer.progress) for name in result.STREAMS]
@@ -194,12 +196,12 @@ class _Streaming:
 
 async def _submit(client: AsyncClient, fields: dict[str, Any], stop: _Interrupts, output: Output) -> AsyncJobHandle | None:
     """Return the job as the server accepted it, or None if the user interrupted and the server did not answer."""
-    notice = ConnectionNotice(client, output)
+    notice = _connection_notice(client, output)
     submitting = asyncio.ensure_future(client.submit(**fields))
     try:
         while not submitting.done() and not stop.count:
             await _sleep_until(submitting, stop)
-            notice.check()
+            notice()
         # An accepted job is canceled afterwards; so it is not left behind just because Ctrl-C came early.
         await asyncio.wait({submitting}, timeout=CANCEL_S)
         if submitting.done():
@@ -216,7 +218,7 @@ async def _wait(
     """Return how the job ended, or None if the user does not want to wait for it any more."""
     loop = asyncio.get_running_loop()
     began = loop.time()
-    notice = ConnectionNotice(client, output)
+    notice = _connection_notice(client, output)
     canceling: asyncio.Task[bool] | None = None
     try:
         while not ending.done():
@@ -232,7 +234,7 @@ async def _wait(
             if canceling is not None and canceling.done() and not canceling.result():
                 output.hint(f"the cancel did not reach the server; the job may go on: tasuki status {handle.job_id}")
                 return None
-            notice.check()
+            notice()
             output.progress(f"job {handle.job_id}: {loop.time() - began:.0f} s")
         return ending.result()
     finally:
@@ -302,3 +304,164 @@ def exit_code_of(ended: JobResult) -> int:
     if outcome.error_code in result.ENDED_ITSELF and outcome.exit_code:
         return outcome.exit_code
     return ExitCode.COULD_NOT_RUN
+
+
+# ---------------------------------------------------------------------------------------------------- while a job waits
+
+
+@contextmanager
+def _explaining_pending(client: AsyncClient, waited_for: Callable[[], str | None], output: Output) -> Iterator[None]:
+    """Hint once why a job still waits for a worker; `waited_for` returns the id of a job that has not ended."""
+
+    async def explain() -> None:
+        await asyncio.sleep(PENDING_S)
+        job_id = waited_for()
+        if job_id is None or output.json or output.quiet:
+            return
+        with suppress(TasukiError):  # only a hint: a user who may not ask why still gets the result
+            explanation = await client.explain(job_id)
+            if explanation["state"] == "PENDING" and explanation["because"]:
+                output.hint(f"job {job_id} is PENDING: {explanation['because'][0]}")
+
+    task = asyncio.ensure_future(explain())
+    try:
+        yield
+    finally:
+        task.cancel()
+
+
+def _connection_notice(client: AsyncClient, output: Output) -> Callable[[], None]:
+    """Return a function that hints, the first time that it finds the client not connected."""
+    given = False
+
+    def notice() -> None:
+        nonlocal given
+        if not client.connected and not given:
+            given = True
+            output.hint("connection lost; trying again …")
+
+    return notice
+
+
+# ---------------------------------------------------------------------------------------------------- submit
+
+
+@command(
+    "submit",
+    settings=jobspec.TAKES_A_COMMAND,
+    examples=[
+        "tasuki submit --subject render.eu.1 --file scene.blend render --mode fast",
+        "tasuki submit --array 1-1000 --job-id study-7 simulate --seed {i}      # jobs study-7.1 to study-7.1000",
+        "find . -name '*.wav' | tasuki submit --each-line - --wait encode --in {line}",
+        "tasuki submit --subject math.square --payload-file number.txt -        # - instead of EXEC: a Python handler's job",
+    ],
+)
+@option("--array", metavar="RANGE", help="One job per index (1-1000, 0-100:10, 3,7,9-12); {i} in ARGS is replaced.")
+@option("--each-line", metavar="FILE", help="One job per line (- for stdin): {line} in ARGS, or the last argument.")
+@flag("--wait", help="Wait until all have ended; exit 1 if one did not succeed.")
+@jobspec.job_options(retries=3)
+@connection_options()
+@quiet_option
+def submit(
+    output: Output,
+    array: str | None,
+    each_line: str | None,
+    wait: bool,
+    fields: dict[str, Any],
+    place: Destination,
+) -> int:
+    """A second job with the same --job-id and body is the same job."""
+    if array and each_line:
+        raise InvalidInput("--array and --each-line cannot stand together; choose one")
+    if array:
+        elements = jobspec.array_elements(jobspec.parse_array(array), fields["args"])
+        return with_client(place, lambda client: _submit_many(client, fields, elements, wait, output))
+    if each_line:
+        with jobspec.open_lines(each_line) as lines:
+            elements = jobspec.line_elements(lines, fields["args"])
+            return with_client(place, lambda client: _submit_many(client, fields, elements, wait, output))
+    return with_client(place, lambda client: _submit_one(client, fields, wait, output))
+
+
+async def _submit_one(client: AsyncClient, fields: dict[str, Any], wait: bool, output: Output) -> int:
+    job_id = fields["job_id"] or client.new_id()
+    try:
+        handle = await client.submit(**{**fields, "job_id": job_id}, watch=wait)
+    except asyncio.CancelledError:  # Ctrl-C; the server may have accepted the job all the same
+        output.hint(
+            f"it is not known whether the job was accepted; see: tasuki status {job_id}; stop it with: tasuki cancel {job_id}"
+        )
+        raise
+    answer: dict[str, Any] = {"job_id": job_id, "existed": handle.existed}
+    failed = 0
+    if wait:
+        hint = f"the job goes on; look at it with: tasuki status {job_id}; stop it with: tasuki cancel {job_id}"
+        states = await _wait_all(client, [handle], f"job {job_id}", hint, output)
+        answer["state"] = states[0]
+        failed = states[0] != "SUCCEEDED"
+    output.show(answer, lambda: [f"{job_id}{'  ' + answer['state'] if wait else ''}"], [job_id])
+    return ExitCode.FAILED if failed else ExitCode.OK
+
+
+async def _submit_many(
+    client: AsyncClient,
+    fields: dict[str, Any],
+    elements: Iterable[tuple[int, tuple[str, ...]]],
+    wait: bool,
+    output: Output,
+) -> int:
+    array_id = fields["job_id"] or client.new_id()
+    fields |= {"array_id": array_id, "files": tuple([await _uploaded(client, file) for file in fields["files"]])}
+    handles: list[AsyncJobHandle] = []
+    count = 0
+    specs = (
+        JobSpec(**{**fields, "job_id": f"{array_id}.{index}", "args": args, "headers": {"array_index": str(index)}})
+        for index, args in elements
+    )
+    while batch := list(itertools.islice(specs, BATCH)):
+        submitted = await client.submit_many(batch, watch=wait)
+        count += len(submitted)
+        if wait:
+            handles += submitted
+        output.progress(f"{count} jobs submitted")
+    if not count:
+        raise InvalidInput("there was nothing to submit: no line with text in it")
+    states: list[str] = []
+    if wait:
+        listing = f"tasuki list --array {array_id}"
+        stop = f"{listing} --quiet --limit {count} | xargs tasuki cancel"
+        hint = f"the jobs go on; look at them with: {listing}; stop them with: {stop}"
+        states = await _wait_all(client, handles, f"array {array_id} ({count} jobs)", hint, output)
+    tally = {state: states.count(state) for state in sorted(set(states))}
+    answer = {"array_id": array_id, "count": count, **({"states": tally} if wait else {})}
+    line = f"{array_id}  {count} jobs" + "".join(f", {number} {state}" for state, number in tally.items())
+    output.show(answer, lambda: [line], [array_id])
+    output.hint(f"look at them with: tasuki list --array {array_id}")
+    return ExitCode.FAILED if any(state != "SUCCEEDED" for state in states) else ExitCode.OK
+
+
+async def _uploaded(client: AsyncClient, file: str) -> InputFile:
+    """Upload an input of an array once; every element names it by its hash."""
+    ref = await client.put_file(file)
+    return InputFile(Path(file).name, sha256=ref.sha256, size_bytes=ref.size_bytes)
+
+
+async def _wait_all(client: AsyncClient, handles: Sequence[AsyncJobHandle], what: str, hint: str, output: Output) -> list[str]:
+    """Wait for all jobs, and return the states that they ended in; `hint` is shown if the user interrupts."""
+    output.hint(f"submitted {what}; waiting for the end")
+    notice = _connection_notice(client, output)
+    ends = [asyncio.ensure_future(handle.outcome()) for handle in handles]
+    try:
+        pending = set(ends)
+        with _explaining_pending(client, lambda: next((each.job_id for each in handles if not each.done), None), output):
+            while pending:
+                output.progress(f"{len(ends) - len(pending)} of {len(ends)} jobs have ended")
+                _, pending = await asyncio.wait(pending, timeout=PROGRESS_S)
+                notice()
+        return [str(end.result().state) for end in ends]
+    except asyncio.CancelledError:  # Ctrl-C
+        output.hint(hint)
+        raise
+    finally:
+        for end in ends:
+            end.cancel()

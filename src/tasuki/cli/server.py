@@ -10,26 +10,38 @@ import asyncio
 import gc
 import logging
 import os
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
+from urllib.parse import urlsplit
 
 from tasuki.cli import command as cli
 from tasuki.cli import process
 from tasuki.cli.connect import note_listening
 from tasuki.cli.output import Output
+from tasuki.config import check_app, data_folder, fault_point, parse_http, parse_listen, parse_size
+from tasuki.core.address import Address, parse_url
+from tasuki.core.apps import DEFAULT_APP
 from tasuki.core.election import LOCK_TTL_S
 from tasuki.core.lifecycle import BLOB_GRACE_S, HTTP_LEASE_TTL_S, LEASE_TTL_S, RETENTION_DAYS
+from tasuki.doors.listening import ServerCertificate
+from tasuki.doors.tcp import TcpDoor
 from tasuki.errors import ConfigError
+from tasuki.server.assembly import (
+    StorageLocations,
+    check_redis_driver,
+    check_store,
+    is_redis,
+    kill_at,
+    make_server,
+    open_presigned,
+)
+from tasuki.server.backup import prepare_folder
+from tasuki.server.server import Server, ServerConfig
+from tasuki.server.transfers import PresignedTransfers
 
 if TYPE_CHECKING:
-    from tasuki.config import DataFolder
-    from tasuki.core.address import Address
     from tasuki.doors.http.door import HttpDoor
-    from tasuki.doors.listening import ServerCertificate
-    from tasuki.server.assembly import StorageLocations
-    from tasuki.server.server import Server, ServerConfig
-    from tasuki.server.transfers import PresignedTransfers
 
 logger = logging.getLogger("tasuki.server")
 DEFAULT_TCP = "127.0.0.1:7000"
@@ -43,12 +55,6 @@ store_option = cli.option(
     help="postgresql://user@host/database or redis://host:6379/0 (rediss://, redis+sentinel://), which several servers may "
     "share. An address with a password belongs into the variable: others can read the command line. "
     "Default: SQLite in the data folder.",
-)
-coordination_option = cli.option(
-    "--coordination",
-    metavar="URL",
-    envvar="TASUKI_COORDINATION",
-    help="With PostgreSQL: redis://… for beats, the leader's lock and hints. The same for all servers. Default: the store.",
 )
 blobs_option = cli.option(
     "--blobs",
@@ -101,7 +107,7 @@ app_option = cli.several(
 @cli.number(
     "--http-lease-ttl", metavar="SECONDS", default=HTTP_LEASE_TTL_S, help="How long a silent worker over HTTP keeps its jobs."
 )
-@coordination_option
+@cli.coordination_option
 @cli.flag("--strict", help="With Redis: refuse to start if its settings may lose jobs, instead of a warning.")
 @cli.flag(
     "--presign",
@@ -116,9 +122,7 @@ def server(
     tcp: tuple[str, ...],
     no_tcp: bool,
     unix: bool,
-    tls_cert: str | None,
-    tls_key: str | None,
-    insecure: bool,
+    tls: cli.TlsOptions,
     store: str | None,
     blobs: str | None,
     advertise: tuple[str, ...],
@@ -137,26 +141,21 @@ def server(
     log_level: str,
 ) -> int:
     """SIGTERM or Ctrl-C ends it in order, a second one at once. SIGHUP makes it read --tls-cert and --tls-key again."""
-    from tasuki.config import data_folder, parse_http, parse_listen, parse_size
-    from tasuki.core.address import parse_url
-
     process.configure_log(log_level, json=output.json)
     folder, apps = data_folder(data), tuple(dict.fromkeys(app))
     listen = ListenOptions(
         tcp=() if no_tcp else tuple(parse_listen(text) for text in tcp or [DEFAULT_TCP]),
         unix=unix,
         http=parse_http(http) if http else None,
-        tls_cert=tls_cert,
-        tls_key=tls_key,
-        insecure=insecure,
+        tls=tls,
         advertise=tuple(address for url in advertise for address in parse_url(url)),
         apps=apps,
         http_lease_ttl_s=http_lease_ttl,
         presign=presign,
         presign_endpoint=presign_endpoint or "",
     )
-    shared = {"store": store or "", "lock_ttl_s": lead_ttl, "coordination": coordination or "", "strict": strict}
-    places = storage_locations(folder, apps, blobs=blobs or "", **shared)
+    app_of_keys = apps[0] if apps else DEFAULT_APP
+    places = StorageLocations(folder, store or "", blobs or "", lead_ttl, coordination or "", app_of_keys, strict)
     config = process.server_config(
         folder.root,
         lease_ttl_s=lease_ttl,
@@ -168,10 +167,11 @@ def server(
 
 
 async def _main(options: ServerOptions, events: process.Events) -> int:
-    stop, folder = process.StopSignals(), options.places.folder
+    stop = process.StopSignals()
 
     async def until_stopped(opened: RunningServer) -> None:
-        opened.renew_on_hangup()
+        process.renew_on_hangup(opened.certificate)
+        folder = options.places.folder
         events.emit("ready", f"data {folder.root}", data=str(folder.root), token_file=str(folder.token_file))
         await stop.wanted.wait()
         events.emit("stopping")
@@ -191,9 +191,7 @@ class ListenOptions(NamedTuple):
     http: Address | None = None
     http_if_free: bool = False
     """Start without HTTP if its port is taken or FastAPI is not installed."""
-    tls_cert: str | None = None
-    tls_key: str | None = None
-    insecure: bool = False
+    tls: cli.TlsOptions = cli.TlsOptions()
     advertise: tuple[Address, ...] = ()
     """Addresses by which others reach this server, if not those it listens on."""
     apps: tuple[str, ...] = ()
@@ -202,11 +200,6 @@ class ListenOptions(NamedTuple):
     """Let peers over HTTP move large blobs to and from the bucket themselves."""
     presign_endpoint: str = ""
     """Address by which peers reach the bucket, if not that of the server."""
-
-    @property
-    def over_http(self) -> tuple[Address, ...]:
-        """Return the HTTP address, if there is one."""
-        return () if self.http is None else (self.http,)
 
 
 class ServerOptions(NamedTuple):
@@ -217,24 +210,10 @@ class ServerOptions(NamedTuple):
     config: ServerConfig
 
 
-def storage_locations(folder: DataFolder, apps: tuple[str, ...] = (), **settings: Any) -> StorageLocations:
-    """Return where a server keeps its data; on Redis its app is the prefix of the keys."""
-    from tasuki.core.apps import DEFAULT_APP
-    from tasuki.server.assembly import StorageLocations
-
-    return StorageLocations(folder, app=apps[0] if apps else DEFAULT_APP, **settings)
-
-
 def check(options: ServerOptions) -> None:
     """Raise ConfigError for options that cannot work, before anything is opened."""
-    from tasuki.config import check_app
-    from tasuki.doors.listening import check_listener
-
     listen = options.listen
-    if (listen.tls_cert is None) != (listen.tls_key is None):
-        raise ConfigError("--tls-cert and --tls-key belong together; give both, or none")
-    for address in (*listen.tcp, *listen.over_http):
-        check_listener(address, tls=listen.tls_cert is not None, tokens=True, insecure=listen.insecure)
+    listen.tls.check(*listen.tcp, *([listen.http] if listen.http is not None else []))
     if not listen.tcp and not listen.unix and listen.http is None:
         raise ConfigError("nothing to listen on: give --tcp HOST:PORT or --http HOST:PORT, or leave --no-unix out")
     for app in listen.apps:
@@ -244,10 +223,8 @@ def check(options: ServerOptions) -> None:
 
 
 def _check_presign(listen: ListenOptions, blobs: str) -> None:
-    from urllib.parse import urlsplit
 
     from tasuki.blobs.s3.requests import parse_s3_url
-    from tasuki.core.address import Address
 
     if not listen.presign:
         if listen.presign_endpoint:
@@ -259,7 +236,7 @@ def _check_presign(listen: ListenOptions, blobs: str) -> None:
     parts = urlsplit(endpoint)
     if listen.presign_endpoint and (parts.scheme not in ("http", "https") or not parts.hostname or "@" in parts.netloc):
         raise ConfigError("--presign-endpoint must be https://host or https://host:port, without credentials")
-    if parts.scheme == "http" and not listen.insecure and not Address("http", parts.hostname or "", 0).loopback:
+    if parts.scheme == "http" and not listen.tls.insecure and not Address("http", parts.hostname or "", 0).loopback:
         raise ConfigError(
             f"--presign: links to http://{parts.hostname} would be secrets that anybody on the way can read; use an https "
             "endpoint (--presign-endpoint), or say --insecure if the network is trusted"
@@ -267,8 +244,6 @@ def _check_presign(listen: ListenOptions, blobs: str) -> None:
 
 
 def _check_places(places: StorageLocations, listen: ListenOptions) -> None:
-    from tasuki.server.assembly import check_redis_driver, check_store, is_redis
-
     if places.store:
         check_store(places.store)
     if is_redis(places.store):
@@ -300,13 +275,11 @@ class RunningServer:
     def __init__(
         self, server: Server, options: ServerOptions, certificate: ServerCertificate | None, presigned: PresignedTransfers | None
     ) -> None:
-        from tasuki.doors.tcp import TcpDoor
-
         self.server = server
         self.addresses: list[Address] = []
         self._listen = listen = options.listen
         self._places = options.places
-        self._certificate = certificate
+        self.certificate = certificate
         self._tls = certificate.context if certificate is not None else None
         self._door = TcpDoor(server)
         self._http = _http_door(server, listen, presigned) if listen.http is not None else None
@@ -316,7 +289,14 @@ class RunningServer:
     async def reopen(self) -> None:
         """Open all listeners, and note their addresses in the folder."""
         listen, folder = self._listen, self._places.folder
-        await self._reopen_http()
+        self.http_address = None
+        if self._http is not None and listen.http is not None:
+            try:
+                self.http_address = await self._http.listen(listen.http, self._tls)
+            except ConfigError as error:
+                if not listen.http_if_free:
+                    raise
+                self.http_problem = error.message
         self.addresses = [await self._door.listen_tcp(address, self._tls) for address in listen.tcp]
         if listen.unix:
             self.addresses.append(await self._door.listen_unix(folder.socket))
@@ -328,24 +308,7 @@ class RunningServer:
 
     @property
     def all_addresses(self) -> list[Address]:
-        """Return the addresses of all listeners."""
         return [*self.addresses, *([] if self.http_address is None else [self.http_address])]
-
-    async def _reopen_http(self) -> None:
-        self.http_address = None
-        if self._http is None or self._listen.http is None:
-            return
-        try:
-            self.http_address = await self._http.listen(self._listen.http, self._tls)
-        except ConfigError as error:
-            if not self._listen.http_if_free:
-                raise
-            self.http_problem = error.message
-
-    def renew_on_hangup(self) -> None:
-        """Read the certificate again at each SIGHUP from now on. Without a certificate SIGHUP ends the process, as usual."""
-        if self._certificate is not None:
-            process.renew_on_hangup(self._certificate)
 
     async def shut(self) -> None:
         """Accept no more connections; open ones stay, except those over HTTP."""
@@ -367,7 +330,7 @@ def _http_door(server: Server, listen: ListenOptions, presigned: PresignedTransf
     return HttpDoor(server, HttpConfig(apps=listen.apps, lease_ttl_s=listen.http_lease_ttl_s, presigned=presigned))
 
 
-async def _check_ports(addresses: tuple[Address, ...]) -> None:
+async def _check_ports(addresses: Iterable[Address]) -> None:
     """Raise ConfigError for a port that is taken, before a folder is made for nothing. Binds, but never listens."""
     for address in addresses:
         try:
@@ -384,16 +347,11 @@ async def _check_ports(addresses: tuple[Address, ...]) -> None:
 
 async def serve(options: ServerOptions, events: process.Events, while_open: Callable[[RunningServer], Awaitable[None]]) -> None:
     """Run a server while `while_open(server)` lasts."""
-    from tasuki.config import fault_point
-    from tasuki.doors.listening import ServerCertificate
-    from tasuki.server.assembly import kill_at, make_server, open_presigned
-    from tasuki.server.backup import prepare_folder
-
     check(options)
     listen, folder = options.listen, options.places.folder
-    certificate = ServerCertificate(listen.tls_cert, listen.tls_key) if listen.tls_cert and listen.tls_key else None
+    certificate = listen.tls.certificate()
     if not folder.root.exists():
-        await _check_ports((*listen.tcp, *(() if listen.http_if_free else listen.over_http)))
+        await _check_ports([*listen.tcp, *([listen.http] if listen.http is not None and not listen.http_if_free else [])])
     prepare_folder(folder)
     try:
         server = make_server(options.places, options.config, kill_at(fault_point()))

@@ -5,20 +5,23 @@ The simulator is `tasuki.testing.sim`; docs/simulator.md explains its output.
 
 from __future__ import annotations
 
+import io
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
+import msgspec
 
 from tasuki.cli.command import PATH, command, flag, number, option, several
 from tasuki.cli.output import ExitCode, Output
 from tasuki.errors import InvalidInput
-
-if TYPE_CHECKING:
-    from tasuki.testing.sim.cases import Case, CaseFailure, Shrunk, Tried
-    from tasuki.testing.sim.history import AnyLine
-    from tasuki.testing.sim.seed_runner import SeedRunner, Summary
-    from tasuki.testing.sim.world import SimOptions
+from tasuki.testing.sim import cases
+from tasuki.testing.sim.cases import Case, CaseFailure, Narrative, Shrunk, Tried, short
+from tasuki.testing.sim.faults import KINDS
+from tasuki.testing.sim.history import AnyLine, write
+from tasuki.testing.sim.seed_runner import SeedRunner, Summary, options_for, run_seeds
+from tasuki.testing.sim.world import SimOptions
 
 STORES = ("memory", "sqlite", "mixed")
 SQLITE_EVERY = 10  # of mixed seeds
@@ -65,9 +68,6 @@ def sim(
     set_: tuple[str, ...],
     without: str,
 ) -> int:
-    from tasuki.testing.sim.cases import switched_off
-    from tasuki.testing.sim.seed_runner import SeedRunner
-
     if [seed is None, seeds is None, case is None].count(False) != 1:
         raise InvalidInput("give --seed N for one seed, --seeds N for many, or --case FILE for a saved one")
     chosen = _options(store, set_, without)
@@ -77,23 +77,21 @@ def sim(
         every = SQLITE_EVERY if store == "mixed" else 0
         wanted = SeedRunner(first=from_, count=seeds, options=chosen, sqlite_every=every, without=without, cover=cover)
         return _many(wanted, processes, output)
-    one = _One(_case(seed, case, chosen, mixed=store == "mixed"), output, trace=trace)
-    with switched_off(without):
-        return one.run(history, shrink=shrink, save=save)
+    found = _case(seed, case, chosen, mixed=store == "mixed")
+    with cases.switched_off(without):
+        return _one(found, output, trace=trace, history=history, shrink=shrink, save=save)
 
 
 # ---------------------------------------------------------------------------------------------------- what to run
 
 
 def _options(store: str, settings: tuple[str, ...], without: str) -> SimOptions:
-    import msgspec
-
-    from tasuki.testing.sim.faults import KINDS
-    from tasuki.testing.sim.world import SimOptions
 
     if store not in STORES:
         raise InvalidInput(f"--store must be {', '.join(STORES[:-1])} or {STORES[-1]}, got {store}")
-    values: dict[str, Any] = _made_for(without) | {"store": "memory" if store == "mixed" else store}
+    # A safeguard that is off is likely to be missed only in a world that was made for it.
+    values: dict[str, Any] = msgspec.structs.asdict(cases.ablation(without).options) if without else {}
+    values["store"] = "memory" if store == "mixed" else store
     for setting in settings:
         name, equals, value = setting.partition("=")
         if not equals or name == "store" or name not in SimOptions.__struct_fields__:
@@ -109,23 +107,9 @@ def _options(store: str, settings: tuple[str, ...], without: str) -> SimOptions:
     return chosen
 
 
-def _made_for(without: str) -> dict[str, Any]:
-    """Return options with which the safeguard is likely to be needed."""
-    if not without:
-        return {}
-    import msgspec
-
-    from tasuki.testing.sim.cases import ablation
-
-    return msgspec.structs.asdict(ablation(without).options)
-
-
 def _case(seed: int | None, saved: Path | None, chosen: SimOptions, *, mixed: bool) -> Case:
-    from tasuki.testing.sim.cases import Case, case_of
-    from tasuki.testing.sim.seed_runner import options_for
-
     if seed is not None:
-        return case_of(seed, options_for(seed, chosen, SQLITE_EVERY if mixed else 0))
+        return cases.case_of(seed, options_for(seed, chosen, SQLITE_EVERY if mixed else 0))
     assert saved is not None
     try:
         return Case.decode(saved.read_bytes())
@@ -136,104 +120,71 @@ def _case(seed: int | None, saved: Path | None, chosen: SimOptions, *, mixed: bo
 # ---------------------------------------------------------------------------------------------------- one
 
 
-class _One:
-    """One case: run, shown, and shrunk if that is wanted."""
+def _one(case: Case, output: Output, *, trace: bool, history: Path | None, shrink: bool, save: Path | None) -> int:
+    """Run a case, show it, and shrink it if that is wanted."""
+    story = Narrative(events=trace)
+    lines: list[AnyLine] = []
 
-    def __init__(self, case: Case, output: Output, *, trace: bool) -> None:
-        from tasuki.testing.sim.cases import Narrative
-
-        self.case = case
-        self.output = output
-        self.with_trace = trace
-        self.story = Narrative(events=trace)
-        self.lines: list[AnyLine] = []
-
-    def run(self, history: Path | None, *, shrink: bool, save: Path | None) -> int:
-        tried = self._try(keep=history is not None)
+    def observe(line: AnyLine) -> None:
+        story.observe(line)
         if history is not None:
-            self._write_history(history)
-        shrunk = self._shrink(tried.failure) if shrink and tried.failure is not None else None
-        if save is not None:
-            _write(save, (shrunk.case if shrunk is not None else self.case).encode())
-        self.output.show(self._data(tried, shrunk), lambda: self._human(tried, shrunk))
-        if shrink and tried.failure is None:
-            self.output.hint("nothing failed: there is nothing to make smaller")
-        return ExitCode.FAILED if tried.failure is not None else ExitCode.OK
+            lines.append(line)
 
-    def _try(self, *, keep: bool) -> Tried:
-        from tasuki.testing.sim.cases import try_case
-
-        def observe(line: AnyLine) -> None:
-            self.story.observe(line)
-            if keep:
-                self.lines.append(line)
-
-        return try_case(self.case, observe, trace=self.story.trace if self.with_trace else None)
-
-    def _write_history(self, path: Path) -> None:
-        import io
-
-        from tasuki.testing.sim.history import write
-
+    tried = cases.try_case(case, observe, trace=story.trace if trace else None)
+    if history is not None:
         file = io.BytesIO()
-        write(self.lines, file)
-        _write(path, file.getvalue())
+        write(lines, file)
+        _write(history, file.getvalue())
+    shrunk = _shrunk(case, tried.failure, output) if shrink and tried.failure is not None else None
+    if save is not None:
+        _write(save, (shrunk.case if shrunk is not None else case).encode())
+    data: dict[str, Any] = {
+        "ok": tried.failure is None,
+        "case": {"seed": case.seed, "options": case.options},
+        "outcome": tried.outcome,
+        "failure": tried.failure,
+    }
+    if trace:
+        data["trace"] = list(story.lines(tried.failure))
+    if shrunk is not None:
+        data["shrunk"] = {"case": shrunk.case, "runs": shrunk.runs, "is_minimal": shrunk.is_minimal}
+    output.show(data, lambda: _human(case, tried, shrunk, story, data.get("trace")))
+    if shrink and tried.failure is None:
+        output.hint("nothing failed: there is nothing to make smaller")
+    return ExitCode.FAILED if tried.failure is not None else ExitCode.OK
 
-    def _shrink(self, failure: CaseFailure) -> Shrunk:
-        from tasuki.testing.sim.cases import same_failure, shrink
 
-        still_fails, runs = same_failure(self.case, failure.what), 0
+def _shrunk(case: Case, failure: CaseFailure, output: Output) -> Shrunk:
+    still_fails, runs = cases.same_failure(case, failure.what), 0
 
-        def counted(options: Any, plan: Any) -> CaseFailure | None:
-            nonlocal runs
-            runs += 1
-            left = f"{len(plan.faults)} faults and {len(plan.operations)} operations"
-            self.output.progress(f"looking for less: run {runs}, with {left}")
-            return still_fails(options, plan)
+    def counted(options: Any, plan: Any) -> CaseFailure | None:
+        nonlocal runs
+        runs += 1
+        left = f"{len(plan.faults)} faults and {len(plan.operations)} operations"
+        output.progress(f"looking for less: run {runs}, with {left}")
+        return still_fails(options, plan)
 
-        return shrink(self.case.seed, self.case.options, self.case.plan, counted)
+    return cases.shrink(case.seed, case.options, case.plan, counted)
 
-    # -- shown ------------------------------------------------------------------------------------------------------
-    def _human(self, tried: Tried, shrunk: Shrunk | None) -> list[str]:
-        from tasuki.testing.sim.cases import short
 
-        failure, lines = tried.failure, []
-        if self.with_trace:
-            lines += [*self.story.lines(failure), ""]
-        if failure is not None:
-            lines += [*self.story.of_the_job(failure), ""]
-        if failure is not None and failure.details:
-            lines += [*failure.details.splitlines(), ""]
-        if shrunk is not None:
-            lines += [*map(short, shrunk.lines()), ""]
-        return [*lines, *self._closing(tried)]
-
-    def _closing(self, tried: Tried) -> list[str]:
-        from tasuki.testing.sim.cases import short
-
-        outcome, failure = tried.outcome, tried.failure
-        lines = [f"options: {self.case.options.text()}"]
-        if outcome is not None:
-            few = "" if outcome.counts or failure is not None else " (too quiet to count)"
-            lines.append(
-                f"seed {self.case.seed}: {outcome.verbs.total()} store verbs, {outcome.faults.total()} faults, "
-                f"{outcome.events:,} events, {outcome.virtual_s:.0f} s of virtual time{few}, trace {outcome.trace_hash}"
-            )
-        lines.append(f"FAILED: {short(str(failure))}" if failure is not None else "no violation")
-        return lines
-
-    def _data(self, tried: Tried, shrunk: Shrunk | None) -> dict[str, Any]:
-        data = {
-            "ok": tried.failure is None,
-            "case": {"seed": self.case.seed, "options": self.case.options},
-            "outcome": tried.outcome,
-            "failure": tried.failure,
-        }
-        if self.with_trace:
-            data["trace"] = list(self.story.lines(tried.failure))
-        if shrunk is not None:
-            data["shrunk"] = {"case": shrunk.case, "runs": shrunk.runs, "is_minimal": shrunk.is_minimal}
-        return data
+def _human(case: Case, tried: Tried, shrunk: Shrunk | None, story: Narrative, trace: list[str] | None) -> Iterator[str]:
+    outcome, failure = tried.outcome, tried.failure
+    if trace is not None:
+        yield from (*trace, "")
+    if failure is not None:
+        yield from (*story.of_the_job(failure), "")
+    if failure is not None and failure.details:
+        yield from (*failure.details.splitlines(), "")
+    if shrunk is not None:
+        yield from (*map(short, shrunk.lines()), "")
+    yield f"options: {case.options.text()}"
+    if outcome is not None:
+        few = "" if outcome.counts or failure is not None else " (too quiet to count)"
+        yield (
+            f"seed {case.seed}: {outcome.verbs.total()} store verbs, {outcome.faults.total()} faults, "
+            f"{outcome.events:,} events, {outcome.virtual_s:.0f} s of virtual time{few}, trace {outcome.trace_hash}"
+        )
+    yield f"FAILED: {short(str(failure))}" if failure is not None else "no violation"
 
 
 def _write(path: Path, data: bytes) -> None:
@@ -247,8 +198,6 @@ def _write(path: Path, data: bytes) -> None:
 
 
 def _many(wanted: SeedRunner, processes: int | None, output: Output) -> int:
-    from tasuki.testing.sim.seed_runner import run_seeds
-
     def heard(summary: Summary) -> None:
         left = wanted.count - summary.counted - len(summary.failures)
         to_go_s = left * summary.wall_s / summary.seeds
@@ -257,23 +206,19 @@ def _many(wanted: SeedRunner, processes: int | None, output: Output) -> int:
 
     summary = run_seeds(wanted, processes=processes, heard=heard)
     lacking = summary.lacking if wanted.cover else []
-    output.show(_many_data(summary, lacking), lambda: _many_lines(summary, lacking))
+    failures = [{"seed": ran.order.seed, "failure": ran.failure, "repeat": ran.order.command} for ran in summary.failures]
+    found = {"ok": summary.good and not lacking, "failures": failures, "lacking": lacking}
+
+    def human() -> Iterator[str]:
+        yield from summary.lines_of_numbers()
+        yield from summary.lines_of_failures()
+        if summary.too_little:
+            yield f"too quiet to count: seeds {', '.join(map(str, sorted(summary.too_little)[:20]))}"
+        if lacking:
+            yield f"FAILED: not covered: {', '.join(lacking)}"
+        yield summary.verdict()
+
+    output.show(msgspec.structs.asdict(summary) | found, human)
     if summary.is_interrupted:
         return ExitCode.INTERRUPTED
     return ExitCode.OK if summary.good and not lacking else ExitCode.FAILED
-
-
-def _many_lines(summary: Summary, lacking: list[str]) -> list[str]:
-    lines = [*summary.lines_of_numbers(), *summary.lines_of_failures()]
-    if summary.too_little:
-        lines.append(f"too quiet to count: seeds {', '.join(map(str, sorted(summary.too_little)[:20]))}")
-    if lacking:
-        lines.append(f"FAILED: not covered: {', '.join(lacking)}")
-    return [*lines, summary.verdict()]
-
-
-def _many_data(summary: Summary, lacking: list[str]) -> dict[str, Any]:
-    import msgspec
-
-    failures = [{"seed": ran.order.seed, "failure": ran.failure, "repeat": ran.order.command} for ran in summary.failures]
-    return {**msgspec.structs.asdict(summary), "ok": summary.good and not lacking, "failures": failures, "lacking": lacking}

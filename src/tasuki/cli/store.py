@@ -7,22 +7,23 @@ never do the duties at once.
 
 from __future__ import annotations
 
+import asyncio
 import tempfile
-from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from tasuki.cli.command import PATH, argument, command, data_option, flag, number, option
+from tasuki.cli import process
+from tasuki.cli.command import PATH, argument, command, coordination_option, data_option, flag, number, option
+from tasuki.cli.connect import StoreAddress, guest_places, owner_of
 from tasuki.cli.output import ExitCode, Output, plain, when
-from tasuki.cli.server import blobs_option, coordination_option, lead_ttl_option, retention_option, store_option
+from tasuki.cli.server import blobs_option, lead_ttl_option, retention_option, store_option
+from tasuki.config import DataFolder, data_folder, fault_point
 from tasuki.errors import InvalidInput, Unavailable
-
-if TYPE_CHECKING:
-    from tasuki.cli.connect import StoreAddress
-    from tasuki.config import DataFolder
-    from tasuki.server.archive import Manifest
-    from tasuki.server.cluster import Cluster
-    from tasuki.server.server import Server
+from tasuki.server import backup as backups
+from tasuki.server.archive import Manifest
+from tasuki.server.assembly import StorageLocations, check_store, is_redis, kill_at, make_guest, make_server
+from tasuki.server.cluster import Cluster
+from tasuki.server.server import Server
 
 DUTIES_POLL_S = 0.02
 COUNTED = ("reaped", "skipped", "promoted", "pruned", "blobs_deleted")
@@ -47,10 +48,7 @@ def backup(output: Output, file: Path, data: Path | None, blobs: bool) -> int:
 
     Tokens are in the backup as hashes only; the folder's own admin token file is not in it.
     """
-    from tasuki.config import data_folder
-    from tasuki.server.backup import back_up
-
-    made = back_up(data_folder(data), file.absolute(), with_blobs=blobs, progress=output.progress)
+    made = backups.back_up(data_folder(data), file.absolute(), with_blobs=blobs, progress=output.progress)
     size_bytes = file.stat().st_size
     facts = {
         "file": str(file),
@@ -87,12 +85,12 @@ def restore(output: Output, file: Path, data: Path | None, force: bool, check: b
     What workers of the lost server still run can no longer be recorded: jobs that they had wait again, and cost no loss.
     """
     if check:
-        _check_backup(file, output)
+        manifest = backups.check_backup(file.absolute(), progress=output.progress)
+        facts = {"file": str(file), "tasuki": manifest.tasuki, **_facts(manifest)}
+        output.show(facts, lambda: [f"{file} is whole: {_summary(manifest)}"])
+        if manifest.missing:
+            output.hint(f"{len(manifest.missing)} blobs were gone when it was made")
         return
-    from tasuki.config import data_folder, fault_point
-    from tasuki.server import backup as backups
-    from tasuki.server.assembly import kill_at
-
     done = backups.restore(
         file.absolute(), data_folder(data), force=force, progress=output.progress, fault=kill_at(fault_point())
     )
@@ -114,16 +112,6 @@ def restore(output: Output, file: Path, data: Path | None, force: bool, check: b
     if not done.manifest.with_blobs:
         output.hint(f"this backup has no blobs: bring them back to {done.data}/blobs before a server starts")
     output.hint("tokens revoked since the backup are valid again: look at tasuki token list")
-
-
-def _check_backup(file: Path, output: Output) -> None:
-    from tasuki.server.backup import check_backup
-
-    manifest = check_backup(file.absolute(), progress=output.progress)
-    facts = {"file": str(file), "tasuki": manifest.tasuki, **_facts(manifest)}
-    output.show(facts, lambda: [f"{file} is whole: {_summary(manifest)}"])
-    if manifest.missing:
-        output.hint(f"{len(manifest.missing)} blobs were gone when it was made")
 
 
 def _facts(manifest: Manifest) -> dict[str, object]:
@@ -158,19 +146,16 @@ def migrate(output: Output, data: Path | None, store: str | None) -> None:
 
     On PostgreSQL servers of the version before may go on, unless this says otherwise.
     """
-    name, applied = _migrate_store(store) if store else _migrate_folder(data)
+    name, applied = _migrate_store(store) if store else _migrate_folder(data_folder(data))
     done = f"applied {', '.join(applied)}" if applied else "already up to date"
     output.show({"database": name, "applied": applied}, lambda: [f"{name}: {done}"])
 
 
-def _migrate_folder(data: Path | None) -> tuple[str, list[str]]:
-    from tasuki.config import data_folder
+def _migrate_folder(folder: DataFolder) -> tuple[str, list[str]]:
     from tasuki.django import standalone
-    from tasuki.server.backup import prepare_folder
     from tasuki.stores.sql.sqlite import OwnerLock
 
-    folder = data_folder(data)
-    prepare_folder(folder)
+    backups.prepare_folder(folder)
     lock = OwnerLock(folder.database)
     try:
         standalone.configure(folder.database)
@@ -180,13 +165,9 @@ def _migrate_folder(data: Path | None) -> tuple[str, list[str]]:
 
 
 def _migrate_store(url: str) -> tuple[str, list[str]]:
-    from tasuki.server.assembly import check_store, is_redis
-
     check_store(url)
-    return ("Redis has no tables", []) if is_redis(url) else _migrate_postgresql(url)
-
-
-def _migrate_postgresql(url: str) -> tuple[str, list[str]]:
+    if is_redis(url):
+        return "Redis has no tables", []
     from tasuki.django import standalone
     from tasuki.stores.sql.postgres import connection_parameters
     from tasuki.stores.sql.postgres_session import Translated, name_of
@@ -235,11 +216,6 @@ def duties(
 
     Does nothing while another leader is there. Blobs are deleted only where --blobs says how to reach them.
     """
-    import asyncio
-
-    from tasuki.cli import process
-    from tasuki.cli.connect import StoreAddress
-    from tasuki.config import data_folder
 
     if not once:
         raise InvalidInput("duties are done once, with --once; a server does them all the time: tasuki server --store URL")
@@ -250,45 +226,31 @@ def duties(
         report = asyncio.run(_lead_shared(address, retention_s, timeout))
     else:
         report = asyncio.run(_lead_folder(data_folder(data), blobs or "", retention_s, timeout))
-    output.show(report, lambda: _duties_lines(report))
-
-
-def _duties_lines(report: dict[str, Any]) -> Iterable[str]:
     if report["led"]:
-        yield f"epoch {report['epoch']}: " + ", ".join(f"{report[name]} {name.replace('_', ' ')}" for name in COUNTED)
+        line = f"epoch {report['epoch']}: " + ", ".join(f"{report[name]} {name.replace('_', ' ')}" for name in COUNTED)
     else:
-        yield f"nothing done: {plain(report['leader'])} leads"
+        line = f"nothing done: {plain(report['leader'])} leads"
+    output.show(report, lambda: [line])
 
 
 async def _lead_shared(address: StoreAddress, retention_s: float, timeout_s: float) -> dict[str, Any]:
-    from tasuki.cli.connect import guest_places
-    from tasuki.cli.process import server_config
-    from tasuki.server.assembly import make_guest
-
     with tempfile.TemporaryDirectory(prefix="tasuki-duties-") as name:
-        folder = Path(name)
-        config = server_config(folder, retention_s=retention_s)
-        server, cluster = make_guest(guest_places(address, folder), config, candidate=True)
+        config = process.server_config(Path(name), retention_s=retention_s)
+        server, cluster = make_guest(guest_places(address, config.data), config, candidate=True)
         return await _lead_once(server, cluster, timeout_s)
 
 
 async def _lead_folder(folder: DataFolder, blobs: str, retention_s: float, timeout_s: float) -> dict[str, Any]:
     """Lead a SQLite store, if no server owns its folder."""
-    from tasuki.cli.connect import owner_of
-    from tasuki.cli.process import server_config
-    from tasuki.server.assembly import StorageLocations, make_server
-
     if not folder.database.exists():
         raise InvalidInput(f"there is no store in {folder.root}; give --store URL, or --data FOLDER")
     if owner := owner_of(folder):
         return {"led": False, "leader": f"the server of {folder.root} ({owner})"}
-    config = server_config(folder.root, retention_s=retention_s)
+    config = process.server_config(folder.root, retention_s=retention_s)
     return await _lead_once(make_server(StorageLocations(folder, blobs=blobs), config), None, timeout_s)
 
 
 async def _lead_once(server: Server, cluster: Cluster | None, timeout_s: float) -> dict[str, Any]:
-    import asyncio
-
     await server.start()
     try:
         async with asyncio.timeout(timeout_s):

@@ -14,7 +14,7 @@ import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from tasuki.cli import command as cli
 from tasuki.cli import process
@@ -28,16 +28,19 @@ from tasuki.cli.server import (
     app_option,
     no_tcp_option,
     serve,
-    storage_locations,
     tcp_option,
 )
 from tasuki.cli.worker import allowed_execs, check_drain_timeout, log_caps
+from tasuki.client.embedded import answers
+from tasuki.config import DataFolder, data_folder, parse_http, parse_listen
+from tasuki.core.apps import DEFAULT_APP
 from tasuki.core.backoff import Backoff
+from tasuki.core.broker.state import WorkerSession
 from tasuki.errors import ConfigError, Unavailable
-
-if TYPE_CHECKING:
-    from tasuki.config import DataFolder
-    from tasuki.server.server import Server
+from tasuki.server.assembly import StorageLocations
+from tasuki.server.server import Server
+from tasuki.worker.commands import check_secrets
+from tasuki.worker.worker import check_slots
 
 DEFAULT_FOLDER = Path("tasuki-data")
 DEFAULT_HTTP = "127.0.0.1:7080"
@@ -48,6 +51,23 @@ OWNER_POLL_S = 0.05
 RESTART_FIRST_S = 0.5
 RESTART_MAX_S = 30.0
 SOUND_AFTER_S = 60.0  # a worker that lived this long did not fail at its start: the pauses begin anew
+
+
+def worker_arguments(
+    slots: int | None, exec_: Sequence[str], config: Path | None, drain_timeout: float | None, log_head: str, log_tail: str
+) -> tuple[str, ...]:
+    """Return the arguments of each worker. Raise ConfigError for what a worker would refuse: it would be restarted for ever."""
+    check_slots(slots)
+    check_drain_timeout(drain_timeout)
+    log_caps(log_head, log_tail)
+    check_secrets(allowed_execs(config, exec_).values())
+    return (
+        *("--slots", str(slots or os.cpu_count() or 1)),
+        *("--log-head", log_head, "--log-tail", log_tail),
+        *(() if drain_timeout is None else ("--drain-timeout", str(drain_timeout))),
+        *(() if config is None else ("--config", str(config))),
+        *(word for each in exec_ for word in ("--exec", each)),
+    )
 
 
 @cli.command(
@@ -75,6 +95,7 @@ SOUND_AFTER_S = 60.0  # a worker that lived this long did not fail at its start:
 @cli.log_size_options
 @cli.flag("--until-idle", help="Leave a second after the last client and the last running job.")
 @cli.log_level_option
+@cli.gather("arguments", worker_arguments)
 def up(
     output: Output,
     data: Path | None,
@@ -83,22 +104,13 @@ def up(
     http: str | None,
     no_http: bool,
     app: tuple[str, ...],
-    tls_cert: str | None,
-    tls_key: str | None,
-    insecure: bool,
+    tls: cli.TlsOptions,
     workers: int,
-    slots: int | None,
-    exec_: tuple[str, ...],
-    config: Path | None,
-    drain_timeout: float | None,
-    log_head: str,
-    log_tail: str,
+    arguments: tuple[str, ...],
     until_idle: bool,
     log_level: str,
 ) -> int:
     """Ctrl-C or SIGTERM: running jobs finish, then all ends; a second one: at once."""
-    from tasuki.config import data_folder, parse_http, parse_listen
-
     process.configure_log(log_level, json=output.json)
     if workers < 0:
         raise ConfigError(f"--workers must be 0 or more, got {workers}")
@@ -109,15 +121,14 @@ def up(
     apps = tuple(dict.fromkeys(app))
     listen = ListenOptions(
         tcp=() if no_tcp else given or default,
-        tls_cert=tls_cert,
-        tls_key=tls_key,
-        insecure=insecure,
+        tls=tls,
         http=parse_http(http) if http else None if without_http else parse_http(DEFAULT_HTTP),
         http_if_free=not http,
         apps=apps,
     )
-    options = ServerOptions(listen, storage_locations(folder, apps), process.server_config(folder.root))
-    arguments = worker_arguments(slots, exec_, config, drain_timeout, log_head, log_tail)
+    options = ServerOptions(
+        listen, StorageLocations(folder, app=apps[0] if apps else DEFAULT_APP), process.server_config(folder.root)
+    )
     return process.run_loop(_main(options, process.Events(json=output.json), workers, arguments, until_idle))
 
 
@@ -130,7 +141,20 @@ async def _main(
     stop = process.StopSignals(hurry=local.hurry)
 
     async def work(opened: RunningServer) -> None:
-        await _work(opened, folder, local, stop, events, until_idle)
+        """Run the workers from the moment when all listeners are open until the server may close."""
+        local.start()
+        _announce(events, folder, opened, until_idle)
+        waited_for: list[asyncio.Future[Any]] = [asyncio.ensure_future(stop.wanted.wait())]
+        if until_idle:
+            waited_for.append(asyncio.ensure_future(_idle(opened)))
+        try:
+            await asyncio.wait(waited_for, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for one in waited_for:
+                one.cancel()
+        reason = "signal" if stop.wanted.is_set() else "idle"
+        events.emit("stopping", "(running jobs finish; a second signal ends them)", reason=reason)
+        await local.drain()
 
     deadline = asyncio.get_running_loop().time() + (OWNER_WAIT_S if until_idle else 0.0)
     while True:
@@ -144,8 +168,6 @@ async def _main(
 
 async def _may_try_again(folder: DataFolder, deadline: float) -> bool:
     """Wait until the folder is free. Return False at the deadline, or if its owner serves clients and no second one is needed."""
-    from tasuki.client.embedded import answers
-
     loop = asyncio.get_running_loop()
     while loop.time() < deadline:
         await asyncio.sleep(OWNER_POLL_S)  # first: an owner whose pid is not seen from here must not be tried without a pause
@@ -154,30 +176,6 @@ async def _may_try_again(folder: DataFolder, deadline: float) -> bool:
         if not owner_of(folder):
             return True
     return False
-
-
-async def _work(
-    opened: RunningServer,
-    folder: DataFolder,
-    local: LocalWorkers,
-    stop: process.StopSignals,
-    events: process.Events,
-    until_idle: bool,
-) -> None:
-    """Run the workers from the moment when all listeners are open until the server may close."""
-    local.start()
-    _announce(events, folder, opened, until_idle)
-    stopped = asyncio.ensure_future(stop.wanted.wait())
-    idle = asyncio.ensure_future(_idle(opened)) if until_idle else None
-    try:
-        await asyncio.wait({stopped, *([idle] if idle else [])}, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        stopped.cancel()
-        if idle is not None:
-            idle.cancel()
-    reason = "signal" if stop.wanted.is_set() else "idle"
-    events.emit("stopping", "(running jobs finish; a second signal ends them)", reason=reason)
-    await local.drain()
 
 
 async def _idle(opened: RunningServer) -> None:
@@ -207,8 +205,6 @@ async def _idle(opened: RunningServer) -> None:
 
 
 def _busy(server: Server) -> bool:
-    from tasuki.core.broker.state import WorkerSession
-
     sessions = server.broker.sessions.values()
     return any(not isinstance(session, WorkerSession) or session.account.running for session in sessions)
 
@@ -237,26 +233,6 @@ def _announce(events: process.Events, folder: DataFolder, opened: RunningServer,
 # ---------------------------------------------------------------------------------------------------- local workers
 
 
-def worker_arguments(
-    slots: int | None, execs: Sequence[str], config: Path | None, drain_timeout: float | None, log_head: str, log_tail: str
-) -> tuple[str, ...]:
-    """Return the arguments of each worker. Raise ConfigError for what a worker would refuse: it would be restarted for ever."""
-    from tasuki.worker.commands import check_secrets
-    from tasuki.worker.worker import check_slots
-
-    check_slots(slots)
-    check_drain_timeout(drain_timeout)
-    log_caps(log_head, log_tail)
-    check_secrets(allowed_execs(config, list(execs)).values())
-    return (
-        *("--slots", str(slots or os.cpu_count() or 1)),
-        *("--log-head", log_head, "--log-tail", log_tail),
-        *(() if drain_timeout is None else ("--drain-timeout", str(drain_timeout))),
-        *(() if config is None else ("--config", str(config))),
-        *(word for exec_ in execs for word in ("--exec", exec_)),
-    )
-
-
 class LocalWorkers:
     """Worker processes that are kept alive between `start` and `drain`."""
 
@@ -269,23 +245,19 @@ class LocalWorkers:
         self._ending = asyncio.Event()
 
     def start(self) -> None:
-        """Start the workers."""
         self._tasks = [asyncio.create_task(self._keep(number)) for number in range(1, self._count + 1)]
 
     async def drain(self) -> None:
         """Let all workers finish their jobs and end, and wait for that."""
         self._ending.set()
-        self._signal_all(signal.SIGTERM)
+        self.hurry()
         await asyncio.gather(*self._tasks)
 
     def hurry(self) -> None:
-        """Send a second signal, which makes a worker stop its jobs; a killed worker would leave them running."""
-        self._signal_all(signal.SIGTERM)
-
-    def _signal_all(self, number: signal.Signals) -> None:
+        """Send SIGTERM: the second makes a worker stop its jobs; a killed worker would leave them running."""
         for child in self._processes:
             with contextlib.suppress(ProcessLookupError):
-                child.send_signal(number)
+                child.send_signal(signal.SIGTERM)
 
     async def _keep(self, number: int) -> None:
         loop = asyncio.get_running_loop()
@@ -299,7 +271,7 @@ class LocalWorkers:
             )
             self._processes.add(child)
             if self._ending.is_set():  # asked to end while this one was being started
-                self._signal_all(signal.SIGTERM)
+                self.hurry()
             code = await child.wait()
             self._processes.discard(child)
             if self._ending.is_set():

@@ -2,31 +2,58 @@
 
 from __future__ import annotations
 
+import asyncio
+import io
 import os
 import signal
 import sys
 import threading
 import time
+import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import click
+import msgspec
 
 from tasuki.cli import command as cli
-from tasuki.cli import worker_service, worker_status
-from tasuki.cli.connect import StoreAddress, is_store
+from tasuki.cli import process, worker_service
+from tasuki.cli.connect import StoreAddress, guest, is_store
 from tasuki.cli.output import Output
-from tasuki.errors import ConfigError
-
-if TYPE_CHECKING:
-    from tasuki.cli.worker_login import WorkerLogin
-    from tasuki.config import DataFolder
-    from tasuki.core.address import Address
-    from tasuki.worker import Worker
-    from tasuki.worker.execs import Exec
-    from tasuki.worker.logs import LogCaps
+from tasuki.cli.worker_login import LoginOptions, logged_in
+from tasuki.config import check_app, data_folder, default_url, parse_size
+from tasuki.core.address import parse_url
+from tasuki.core.apps import outcome_of
+from tasuki.core.job import JobSpec, Outcome
+from tasuki.core.lifecycle import LEASE_TTL_S
+from tasuki.core.store_messages import Grant
+from tasuki.core.subject import app_subject
+from tasuki.errors import ConfigError, TooLarge
+from tasuki.worker import Worker
+from tasuki.worker.attempt import MESSAGE_MAX_CHARS, Attempt, HandlerJob, RunResult
+from tasuki.worker.execs import Exec, load_execs, parse_exec_flag
+from tasuki.worker.logs import LogCaps
+from tasuki.worker.worker import RECONNECT_GRACE_MAX_S, what_it_takes
 
 ORPHAN_GRACE_S = 30.0  # without a server
 ORPHAN_POLL_S = 1.0
+MEMBER_MAX_BYTES = 16 * 1024 * 1024  # of a file that is read here; larger results stay in the archive
+CODE_MAX_CHARS = 64
+
+
+def allowed_execs(config: Path | None, exec_: Sequence[str]) -> dict[str, Exec]:
+    """Return the execs of the file and of --exec, which replaces an exec of the same name."""
+    execs = load_execs(config) if config is not None else {}
+    for text in exec_:
+        parsed = parse_exec_flag(text)
+        execs[parsed.name] = parsed
+    return execs
+
+
+def log_caps(log_head: str, log_tail: str) -> LogCaps:
+    return LogCaps(head_bytes=parse_size(log_head), tail_bytes=parse_size(log_tail))
+
 
 worker_options = cli.options(
     cli.option(
@@ -75,12 +102,7 @@ worker_options = cli.options(
         envvar="TASUKI_BLOBS",
         help="With --to redis://… or postgresql://…: where the servers keep what is larger than 64 KiB, s3://bucket/prefix.",
     ),
-    cli.option(
-        "--coordination",
-        metavar="URL",
-        envvar="TASUKI_COORDINATION",
-        help="With PostgreSQL: redis://… for beats, the leader's lock and hints. The same for all servers. Default: the store.",
-    ),
+    cli.coordination_option,
     cli.log_level_option,
     cli.data_option,
     cli.token_file_option,
@@ -91,11 +113,15 @@ worker_options = cli.options(
         "the data folder, and renews it. Default: TASUKI_ENROLL, else asked for at a terminal.",
     ),
     cli.tls_ca_option,
+    cli.gather("execs", allowed_execs),
+    cli.gather("log_caps", log_caps),
 )
 
 
-@cli.command_group(
+@cli.command(
     "worker",
+    cls=click.Group,
+    invoke_without_command=True,
     examples=[
         "TASUKI_ENROLL=tsk_e_… tasuki worker --to https://control.example --app zpe --exec zpe='python3 zpe.py'",
         "tasuki worker --to https://control.example --app zpe --exec zpe='python3 zpe.py'      # it is enrolled, once",
@@ -121,16 +147,14 @@ def run_worker(
     app: str | None,
     subject: tuple[str, ...],
     slots: int | None,
-    exec_: tuple[str, ...],
-    config: Path | None,
+    execs: dict[str, Exec],
     any_program: bool,
     worker_id: str | None,
     on_disconnect: str | None,
     reconnect_grace: float,
     lease_ttl: float | None,
     drain_timeout: float | None,
-    log_head: str,
-    log_tail: str,
+    log_caps: LogCaps,
     until_stdin_ends: bool,
     only_check: str,
     blobs: str | None,
@@ -142,24 +166,20 @@ def run_worker(
     tls_ca: str | None,
 ) -> None:
     """Run a worker; with `only_check`, check the options, or also log in, for `tasuki worker install`."""
-    from tasuki.cli import process
-    from tasuki.cli.app_worker import AppWorker
-    from tasuki.cli.worker_login import LoginOptions, logged_in, not_logged_in
-    from tasuki.config import data_folder
-
     process.configure_log(log_level, json=output.json)
     check_times(on_disconnect, reconnect_grace, drain_timeout)
     folder = data_folder(data)
-    url, addresses, over_http = where_to(to, folder)
-    execs = allowed_execs(config, exec_)
+    url = to or default_url() or f"unix://{folder.socket}"
+    addresses = [] if is_store(url) else parse_url(url)
+    over_http = any(address.http for address in addresses)
     patterns = wanted_patterns(app, subject, execs, any_program=any_program, over_http=over_http)
     chosen = LoginOptions(folder.root, token_file, enroll_file, worker_id, tls_ca, patterns)
-    with not_logged_in(chosen) if only_check == worker_service.OPTIONS else logged_in(addresses, chosen) as login:
+    with logged_in([] if only_check == worker_service.OPTIONS else addresses, chosen) as login:
         made = AppWorker(
             url,
             app=app,
             store=StoreAddress(url, app, blobs or "", coordination or "") if is_store(url) else None,
-            **login.worker_arguments(),
+            **login._asdict(),
             concurrency=slots,
             execs=execs,
             any_program=any_program,
@@ -169,38 +189,23 @@ def run_worker(
             lease_ttl_s=lease_ttl,
             tls_ca=tls_ca,
             drain_timeout_s=drain_timeout,
-            log_caps=log_caps(log_head, log_tail),
+            log_caps=log_caps,
         )
-        if not only_check:
-            _run_to_end(made, login, until_stdin_ends=until_stdin_ends)
+        if only_check:
+            return
+        if until_stdin_ends:
+            threading.Thread(target=_end_with_stdin, args=(made,), name="tasuki-stdin", daemon=True).start()
+        with login.explaining_refusal():
+            made.run()
 
 
 worker.add_command(worker_service.install_command(worker_options, run_worker))
 worker.add_command(worker_service.uninstall)
-worker.add_command(worker_status.status)
-
-
-def where_to(to: str | None, folder: DataFolder) -> tuple[str, list[Address], bool]:
-    """Return the address for the worker, the servers in it (none, if it is a store's), and whether it is HTTP."""
-    from tasuki.config import default_url
-    from tasuki.core.address import parse_url
-
-    url = to or default_url() or f"unix://{folder.socket}"
-    addresses = [] if is_store(url) else parse_url(url)
-    return url, addresses, any(address.http for address in addresses)
-
-
-def _run_to_end(made: Worker, login: WorkerLogin, *, until_stdin_ends: bool) -> None:
-    if until_stdin_ends:
-        threading.Thread(target=_end_with_stdin, args=(made,), name="tasuki-stdin", daemon=True).start()
-    with login.explaining_refusal():
-        made.run()
+worker.add_command(worker_service.status)
 
 
 def check_times(on_disconnect: str | None, reconnect_grace: float, drain_timeout: float | None) -> None:
     """Raise ConfigError for times that cannot work."""
-    from tasuki.worker.worker import RECONNECT_GRACE_MAX_S
-
     check_drain_timeout(drain_timeout)
     if on_disconnect not in (None, "stop", "keep"):
         raise ConfigError(f"--on-disconnect must be stop or keep, got {on_disconnect!r}")
@@ -212,10 +217,6 @@ def wanted_patterns(
     app: str | None, subjects: Sequence[str], execs: Mapping[str, Exec], *, any_program: bool, over_http: bool
 ) -> tuple[str, ...]:
     """Return the subjects that the command line names. Raise ConfigError if the worker could run nothing of them."""
-    from tasuki.config import check_app
-    from tasuki.core.subject import app_subject
-    from tasuki.worker.worker import what_it_takes
-
     what_it_takes(handlers=False, execs=bool(execs), any_program=any_program)
     if app is None:
         return tuple(subjects)
@@ -239,26 +240,127 @@ def _end_with_stdin(worker: Worker) -> None:
     os.kill(os.getpid(), signal.SIGTERM)  # stop
 
 
-def allowed_execs(config: Path | None, flags: Sequence[str]) -> dict[str, Exec]:
-    """Return the execs of the file and of the flags; a flag replaces an exec of the same name."""
-    from tasuki.worker.execs import load_execs, parse_exec_flag
-
-    execs = load_execs(config) if config is not None else {}
-    for text in flags:
-        parsed = parse_exec_flag(text)
-        execs[parsed.name] = parsed
-    return execs
-
-
-def log_caps(head: str, tail: str) -> LogCaps:
-    """Return the sizes of --log-head and --log-tail."""
-    from tasuki.config import parse_size
-    from tasuki.worker.logs import LogCaps
-
-    return LogCaps(head_bytes=parse_size(head), tail_bytes=parse_size(tail))
-
-
 def check_drain_timeout(drain_timeout: float | None) -> None:
     """Raise ConfigError unless the time is finite and not negative."""
     if drain_timeout is not None and not 0 <= drain_timeout < float("inf"):
         raise ConfigError(f"--drain-timeout must be 0 or more seconds, got {drain_timeout:g}; leave it out for no limit")
+
+
+# ---------------------------------------------------------------------------------------------------- jobs of an app
+
+_decode_spec = msgspec.msgpack.Decoder(JobSpec).decode
+_encode_spec = msgspec.msgpack.Encoder().encode
+
+
+class _Failure(msgspec.Struct):
+    """The contents of error.json."""
+
+    error_code: str
+    error_message: str = ""
+    permanent: bool = False
+
+
+class AppWorker(Worker):
+    """A worker that runs the jobs of `app` with the exec of that name, and leases from `store` without any server's help.
+
+    The program gets the payload on stdin and leaves the app's result in out/: result.json, and optionally summary.txt, freqs.csv
+    and meta.json; if it fails, error.json with error_code, error_message and permanent. Without a result.json, a JSON document on
+    stdout is the result; without that, the archive of the run is, as of every command.
+    """
+
+    def __init__(self, url: str | None, *, app: str | None = None, store: StoreAddress | None = None, **options: Any) -> None:
+        super().__init__(url, **options)
+        self._store = store
+        self._ttl_s = options.get("lease_ttl_s") or LEASE_TTL_S
+        self._app = app if app is not None and app in (options.get("execs") or {}) else None
+        if self._app is None:
+            return
+        subject = app_subject(self._app)
+        if set(options.get("subjects") or ()) - {subject}:
+            raise ConfigError(
+                f"--app {self._app} with an exec of that name takes {subject} and nothing else; "
+                "leave --subject out, and start another worker for the rest"
+            )
+        # With a handler the server sends jobs that name no exec; `_start` gives them the exec before a handler would be called.
+        self.handler(subject)(_unreached)
+
+    async def serve(self, *, signals: bool = False) -> None:
+        """Work until drained; the guest of a store lives as long."""
+        if self._store is None:
+            await super().serve(signals=signals)
+            return
+        async with guest(self._store, lease_ttl_s=self._ttl_s) as url:
+            self.url = url
+            await super().serve(signals=signals)
+
+    def _start(self, grant: Grant) -> None:
+        if self._app is not None:
+            spec = _decode_spec(grant.spec)
+            if not spec.exec and spec.subject == app_subject(self._app):
+                grant = msgspec.structs.replace(grant, spec=_encode_spec(msgspec.structs.replace(spec, exec=self._app)))
+        super()._start(grant)
+
+    async def _as_reported(self, attempt: Attempt, result: RunResult) -> RunResult:
+        if self._app is None or attempt.spec.exec != self._app:
+            return result
+        return await asyncio.to_thread(app_result, result)
+
+
+async def _unreached(job: HandlerJob) -> bytes:
+    raise AssertionError(f"job {job.job_id} was to be a command")
+
+
+def app_result(result: RunResult) -> RunResult:
+    """Return the result in the form of the app's contract, if the program left the files for it."""
+    outcome = result.outcome
+    source: Any = result.result_file if result.result_file is not None else io.BytesIO(outcome.result or b"")
+    if result.result_file is None and not outcome.result:
+        return result
+    with zipfile.ZipFile(source) as archive:
+        if outcome.error_code is not None:
+            return RunResult(_failed(outcome, _member(archive, "out/error.json")), result.result_file)
+        documents = _documents(archive)
+    if documents is None:
+        return result
+    try:
+        recorded, document = outcome_of(*documents)
+    except TooLarge as error:
+        return RunResult(Outcome(error_code=error.code, message=error.message, permanent=True))
+    result_bytes = recorded.result if document is None else document
+    return RunResult(msgspec.structs.replace(recorded, exit_code=outcome.exit_code, result=result_bytes))
+
+
+def _documents(archive: zipfile.ZipFile) -> tuple[Any, str, str, dict[str, Any]] | None:
+    text = _member(archive, "out/result.json") or _member(archive, "stdout.log")
+    result = _json(text, dict)
+    if result is None:
+        return None
+    meta = _json(_member(archive, "out/meta.json"), dict) or {}
+    summary, freqs = (_member(archive, f"out/{name}").decode("utf-8", "replace") for name in ("summary.txt", "freqs.csv"))
+    return result, summary, freqs, meta
+
+
+def _failed(outcome: Outcome, text: bytes) -> Outcome:
+    failure = _json(text, _Failure)
+    if failure is None:
+        return outcome
+    code = failure.error_code[:CODE_MAX_CHARS] or outcome.error_code
+    message = failure.error_message[:MESSAGE_MAX_CHARS] or outcome.message
+    return msgspec.structs.replace(outcome, error_code=code, message=message, permanent=failure.permanent)
+
+
+def _member(archive: zipfile.ZipFile, name: str) -> bytes:
+    """Return a file of the archive; empty if it is missing or too large."""
+    try:
+        info = archive.getinfo(name)
+    except KeyError:
+        return b""
+    return archive.read(info) if info.file_size <= MEMBER_MAX_BYTES else b""
+
+
+def _json(text: bytes, kind: Any) -> Any:
+    """Decode a JSON document; None if it is not one of this type."""
+    try:
+        return msgspec.json.decode(text, type=kind) if text else None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None

@@ -14,9 +14,9 @@ import socket
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from tasuki.cli.command import STDIN
 from tasuki.cli.connect import read_token
@@ -25,6 +25,7 @@ from tasuki.core.access import TOKEN_PREFIXES, PeerKind, covers
 from tasuki.core.address import Address
 from tasuki.core.subject import app_subject
 from tasuki.errors import ConfigError, Unauthorized, Unavailable
+from tasuki.net import client_tls
 from tasuki.worker.credentials import Credential, CredentialFile, CredentialToken
 from tasuki.worker.outbox import OUTBOX_FOLDER
 
@@ -48,20 +49,15 @@ class LoginOptions(NamedTuple):
 
 
 class WorkerLogin(NamedTuple):
-    """The identity of a worker. With a `credential_file` that has a credential, the token is renewed in time."""
+    """The identity of a worker, as arguments of `Worker`. With a credential in `credential_file` the token is renewed in time."""
 
     token: str = ""
     worker_id: str | None = None
     credential_file: CredentialFile | None = None
-    patterns: tuple[str, ...] = ()
+    subjects: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
         return f"WorkerLogin({self.worker_id})"
-
-    def worker_arguments(self) -> dict[str, Any]:
-        """Return the login as arguments of `Worker`."""
-        login = {"token": self.token, "worker_id": self.worker_id, "subjects": self.patterns}
-        return {**login, "credential_file": self.credential_file}
 
     @contextmanager
     def explaining_refusal(self) -> Iterator[None]:
@@ -88,43 +84,32 @@ def _scope_flags(scope: Sequence[str]) -> str:
 
 @contextmanager
 def logged_in(addresses: Sequence[Address], chosen: LoginOptions) -> Iterator[WorkerLogin]:
-    """Log in while the worker runs; no other process on this data folder is the same worker meanwhile."""
-    with ExitStack() as stack:
-        if not addresses:  # straight from a store, which asks for no token
-            yield WorkerLogin("", chosen.worker_id, None, chosen.patterns)
-            return
-        token = read_token(chosen.token_file)
-        if not addresses[0].http:
-            by_variable = enrol_variable() and not token and addresses[0].scheme != "unix"  # there nobody needs a token
-            if chosen.enroll_file is not None or by_variable:
-                raise ConfigError(f"a worker enrols over http:// or https://, not over {addresses[0].scheme}://; use {WAYS}")
-            yield WorkerLogin(token, chosen.worker_id, None, chosen.patterns)
-            return
-        enrol_token = _enrol_token(chosen.enroll_file)
-        if token and enrol_token:
-            raise ConfigError("there are an enrol token and a worker token; give one: an enrolled worker gets a token of its own")
-        if token and chosen.worker_id:
-            yield WorkerLogin(token, chosen.worker_id, None, chosen.patterns)
-            return
-        file = stack.enter_context(CredentialFile(chosen.data, addresses[0]))
+    """Log in while the worker runs; no other process on this data folder is the same worker meanwhile.
+
+    Without addresses (straight from a store, or a worker that is only checked) no token is read, and none is spent.
+    """
+    token = read_token(chosen.token_file) if addresses else ""
+    over_http = bool(addresses) and addresses[0].http
+    if addresses and not over_http:
+        by_variable = enrol_variable() and not token and addresses[0].scheme != "unix"  # there nobody needs a token
+        if chosen.enroll_file is not None or by_variable:
+            raise ConfigError(f"a worker enrols over http:// or https://, not over {addresses[0].scheme}://; use {WAYS}")
+    enrol_token = _enrol_token(chosen.enroll_file) if over_http else ""
+    if token and enrol_token:
+        raise ConfigError("there are an enrol token and a worker token; give one: an enrolled worker gets a token of its own")
+    if not over_http or (token and chosen.worker_id):
+        yield WorkerLogin(token, chosen.worker_id, None, chosen.patterns)
+        return
+    with CredentialFile(chosen.data, addresses[0]) as file:
         yield _with_token(file, token, chosen) if token else _with_credential(file, enrol_token, addresses, chosen)
-
-
-@contextmanager
-def not_logged_in(chosen: LoginOptions) -> Iterator[WorkerLogin]:
-    """Yield a login for a worker that is not going to run: no token is read, and none is spent."""
-    yield WorkerLogin("", chosen.worker_id, None, chosen.patterns)
 
 
 def _with_token(file: CredentialFile, token: str, chosen: LoginOptions) -> WorkerLogin:
     """Log in with a token. The worker's id is kept, so that its next start offers the results that wait on disk."""
     if file.path.exists():
         logger.warning("the token of TASUKI_TOKEN or --token-file is used, and not the credential in %s", file.path)
-    return WorkerLogin(token, file.worker_id(_host()), file, chosen.patterns)
-
-
-def _host() -> str:
-    return socket.gethostname().split(".")[0][:HOST_MAX_CHARS]
+    host = socket.gethostname().split(".")[0][:HOST_MAX_CHARS]
+    return WorkerLogin(token, file.worker_id(host), file, chosen.patterns)
 
 
 # ---------------------------------------------------------------------------------------------------- enrolled
@@ -135,7 +120,15 @@ def _with_credential(file: CredentialFile, enrol_token: str, addresses: Sequence
     if credential is None:
         credential = _enrol(file, enrol_token or _ask_enrol_token(addresses[0]), addresses, chosen)
     elif enrol_token and _is_expired(credential, addresses, chosen):
-        _warn_of_results(chosen.data, credential.worker_id)
+        waiting = chosen.data / OUTBOX_FOLDER / credential.worker_id
+        if waiting.is_dir() and any(waiting.iterdir()):
+            logger.warning(
+                "results of %s wait in %s, and only that worker can bring them: enrol it again as the same, "
+                "with a token of tasuki token enroll --worker-id %s",
+                credential.worker_id,
+                waiting,
+                credential.worker_id,
+            )
         credential = _enrol(file, enrol_token, addresses, chosen)
     elif enrol_token:
         logger.warning("the enrol token is not used: this worker is enrolled already, as %s", credential.worker_id)
@@ -144,13 +137,17 @@ def _with_credential(file: CredentialFile, enrol_token: str, addresses: Sequence
             f"--worker-id {chosen.worker_id} is not the worker of {file.path}, which is {credential.worker_id}; "
             "leave --worker-id out, or give that worker a folder of its own with --data"
         )
-    _check_scope(file, credential, chosen.patterns)
+    for pattern in chosen.patterns:
+        if credential.scope and not any(covers(allowed, pattern) for allowed in credential.scope):
+            raise ConfigError(
+                f"worker {credential.worker_id} was enrolled for {', '.join(credential.scope)}, not for {pattern}; "
+                f"for that, enrol another worker with a folder of its own (--data), or remove {file.path} and enrol again"
+            )
     return WorkerLogin(credential.token.secret, credential.worker_id, file, chosen.patterns or credential.scope)
 
 
 def _enrol(file: CredentialFile, enrol_token: str, addresses: Sequence[Address], chosen: LoginOptions) -> Credential:
     """Register with the enrol token; the credential is on disk when this returns."""
-    from tasuki.net import client_tls
     from tasuki.net.enrol import register
 
     _check_kind(enrol_token)
@@ -172,7 +169,6 @@ def _enrol(file: CredentialFile, enrol_token: str, addresses: Sequence[Address],
 
 def _is_expired(credential: Credential, addresses: Sequence[Address], chosen: LoginOptions) -> bool:
     """Return whether no token of the credential is valid any more; False if no server can be reached."""
-    from tasuki.net import client_tls
     from tasuki.net.enrol import is_good
 
     async def any_good() -> bool:
@@ -186,27 +182,6 @@ def _is_expired(credential: Credential, addresses: Sequence[Address], chosen: Lo
     except Unavailable as error:
         logger.warning("%s", error.message)
         return False
-
-
-def _warn_of_results(data: Path, worker_id: str) -> None:
-    folder = data / OUTBOX_FOLDER / worker_id
-    if folder.is_dir() and any(folder.iterdir()):
-        logger.warning(
-            "results of %s wait in %s, and only that worker can bring them: enrol it again as the same, "
-            "with a token of tasuki token enroll --worker-id %s",
-            worker_id,
-            folder,
-            worker_id,
-        )
-
-
-def _check_scope(file: CredentialFile, credential: Credential, patterns: Sequence[str]) -> None:
-    for pattern in patterns:
-        if credential.scope and not any(covers(allowed, pattern) for allowed in credential.scope):
-            raise ConfigError(
-                f"worker {credential.worker_id} was enrolled for {', '.join(credential.scope)}, not for {pattern}; "
-                f"for that, enrol another worker with a folder of its own (--data), or remove {file.path} and enrol again"
-            )
 
 
 # ---------------------------------------------------------------------------------------------------- the enrol token

@@ -3,6 +3,9 @@
 The unit has the options of the command line, checked as `tasuki worker` checks them, with every path made absolute; and of the
 environment what a service would miss: PATH, proxies, the CA bundle. No secret is written: a worker that is new enrols at once,
 so that its credential is in the data folder; a setting with a password belongs into a file that the unit names.
+
+`tasuki worker status`: the workers of a data folder, from their status files and the results that wait on disk. Asks no server:
+people ask when none can be reached.
 """
 
 from __future__ import annotations
@@ -10,24 +13,28 @@ from __future__ import annotations
 import os
 import pwd
 import re
-import shutil
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import click
+import msgspec
 
-from tasuki.cli.command import command, flag, given_options, option, options
+from tasuki.blobs.files import durable_write
+from tasuki.cli.command import command, data_option, flag, given_options, option, options
 from tasuki.cli.connect import is_store, read_token
-from tasuki.cli.output import Output
+from tasuki.cli.output import ExitCode, Output, plain, table, when
+from tasuki.config import DataFolder, data_folder, default_url, enrol_variable
+from tasuki.core.address import parse_url
 from tasuki.core.job import NAME_MAX_CHARS
 from tasuki.errors import ConfigError, NotFound
-
-if TYPE_CHECKING:
-    from tasuki.config import DataFolder
+from tasuki.worker.credentials import FOLDER, file_name, read_credential
+from tasuki.worker.outbox import OUTBOX_FOLDER, REJECTED_FOLDER
+from tasuki.worker.status import Status, read_all
 
 OPTIONS, LOGIN = "options", "login"
 """Values of --only-check: check the options alone, or log in too; a worker that is new enrols then."""
@@ -41,6 +48,8 @@ GROWING_PAUSES_SINCE = 254  # version of systemd
 COPIED = ("PATH", "HTTPS_PROXY", "https_proxy", "HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy", "NO_PROXY", "no_proxy")
 COPIED_FILES = ("SSL_CERT_FILE", "SSL_CERT_DIR")
 PATHS = ("config", "data", "token_file", "tls_ca")
+RUNNING, DRAINING, ALONE, GONE = "running", "draining", "not connected", "not running"  # states that `status` shows
+UNITS = "tasuki-worker*.service"
 NOT_IN_THE_UNIT = ("name", "force", "dry_run", "json", "enroll_file", "only_check", "until_stdin_ends")
 
 _service_name = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}").fullmatch
@@ -52,17 +61,13 @@ name_option = option("--name", metavar="NAME", help="For several workers of one 
 
 
 class InstallOptions(NamedTuple):
-    """The options of `tasuki worker install`."""
+    """The options of `tasuki worker install` that are written into the unit."""
 
     name: str | None
-    force: bool
-    dry_run: bool
     flags: Mapping[str, str]
     """The spelling of each option, by parameter."""
     given: Mapping[str, Any]
     """The worker's options that were given."""
-    every: Mapping[str, Any]
-    """The worker's options with their defaults."""
 
 
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -95,37 +100,40 @@ def install_command(worker_options: Decorator, run_worker: Callable[..., None]) 
         context = click.get_current_context()
         flags = {str(parameter.name): parameter.opts[0] for parameter in context.command.params if parameter.opts}
         given = given_options(context, "COMMANDLINE", "ENVIRONMENT")
-        _install(InstallOptions(name, force, dry_run, flags, given, every), run_worker, output)
+        path = unit_path(name)
+        folder = data_folder(given.get("data"))
+        _check_secrets(given, env_file(name))
+        text = unit_text(InstallOptions(name, flags, given), folder, path)
+        if dry_run:
+            run_worker(Output(), **{**every, "only_check": OPTIONS})
+            output.show({"unit": str(path), "text": text, "written": False, "started": False}, lambda: text.splitlines())
+            return
+        there = path.read_text("utf-8", "replace") if path.exists() else None
+        if there not in (None, text) and not force:
+            raise ConfigError(
+                f"{path} is there, and says something else: say --force to replace it, or --name for another worker"
+            )
+        read_token(given.get("token_file"))
+        run_worker(Output(), **{**every, "only_check": LOGIN if _is_new(given, folder) else OPTIONS})
+        changed = there != text
+        if changed:
+            _write(path, text)
+        started = _start(path.name, changed=changed)
+        lines = [f"{path} {'was written' if changed else 'was there already'}"]
+        if started:
+            lines.append(f"{path.name} runs; look at it with: tasuki worker status, journalctl --user -u {path.name} -f")
+        else:
+            lines.append("there is no systemd of this user here (a container, or no session); where there is one, run:")
+            lines.append(f"  systemctl --user daemon-reload && systemctl --user enable --now {path.name}")
+        output.show({"unit": str(path), "text": text, "written": changed, "started": started}, lambda: lines)
+        user = _user()
+        if not Path("/var/lib/systemd/linger", user).exists():
+            output.hint(f"it runs while you are logged in; to let it run from boot on: loginctl enable-linger {user}")
 
     return install
 
 
 # ---------------------------------------------------------------------------------------------------- install
-
-
-def _install(chosen: InstallOptions, run_worker: Callable[..., None], output: Output) -> None:
-    """Check the options, enrol, write the unit, start it."""
-    from tasuki.config import data_folder
-
-    path = unit_path(chosen.name)
-    folder = data_folder(chosen.given.get("data"))
-    _check_secrets(chosen.given, env_file(chosen.name))
-    text = unit_text(chosen, folder, path)
-    if chosen.dry_run:
-        run_worker(Output(), **{**chosen.every, "only_check": OPTIONS})
-        output.show({"unit": str(path), "text": text, "written": False, "started": False}, lambda: text.splitlines())
-        return
-    _refuse_other(path, text, force=chosen.force)
-    read_token(chosen.given.get("token_file"))
-    run_worker(Output(), **{**chosen.every, "only_check": LOGIN if _is_new(chosen, folder) else OPTIONS})
-    changed = _write(path, text)
-    started = _start(path.name, changed=changed)
-    output.show(
-        {"unit": str(path), "text": text, "written": changed, "started": started},
-        lambda: [f"{path} {'was written' if changed else 'was there already'}", *_next_steps(path.name, started)],
-    )
-    if hint := _linger_hint():
-        output.hint(hint)
 
 
 def unit_path(name: str | None) -> Path:
@@ -154,17 +162,11 @@ def _check_secrets(given: Mapping[str, Any], file: Path) -> None:
             "TASUKI_TOKEN is not written into the unit, where others might read it: save it in a file (mode 0600), and give that "
             "with --token-file"
         )
-    urls = {
-        "--to": given.get("to") or os.environ.get("TASUKI_URL"),
-        "--blobs": given.get("blobs"),
-        "--coordination": given.get("coordination"),
-    }
-    variables = {"--to": "TASUKI_URL", "--blobs": "TASUKI_BLOBS", "--coordination": "TASUKI_COORDINATION"}
-    for name, url in urls.items():
-        if url and _password(str(url)):
+    for name, variable in (("to", "TASUKI_URL"), ("blobs", "TASUKI_BLOBS"), ("coordination", "TASUKI_COORDINATION")):
+        if _password(str(given.get(name) or os.environ.get(variable, ""))):
             raise ConfigError(
-                f"the address of {name} has a password in it, which is not written into the unit: write {variables[name]}=… "
-                f"into {file} (mode 0600), and leave {name} out here (and {variables[name]} unset)"
+                f"the address of --{name} has a password in it, which is not written into the unit: write {variable}=… "
+                f"into {file} (mode 0600), and leave --{name} out here (and {variable} unset)"
             )
     for variable in COPIED[1:]:
         if _password(os.environ.get(variable, "")):
@@ -174,49 +176,38 @@ def _check_secrets(given: Mapping[str, Any], file: Path) -> None:
             )
 
 
-def _is_new(chosen: InstallOptions, folder: DataFolder) -> bool:
+def _is_new(given: Mapping[str, Any], folder: DataFolder) -> bool:
     """Return whether the worker has to enrol first, which is better done now, while a person is here."""
-    from tasuki.config import default_url, enrol_variable
-    from tasuki.core.address import parse_url
-    from tasuki.worker.credentials import FOLDER, file_name, read_credential
-
-    url = chosen.given.get("to") or default_url() or ""
+    url = given.get("to") or default_url() or ""
     if not url or is_store(url):
         return False
     address = parse_url(url)[0]
-    if "token_file" in chosen.given or not address.http:
+    if "token_file" in given or not address.http:
         return False
     known = read_credential(folder.root / FOLDER / f"{file_name(address)}.json")
-    return known is None or "enroll_file" in chosen.given or bool(enrol_variable())
+    return known is None or "enroll_file" in given or bool(enrol_variable())
 
 
-def _refuse_other(path: Path, text: str, *, force: bool) -> None:
-    if not force and path.exists() and path.read_text("utf-8", "replace") != text:
-        raise ConfigError(f"{path} is there, and says something else: say --force to replace it, or --name for another worker")
-
-
-def _write(path: Path, text: str) -> bool:
-    """Write the unit, whole or not at all, and return whether anything changed."""
-    from tasuki.blobs.files import durable_write
-
-    if path.exists() and path.read_text("utf-8", "replace") == text:
-        return False
+def _write(path: Path, text: str) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         durable_write(path, text.encode(), mode=0o666)
     except OSError as error:
         raise ConfigError(f"{path} cannot be written: {error.strerror or error}") from None
-    return True
 
 
 # ---------------------------------------------------------------------------------------------------- the unit
 
 
 def unit_text(chosen: InstallOptions, folder: DataFolder, path: Path) -> str:
-    """Return the text of the unit file."""
     drain_s = float(chosen.given.get("drain_timeout", DRAIN_S))
     words = [sys.executable, "-P", "-m", "tasuki", "worker", *_arguments(chosen, folder, drain_s)]
-    environment = [f"Environment={quoted_once(f'{name}={value}')}" for name, value in _environment()]
+    copied = {name: os.environ[name] for name in COPIED if os.environ.get(name)}
+    copied |= {name: str(Path(os.environ[name]).absolute()) for name in COPIED_FILES if os.environ.get(name)}
+    environment = [f"Environment={quoted_once(f'{name}={value}')}" for name, value in copied.items()]
+    pauses = [f"RestartSec={RESTART_FIRST_S}", "RestartSteps=8", f"RestartMaxDelaySec={RESTART_MAX_S}"]
+    if _systemd_version() < GROWING_PAUSES_SINCE:
+        pauses = [f"RestartSec={RESTART_FIXED_S}"]
     return "\n".join(
         [
             f"# Written by tasuki worker install, which may replace it. For changes: systemctl --user edit {path.name}",
@@ -234,7 +225,7 @@ def unit_text(chosen: InstallOptions, folder: DataFolder, path: Path) -> str:
             *environment,
             "UMask=0077",
             "Restart=on-failure",
-            *_pauses(),
+            *pauses,
             "# Its token is not good any more: no start would change that.",
             "RestartPreventExitStatus=4",
             "# SIGTERM to the worker alone: it drains, then stops what still runs. Whatever is left after that is killed.",
@@ -283,18 +274,6 @@ def _user() -> str:
     return pwd.getpwuid(os.getuid()).pw_name
 
 
-def _environment() -> Iterator[tuple[str, str]]:
-    for name in (*COPIED, *COPIED_FILES):
-        if value := os.environ.get(name):
-            yield name, str(Path(value).absolute()) if name in COPIED_FILES else value
-
-
-def _pauses() -> list[str]:
-    if _systemd_version() < GROWING_PAUSES_SINCE:
-        return [f"RestartSec={RESTART_FIXED_S}"]
-    return [f"RestartSec={RESTART_FIRST_S}", "RestartSteps=8", f"RestartMaxDelaySec={RESTART_MAX_S}"]
-
-
 # ---------------------------------------------------------------------------------------------------- systemd
 
 
@@ -305,14 +284,11 @@ class SystemctlResult(NamedTuple):
     text: str
 
 
-def systemctl(*arguments: str) -> SystemctlResult | None:
-    """Run `systemctl --user …`; None where there is no such program."""
-    program = shutil.which("systemctl")
-    if program is None:
-        return None
+def systemctl(*arguments: str) -> SystemctlResult:
+    """Run `systemctl --user …`; the code is -1 if the program is missing or does not answer."""
     try:
         done = subprocess.run(
-            [program, "--user", *arguments],
+            ["systemctl", "--user", *arguments],
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
@@ -326,9 +302,7 @@ def systemctl(*arguments: str) -> SystemctlResult | None:
 
 
 def _systemd_version() -> int:
-    """Return the version of systemd; 0 where there is none."""
-    answer = systemctl("--version")
-    found = re.match(r"systemd (\d+)", answer.text) if answer is not None else None
+    found = re.match(r"systemd (\d+)", systemctl("--version").text)
     return int(found.group(1)) if found else 0
 
 
@@ -341,7 +315,10 @@ def escaped(text: str) -> str:
 
 def quoted_once(text: str) -> str:
     """Return a program or an assignment, quoted; there systemd replaces % alone."""
-    return text if _plain(text) else f'"{_backslashed(text)}"'
+    if _plain(text):
+        return text
+    text = text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n").replace("\t", "\\t")
+    return f'"{escaped(text)}"'
 
 
 def quoted(text: str) -> str:
@@ -349,40 +326,17 @@ def quoted(text: str) -> str:
     return quoted_once(text).replace("$", "$$")
 
 
-def _backslashed(text: str) -> str:
-    text = text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n").replace("\t", "\\t")
-    return escaped(text)
-
-
 def _start(unit: str, *, changed: bool) -> bool:
     """Start the unit, and return whether systemd runs it; False if there is no systemd of this user."""
-    reloaded = systemctl("daemon-reload")
-    if reloaded is None or reloaded.code != 0:
+    if systemctl("daemon-reload").code != 0:
         return False
-    active = systemctl("is-active", unit)
-    again = changed and active is not None and active.code == 0
+    again = changed and systemctl("is-active", unit).code == 0
     enabled = systemctl("enable", unit)
     started = systemctl("restart", "--no-block", unit) if again else systemctl("start", unit)  # the old one may drain for long
     for answer in (enabled, started):
-        if answer is None or answer.code != 0:
-            raise ConfigError(f"the unit is written, but systemd does not start it: {answer.text[:600] if answer else ''}")
+        if answer.code != 0:
+            raise ConfigError(f"the unit is written, but systemd does not start it: {answer.text[:600]}")
     return True
-
-
-def _next_steps(unit: str, started: bool) -> list[str]:
-    if started:
-        return [f"{unit} runs; look at it with: tasuki worker status, journalctl --user -u {unit} -f"]
-    return [
-        "there is no systemd of this user here (a container, or no session); where there is one, run:",
-        f"  systemctl --user daemon-reload && systemctl --user enable --now {unit}",
-    ]
-
-
-def _linger_hint() -> str:
-    user = _user()
-    if Path("/var/lib/systemd/linger", user).exists():
-        return ""
-    return f"it runs while you are logged in; to let it run from boot on: loginctl enable-linger {user}"
 
 
 # ---------------------------------------------------------------------------------------------------- uninstall
@@ -401,8 +355,139 @@ def uninstall(output: Output, name: str | None) -> None:
     stopped = systemctl("disable", "--now", "--no-block", path.name)
     path.unlink()
     systemctl("daemon-reload")
-    there = stopped is not None and stopped.code == 0
+    there = stopped.code == 0
     output.show(
         {"unit": str(path), "removed": True, "stopped": there},
         lambda: [f"{path} was removed{'' if there else '; there is no systemd of this user here that could have run it'}"],
     )
+
+
+# ---------------------------------------------------------------------------------------------------- status
+
+
+class WorkerReport(NamedTuple):
+    """One worker; without a status if only its results are left."""
+
+    worker_id: str
+    status: Status | None
+    results_waiting: int
+
+    @property
+    def state(self) -> str:
+        """Return one of RUNNING, DRAINING, ALONE and GONE."""
+        if self.status is None or not self.status.alive:
+            return GONE
+        if self.status.connection.connected_since is None:
+            return ALONE
+        return DRAINING if self.status.draining else RUNNING
+
+    def described(self) -> dict[str, Any]:
+        reported: dict[str, Any] = {} if self.status is None else msgspec.to_builtins(self.status)
+        return {**reported, "worker_id": self.worker_id, "state": self.state, "results_waiting": self.results_waiting}
+
+
+@command("worker status", examples=["tasuki worker status", "tasuki worker status --data ~/render --json"])
+@data_option
+def status(output: Output, data: Path | None) -> int:
+    """Show how the workers of this data folder are.
+
+    Exit code 0: one runs and is connected, and none is not; 5: one is not connected; 3: none runs.
+    """
+    root = data_folder(data).root
+    found, rejected, tokens, services = workers_of(root), count_rejected(root), list(tokens_of(root)), list(services_here())
+    described = {
+        "data": str(root),
+        "workers": [one.described() for one in found],
+        "results_kept_aside": rejected,
+        "tokens": tokens,
+        "services": services,
+    }
+    output.show(described, lambda: _lines(root, found, rejected, tokens, services))
+    states = {one.state for one in found} - {GONE}
+    return ExitCode.NOT_FOUND if not states else ExitCode.UNAVAILABLE if ALONE in states else ExitCode.OK
+
+
+def workers_of(root: Path) -> list[WorkerReport]:
+    """Return the workers that have a status, and those whose results wait."""
+    outbox = root / OUTBOX_FOLDER
+    folders = sorted(one for one in outbox.iterdir() if one.is_dir()) if outbox.is_dir() else []
+    waiting = {one.name: sum(1 for _ in one.glob("*.ending")) for one in folders}
+    found = [WorkerReport(one.worker_id, one, waiting.pop(one.worker_id, 0)) for one in read_all(root)]
+    return [*found, *(WorkerReport(worker_id, None, count) for worker_id, count in waiting.items() if count)]
+
+
+def count_rejected(root: Path) -> int:
+    """Return how many results were refused, and are kept for people."""
+    folder = root / REJECTED_FOLDER
+    return sum(1 for one in folder.iterdir() if not one.name.startswith(".")) if folder.is_dir() else 0
+
+
+def tokens_of(root: Path) -> Iterator[dict[str, Any]]:
+    """Yield the tokens of the enrolled workers, without the secrets."""
+    for path in sorted((root / FOLDER).glob("*.json")):
+        try:
+            credential = read_credential(path)
+        except ConfigError as error:
+            yield {"server": "", "worker_id": "", "token_id": "", "expires_at": None, "problem": error.message}
+            continue
+        if credential is not None:
+            token = credential.token
+            yield {
+                "server": credential.server,
+                "worker_id": credential.worker_id,
+                "token_id": token.token_id,
+                "expires_at": token.expires_at,
+                "problem": "" if token.left_s(time.time()) > 0 else "it has expired: enrol this worker again",
+            }
+
+
+def services_here() -> Iterator[dict[str, str]]:
+    """Yield the units of `tasuki worker install`, of all data folders, as systemd sees them."""
+    answer = systemctl("list-units", "--all", "--plain", "--no-legend", "--no-pager", UNITS)
+    for line in answer.text.splitlines() if answer.code == 0 else ():
+        words = line.split(None, 4)
+        if len(words) >= 4:
+            yield {"unit": words[0], "active": words[2], "sub": words[3]}
+
+
+def _lines(
+    root: Path, found: list[WorkerReport], rejected: int, tokens: list[dict[str, Any]], services: list[dict[str, str]]
+) -> Iterator[str]:
+    if not found:
+        yield f"no worker has run on {root}; --data says another folder"
+    for one in found:
+        yield from _worker_lines(one)
+    if rejected:
+        yield f"{rejected} result(s) that were refused are kept in {root / 'kept-aside'}"
+    for token in tokens:
+        named = f"token {token['token_id']} for {token['server']}: " if token["token_id"] else ""
+        yield f"{named}{token['problem'] or 'valid until ' + when(token['expires_at']) + ', renewed before'}"
+    for service in services:
+        yield f"service {service['unit']}: {service['active']} ({service['sub']})"
+
+
+def _worker_lines(found: WorkerReport) -> Iterator[str]:
+    reported = found.status
+    wait = f"{found.results_waiting} result(s) wait on disk"
+    if reported is None or found.state == GONE:
+        ended = ""
+        if reported is not None:
+            ended = f" since {when(reported.ended_at)}" if reported.ended_at else f" (pid {reported.pid} is gone without a word)"
+        offered = "; its next start offers them" if found.results_waiting else ""
+        yield f"{found.worker_id}: not running{ended}; {wait}{offered}"
+        if reported is not None and reported.error:
+            yield f"  it ended with: {plain(reported.error)}"
+        return
+    connection = reported.connection
+    yield f"{found.worker_id}: {found.state}, pid {reported.pid}, since {when(reported.since)}"
+    if connection.connected_since is not None:
+        yield f"  connected to {connection.address or connection.server} since {when(connection.connected_since)}"
+    elif connection.error_at is not None:
+        tried = f"tried {connection.tries} time(s), last at {when(connection.error_at)}"
+        yield f"  no connection to {connection.server}, {tried}: {plain(connection.error)}"
+    else:
+        yield f"  connecting to {connection.server}"
+    yield f"  {reported.running} job(s) run; {wait}"
+    if reported.jobs:
+        rows = ((job.job_id, job.attempt, job.subject, when(job.since)) for job in reported.jobs)
+        yield from (f"  {line}" for line in table(("JOB", "ATTEMPT", "SUBJECT", "SINCE"), rows))
