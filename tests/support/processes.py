@@ -66,6 +66,9 @@ def open_files(pid: int) -> int:
 class ChildProcess:
     """A process of the test. Its output (stdout and stderr) goes to the file `log`; leaving the `with` block kills it."""
 
+    kind = "worker"
+    """Word for messages."""
+
     def __init__(self, command: Iterable[str | os.PathLike[str]], log: Path, env: Mapping[str, str], **options: Any) -> None:
         self.command = [os.fspath(part) for part in command]
         self.log = log
@@ -157,6 +160,8 @@ class ChildProcess:
 
 class ServerProcess(ChildProcess):
     """A running `tasuki server`. Make one with `start_server`."""
+
+    kind = "server"
 
     def __init__(self, data: Path, arguments: Iterable[str], env: Mapping[str, str], tcp: str, log: Path, **options: Any) -> None:
         self.data = data

@@ -18,12 +18,13 @@ from tests.e2e.stage import jobs_worker
 from tests.support.chaos import checks
 from tests.support.chaos import evidence as left_behind
 from tests.support.chaos.checks import Evidence, JobEnd
-from tests.support.chaos.rig import Rig
+from tests.support.chaos.rig import Fault, Rig
 from tests.support.postgres_service import PostgresService
 from tests.support.processes import ChildProcess, start_servers, url_of
 from tests.support.waiting import until
 
 CLIENT = Path(__file__).with_name("client.py")
+FAULTS = [Fault.KILLED] * 10 + [Fault.FROZEN] * 7 + [Fault.FROZEN_FOR_LONG] * 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,7 +120,7 @@ class PostgresRig(Rig):
                 self.note(f"PostgreSQL restarted ({mode})")
                 self.postgres.restart(mode)  # here and in no other thread: it dies with the thread that started it
             # A server is as likely as two workers.
-            self.hit([*self.servers, *self.servers, *self.workers], kills=0.5, long=0.3, away_s=(0.1, 1.0))
+            self.hit([*self.servers, *self.servers, *self.workers], FAULTS, away_s=(0.1, 1.0))
             count += 1
         self._storm_s = time.monotonic() - self._began_at
 

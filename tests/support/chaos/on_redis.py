@@ -23,7 +23,7 @@ from tasuki.stores.redis.store import RedisStore
 from tasuki.testing.sim.history import AnsweredEvent, AnyLine, AskedEvent
 from tests.support.chaos import evidence
 from tests.support.chaos.evidence import StoredIncident, StoredJob, StoreEvidence
-from tests.support.chaos.rig import Rig
+from tests.support.chaos.rig import Fault, Rig
 from tests.support.postgres_service import _free_port
 from tests.support.processes import TASUKI, ChildProcess, ServerProcess, start_server
 from tests.support.redis_service import RedisService
@@ -36,6 +36,7 @@ APP_JOB = Path(__file__).with_name("app_job.sh")
 BATCH = 20
 SHOWN = ("I1", "I2", "I3", "I4", "I5", "I6", "I11", "I13", "liveness")
 POISON = ("fail", "die")
+FAULTS = [Fault.KILLED] * 6 + [Fault.FROZEN, Fault.FROZEN_FOR_LONG]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,7 +130,7 @@ class RedisRig(Rig):
             if n in restarts:
                 self._restart_redis()
             else:
-                self.hit(self.servers if n % 3 == 0 else self.workers, kills=0.75, long=0.5, away_s=(0.1, 0.6))
+                self.hit(self.servers if n % 3 == 0 else self.workers, FAULTS, away_s=(0.1, 0.6))
         submitting.result(plan.ends_within_s)
 
     def calm(self) -> None:

@@ -18,6 +18,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from enum import StrEnum
 from pathlib import Path
 from typing import Protocol, Self
 
@@ -29,6 +30,18 @@ from tests.support.processes import ChildProcess, ServerProcess
 from tests.support.waiting import until
 
 REVIVED_WITHIN_S = 60.0
+STOPPED_WITHIN_S = 30.0
+
+
+class Fault(StrEnum):
+    """Things that happen to a process."""
+
+    KILLED = "killed"
+    KILLED_FOR_LONG = "killed for longer than a lease"
+    FROZEN = "frozen"
+    FROZEN_FOR_LONG = "frozen for longer than a lease"
+    KILLED_WHILE_FROZEN = "killed while frozen"
+    STOPPED = "stopped in order"
 
 
 class Plan(Protocol):
@@ -54,7 +67,8 @@ class Rig:
         self.chance = random.Random(plan.seed)
         self._lease_over_s = plan.lease_ttl_s + LEASE_MARGIN_S
         self._moment = threading.Event()  # never set: its wait is the random moment of a fault, and no wait for anything
-        self._busy: dict[ChildProcess, Future[None]] = {}
+        self.busy: dict[ChildProcess, Future[None]] = {}
+        """Processes to which something happens at the moment."""
         self._stack = contextlib.ExitStack()
 
     def start(self, stack: contextlib.ExitStack) -> None:
@@ -99,52 +113,53 @@ class Rig:
     def note(self, what: str, target: str = "") -> None:
         self.faults.append(FaultEvent(at=time.time(), fault=what, target=target))
 
-    def hit(self, processes: Sequence[ChildProcess], *, kills: float, long: float, away_s: tuple[float, float]) -> None:
-        """Kill or freeze one of the processes that are well; `kills` and `long` are probabilities.
+    def hit(self, processes: Sequence[ChildProcess], faults: Sequence[Fault], away_s: tuple[float, float]) -> None:
+        """Let one of the faults happen to one of the processes that are well.
 
-        A process that is frozen for long finds its leases, or its leadership, over when it wakes up.
+        A process that is away for long finds its leases, or its leadership, over when it comes back.
         """
-        victims = [process for process in processes if process not in self._busy]
+        victims = [process for process in processes if process not in self.busy]
         if not victims:
             return
-        victim, seconds = self.chance.choice(victims), self.chance.uniform(*away_s)
-        is_killed = self.chance.random() < kills
-        is_long = not is_killed and self.chance.random() < long
-        kind = "server" if isinstance(victim, ServerProcess) else "worker"
-        self.note(f"{kind}s {'killed' if is_killed else 'frozen for long' if is_long else 'frozen'}", victim.log.stem)
-        act = self._kill if is_killed else self._freeze
-        self._busy[victim] = self.pool.submit(act, victim, seconds + (self._lease_over_s if is_long else 0.0))
+        victim, fault, seconds = self.chance.choice(victims), self.chance.choice(faults), self.chance.uniform(*away_s)
+        self.note(f"{victim.kind}s {fault}", victim.log.stem)
+        if fault in (Fault.KILLED_FOR_LONG, Fault.FROZEN_FOR_LONG):
+            seconds += self._lease_over_s
+        self.busy[victim] = self.pool.submit(self._suffer, victim, fault, seconds)
 
-    def _kill(self, victim: ChildProcess, away_s: float) -> None:
-        victim.kill()
-        self._moment.wait(away_s)
-        if not isinstance(victim, ServerProcess):
-            victim.start_again()
+    def _suffer(self, victim: ChildProcess, fault: Fault, away_s: float) -> None:
+        if fault in (Fault.FROZEN, Fault.FROZEN_FOR_LONG, Fault.KILLED_WHILE_FROZEN):
+            with contextlib.suppress(ProcessLookupError):
+                victim.signal(signal.SIGSTOP)
+                self._moment.wait(away_s)
+                victim.signal(signal.SIGCONT if fault is not Fault.KILLED_WHILE_FROZEN else signal.SIGKILL)
+        if fault in (Fault.FROZEN, Fault.FROZEN_FOR_LONG):
             return
+        if fault is Fault.STOPPED:
+            assert victim.stop(STOPPED_WITHIN_S) == 0, victim.output()[-4000:]
+        victim.kill()
+        if fault is not Fault.KILLED_WHILE_FROZEN:
+            self._moment.wait(away_s)
+
+        start = victim.restart if isinstance(victim, ServerProcess) else victim.start_again
 
         def started() -> bool:
             try:
-                victim.restart()
+                start()
             except AssertionError:  # without its store a server ends again, and is started again
                 return False
             return True
 
         until(started, REVIVED_WITHIN_S, f"{victim.command} starts again")
 
-    def _freeze(self, victim: ChildProcess, away_s: float) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            victim.signal(signal.SIGSTOP)
-            self._moment.wait(away_s)
-            victim.signal(signal.SIGCONT)
-
     def raise_failures(self) -> None:
         """Forget the faults that are over, and raise what went wrong; no process may have ended by itself."""
-        for victim, fault in list(self._busy.items()):
+        for victim, fault in list(self.busy.items()):
             if fault.done():
-                del self._busy[victim]
+                del self.busy[victim]
                 fault.result()
         for process in (*self.servers, *self.workers):
-            if process not in self._busy and not process.running:
+            if process not in self.busy and not process.running:
                 self.ended_by_itself(process)
 
     def ended_by_itself(self, process: ChildProcess) -> None:
@@ -152,7 +167,7 @@ class Rig:
 
     def heal(self) -> None:
         """Wait until all faults are over."""
-        for fault in list(self._busy.values()):
+        for fault in list(self.busy.values()):
             fault.result()
         self.raise_failures()
         self.healed_at = time.time()

@@ -10,9 +10,10 @@ from typing import NamedTuple
 import pytest
 
 from tests.conftest import require
+from tests.support.chaos.on_agents import AgentsPlan, AgentsRig
 from tests.support.chaos.on_postgres import PostgresPlan, PostgresRig
 from tests.support.chaos.on_redis import RedisPlan, RedisRig
-from tests.support.chaos.rig import Rig
+from tests.support.chaos.rig import Fault, Rig
 from tests.support.redis_service import other_redis_program, redis_program
 
 MakeRig = Callable[[pytest.FixtureRequest, Path, int], Rig]
@@ -48,6 +49,18 @@ def on_redis(
     return make
 
 
+def on_agents(plan: AgentsPlan, registry: str = "") -> MakeRig:
+    """Return what makes a rig of agents; `registry` names the fixture with the address of one."""
+
+    def make(request: pytest.FixtureRequest, folder: Path, seed: int) -> Rig:
+        env = {"TASUKI_REGISTRY": request.getfixturevalue(registry)} if registry else {}
+        # PostgreSQL holds no large results.
+        arguments = ("--results", str(folder / "large-results")) if registry == "postgres_url" else ()
+        return AgentsRig(replace(plan, seed=seed), folder, env, *arguments)
+
+    return make
+
+
 SMALL_ON_POSTGRES = PostgresPlan(
     workers=3, clients=2, jobs=900, faults_min=6, faults_max=9, gap_s=(0.1, 0.7), pause_s=0.2, large_every=100
 )
@@ -68,6 +81,10 @@ SMALL_ON_REDIS = RedisPlan(
 LARGE_ON_REDIS = RedisPlan(
     jobs=2_000, http_workers=4, queue_workers=4, faults=50, gap_s=(0.2, 1.2), redis_restarts=4, poison_of_each=6
 )
+WITHOUT_REGISTRY = AgentsPlan(
+    callers=1, at_once=1, seconds=(0.0, 0.1), long=1_000, faults=(Fault.KILLED,), faulty_at_once=1, gap_s=(0.0, 1.0)
+)
+THROUGH_DISPATCHERS = AgentsPlan(callers=1, at_once=1, padding_bytes=300_000, gap_s=(1.5, 5.0), dispatchers=True)
 
 SCENARIOS = (
     Scenario("three servers on PostgreSQL", on_postgres(SMALL_ON_POSTGRES)),
@@ -75,4 +92,8 @@ SCENARIOS = (
     Scenario("three servers on PostgreSQL, large", on_postgres(LARGE_ON_POSTGRES), in_soak=True),
     Scenario("two control planes on Redis, large", on_redis(LARGE_ON_REDIS), in_soak=True),
     Scenario("two control planes on the system's Redis, large", on_redis(LARGE_ON_REDIS, other_redis_program), in_soak=True),
+    Scenario("three agents", on_agents(WITHOUT_REGISTRY), in_soak=True),
+    Scenario("three agents with a registry on Redis", on_agents(AgentsPlan(), "redis_url"), in_soak=True),
+    Scenario("three agents with a registry on PostgreSQL", on_agents(AgentsPlan(), "postgres_url"), in_soak=True),
+    Scenario("three agents behind two dispatchers", on_agents(THROUGH_DISPATCHERS, "redis_url"), in_soak=True),
 )

@@ -1,4 +1,4 @@
-"""Two dispatchers before the agents of a chaos, and before each of them a gate that counts what clients send, request by request.
+"""A gate before a dispatcher that counts what clients send, request by request.
 
 A gate passes bytes on as they are; what it knows of HTTP is that a request begins with its method. It notes of every request for
 a job whether the job's input was stored when the request began: whoever sends the bytes of a stored input uploads it twice.
@@ -9,13 +9,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
-import random
 import re
 import threading
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Self
 
 from tests.client.agent_processes import ListeningProcess, steady_port
-from tests.soak.registry_scene import RegistryScene, passed
 
 PIECE_BYTES = 64 * 1024
 _begins = re.compile(rb"(?:POST /run/|PUT /inputs/|GET |HEAD |DELETE )([\w-]*)").match
@@ -33,9 +33,8 @@ class Sending:
 class Inputs:
     """The folder that the dispatchers share, and the inputs of all jobs."""
 
-    def __init__(self, scene: RegistryScene) -> None:
-        self.folder = scene.folder / "inputs"
-        books = {job_id: scene.book(job_id).read_bytes() for job_id in scene.job_ids}
+    def __init__(self, folder: Path, books: Mapping[str, bytes]) -> None:
+        self.folder = folder
         self.sizes = {job_id: len(book) for job_id, book in books.items()}
         self._hashes = {job_id: hashlib.sha256(book).hexdigest() for job_id, book in books.items()}
         self._jobs = {sha256: job_id for job_id, sha256 in self._hashes.items()}
@@ -114,61 +113,3 @@ async def _way(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> No
     while piece := await reader.read(PIECE_BYTES):
         writer.write(piece)
         await writer.drain()
-
-
-class Dispatchers:
-    """East, which knows the agents' registry, and west, which does not; each behind its gate. One of them at a time is killed."""
-
-    def __init__(self, scene: RegistryScene) -> None:
-        self._scene = scene
-        self.inputs = Inputs(scene)
-        self._stack = contextlib.ExitStack()
-
-    def __enter__(self) -> Self:
-        try:
-            registry = {"TASUKI_REGISTRY": self._scene.registry}
-            knowing = [("east", registry), ("west", {})]
-            self.processes = [self._stack.enter_context(self._start(name, knows)) for name, knows in knowing]
-            self.gates = [self._stack.enter_context(Gate(process, self.inputs)) for process in self.processes]
-        except BaseException:
-            self._stack.close()
-            raise
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._stack.close()
-
-    def _start(self, name: str, registry: dict[str, str]) -> ListeningProcess:
-        folder = self._scene.folder
-        words = ["dispatcher", "--agents", ",".join(self._scene.urls), "--inputs", str(self.inputs.folder)]
-        return ListeningProcess(words, folder / f"{name}.log", {"HOME": str(folder), **registry}, name=name, port=steady_port())
-
-    @property
-    def urls(self) -> list[str]:
-        return [gate.url for gate in self.gates]
-
-    async def trouble(self, over: asyncio.Event) -> None:
-        chance = random.Random(f"{self._scene.plan.seed} dispatchers")
-        while not await passed(chance.uniform(0.2, 3.0), over):
-            dispatcher = chance.choice(self.processes)
-            dispatcher.kill()
-            self._scene.faults["dispatchers killed"] += 1
-            await passed(chance.uniform(0.0, 2.0), over)
-            await asyncio.to_thread(dispatcher.start_again)
-
-    def check(self) -> str:
-        """No input that was stored was sent again; what was sent, in a line."""
-        sendings = [sending for gate in self.gates for sending in gate.sendings]
-        whole = [sending for sending in sendings if sending.sent_bytes >= self.inputs.sizes[sending.job_id]]
-        again = [(sending.job_id, sending.sent_bytes) for sending in whole if sending.was_stored]
-        assert not again, f"sent though they were stored: {again}"
-        sent_bytes, size_bytes = sum(sending.sent_bytes for sending in sendings), sum(self.inputs.sizes.values())
-        return (
-            f"inputs of {size_bytes} bytes; sent {sent_bytes} bytes in {len(sendings)} requests, "
-            f"{len(whole) - len({sending.job_id for sending in whole})} inputs more than once, which had not been stored"
-        )
-
-    def end(self) -> None:
-        """In order, so that nothing of them is left when the scene looks for processes."""
-        codes = {process.name: process.stop(30.0) for process in self.processes}
-        assert set(codes.values()) == {0}, codes

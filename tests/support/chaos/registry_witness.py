@@ -14,7 +14,7 @@ from tasuki.cli.agent import REGISTRY_APP as APP
 from tasuki.core.failover.registry_records import DISPATCHER, attempt_of, node_of
 from tasuki.core.job import Job, State
 from tasuki.server.assembly import is_redis, open_postgresql_reader, open_redis
-from tests.soak.exclusive_program import boot_time
+from tests.support.chaos.exclusive_program import boot_time
 
 LOOK_S = 0.05
 LOOKS_AT_ALL = 50  # to look at all jobs each time would be most of the load
