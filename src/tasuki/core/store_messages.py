@@ -20,6 +20,11 @@ from tasuki.errors import Conflict
 # ---------------------------------------------------------------------------------------------------- requests
 
 
+def storable_text(text: str) -> str:
+    """Return the text as every database accepts it: PostgreSQL refuses NUL."""
+    return text.replace("\0", "\ufffd") if "\0" in text else text
+
+
 class Submission(msgspec.Struct, frozen=True, gc=False):
     """A checked spec, its submitter, and the hash by which a resubmit is compared."""
 

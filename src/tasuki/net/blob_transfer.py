@@ -75,15 +75,11 @@ class BlobClient:
         for conversation in self._conversations.values():
             conversation.hear(error)
 
-    def take(self, message: Message) -> bool:
-        """Consume a message if it belongs to a transfer; return whether it does."""
-        corr_id = getattr(message, "corr_id", 0)
-        if corr_id < FIRST_MSG_ID:
-            return False
-        conversation = self._conversations.get(corr_id)
+    def received(self, message: Message) -> None:
+        """Pass a message to its transfer: its `corr_id` is FIRST_MSG_ID or above."""
+        conversation = self._conversations.get(getattr(message, "corr_id", 0))
         if conversation is not None:
             conversation.hear(message)
-        return True
 
     async def put(self, file: BinaryIO, ref: BlobRef, progress: OnProgress = None) -> None:
         """Make sure that the server has this blob; only missing bytes are sent. Resumed after a lost connection."""

@@ -18,7 +18,7 @@ from tasuki.core.protocol import Message, Welcome
 from tasuki.core.reconnect import Connect
 from tasuki.errors import TasukiError, Unavailable
 from tasuki.event_loop import BackgroundTasks
-from tasuki.net.blob_transfer import BlobClient, BlobTransport
+from tasuki.net.blob_transfer import FIRST_MSG_ID, BlobClient, BlobTransport
 from tasuki.net.tcp_link import TcpLink, connect
 
 
@@ -102,7 +102,8 @@ class ServerConnection:
         return link
 
     def _message(self, link: Link, message: Message) -> None:
-        if self.blobs.take(message):
+        if getattr(message, "corr_id", 0) >= FIRST_MSG_ID:
+            self.blobs.received(message)
             return
         if type(message) is Welcome:
             if message.codecs:

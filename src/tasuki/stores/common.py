@@ -82,11 +82,6 @@ class Retries:
         return self._conflict.delay_s(seen)
 
 
-def storable(text: str) -> str:
-    """Return the text as every database accepts it: PostgreSQL refuses NUL."""
-    return text.replace("\0", "\ufffd") if "\0" in text else text
-
-
 def lowest_generation(wall: float) -> int:
     """Return the generation of a blob that has no row at this time."""
     return max(0, int(wall) - GENERATIONS_BEGIN_AT)

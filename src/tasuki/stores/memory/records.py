@@ -32,9 +32,10 @@ from tasuki.core.store_messages import (
     Page,
     TokenRow,
     kind_of,
+    storable_text,
 )
 from tasuki.errors import InvalidInput
-from tasuki.stores.common import is_wanted, lowest_generation, stale_epoch, storable
+from tasuki.stores.common import is_wanted, lowest_generation, stale_epoch
 from tasuki.stores.store import Clock
 
 FIND_SCAN_MAX = 10_000  # jobs that one find looks at; the caller goes on with the cursor
@@ -205,7 +206,7 @@ class MemoryRecords:
         return new
 
     def _incident(self, kind: str, job: Job, *, worker_id: str = "", actor: str = "", reason: str = "") -> JobIncident:
-        return JobIncident(self.clock.wall(), kind, job.attempt, worker_id, actor, storable(reason))
+        return JobIncident(self.clock.wall(), kind, job.attempt, worker_id, actor, storable_text(reason))
 
     def _is_later(self, not_before: float | None) -> bool:
         return not_before is not None and not_before > self.clock.wall()
@@ -271,7 +272,7 @@ class MemoryRecords:
     # -- tokens ---------------------------------------------------------------------------------------------------
     def add_token(self, token: TokenRow) -> bool:
         with self.turn():
-            token = replace(token, label=storable(token.label))
+            token = replace(token, label=storable_text(token.label))
             known = [row for row in self._tokens.values() if token.token_id == row.token_id or token.sha256 == row.sha256]
             if known:
                 return known == [token]

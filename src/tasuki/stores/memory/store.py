@@ -47,6 +47,7 @@ from tasuki.core.store_messages import (
     Requeued,
     Submission,
     Submitted,
+    storable_text,
 )
 from tasuki.errors import Conflict
 from tasuki.stores.common import (
@@ -57,7 +58,6 @@ from tasuki.stores.common import (
     matches,
     report_identity,
     requeue_reason,
-    storable,
 )
 from tasuki.stores.memory.records import Entry, MemoryJob, MemoryRecords
 from tasuki.stores.store import Answered, Clock, Feature
@@ -130,7 +130,7 @@ class MemoryStore(MemoryRecords):
         if job.state.terminal:
             return Canceled(job.state)
         if cancel_is_immediate(job.state):
-            outcome = Outcome(error_code="CANCELED", message=storable(reason) or f"canceled by {actor}")
+            outcome = Outcome(error_code="CANCELED", message=storable_text(reason) or f"canceled by {actor}")
             incident = self._incident("canceled", job, actor=actor, reason=reason)
             return Canceled(self._end(record, job, Event.CANCEL, outcome, incident).job.state)
         assert job.lease is not None
@@ -349,7 +349,7 @@ class MemoryStore(MemoryRecords):
             )
         if job.started_at is None:
             job = replace(job, started_at=report.started_at)
-        report = replace(report, outcome=replace(report.outcome, message=storable(report.outcome.message)))
+        report = replace(report, outcome=replace(report.outcome, message=storable_text(report.outcome.message)))
         if verb is Event.SUCCEED:
             answer = ReportAnswer(ReportStatus.RECORDED, after(job.state, verb))
             record = self._end(record, job, verb, report.outcome)

@@ -53,9 +53,10 @@ from tasuki.core.store_messages import (
     Takes,
     TokenRow,
     Turn,
+    storable_text,
 )
 from tasuki.errors import ConfigError, Conflict, InvalidInput, Unavailable
-from tasuki.stores.common import check_on_failed, is_wanted, storable
+from tasuki.stores.common import check_on_failed, is_wanted
 from tasuki.stores.redis import codec
 from tasuki.stores.redis.codec import Argument, JobRecord, Reply, SpecFacts, flag, optional
 from tasuki.stores.redis.connection import TIMEOUT_S, check_settings, connect, name_of
@@ -299,7 +300,7 @@ class RedisStore:
 
     @_batch
     def release(self, claims: Sequence[HeldLease], *, reason: str = "") -> ScriptCall[list[bool]]:
-        arguments: list[Argument] = [storable(reason), len(claims)]
+        arguments: list[Argument] = [storable_text(reason), len(claims)]
         for claim in claims:
             outcome = Outcome(error_code="CANCELED", message=f"canceled; {claim.worker_id} had not started it")
             arguments += (*_key_of(claim), codec.encode(outcome))
@@ -459,7 +460,7 @@ class RedisStore:
     # -- tokens ---------------------------------------------------------------------------------------------------
     @_verb
     def add_token(self, token: TokenRow) -> ScriptCall[bool]:
-        token = replace(token, label=storable(token.label))
+        token = replace(token, label=storable_text(token.label))
 
         def decode(reply: Reply) -> bool:
             return reply == [b"added"] or [codec.token(row) for row in reply] == [token]
@@ -514,8 +515,8 @@ def _cancel(orders: Sequence[tuple[str, str, str]]) -> ScriptCall[list[Canceled]
     """Cancel jobs; orders are (job_id, actor, reason)."""
     arguments: list[Argument] = [len(orders)]
     for job_id, actor, reason in orders:
-        outcome = Outcome(error_code="CANCELED", message=storable(reason) or f"canceled by {actor}")
-        arguments += (job_id, actor, storable(reason), codec.encode(outcome))
+        outcome = Outcome(error_code="CANCELED", message=storable_text(reason) or f"canceled by {actor}")
+        arguments += (job_id, actor, storable_text(reason), codec.encode(outcome))
     return ScriptCall("cancel", arguments, lambda reply: [_canceled(*row) for row in reply])
 
 
@@ -528,7 +529,7 @@ def _canceled(
 def _requeue(orders: Sequence[RequeueOrder]) -> ScriptCall[list[Requeued]]:
     arguments: list[Argument] = [len(orders)]
     for order in orders:
-        arguments += (order.job_id, order.actor, storable(order.reason), optional(order.generation))
+        arguments += (order.job_id, order.actor, storable_text(order.reason), optional(order.generation))
     return ScriptCall("requeue", arguments, lambda reply: [Requeued(row[0] == b"1", _state(row[1])) for row in reply])
 
 
@@ -566,7 +567,7 @@ def _report(verb: str, reports: Sequence[Report]) -> ScriptCall[list[ReportAnswe
     for item in reports:
         outcome = item.outcome
         if "\0" in outcome.message:
-            outcome = replace(outcome, message=storable(outcome.message))
+            outcome = replace(outcome, message=storable_text(outcome.message))
         arguments += (
             item.worker_id,
             item.lease_id,

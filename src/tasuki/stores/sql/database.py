@@ -26,9 +26,9 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 from tasuki.core.job import Outcome, State
-from tasuki.core.store_messages import COUNTED
+from tasuki.core.store_messages import COUNTED, storable_text
 from tasuki.errors import TasukiError, Unavailable
-from tasuki.stores.common import FairTurns, stale_epoch, storable
+from tasuki.stores.common import FairTurns, stale_epoch
 from tasuki.stores.sql.rows import JobRow, fragments, outcome_values, replaced_report_of
 from tasuki.stores.store import Clock, Feature
 
@@ -460,7 +460,7 @@ class Transaction:
         self, row: JobRow, kind: str, *, attempt: int | None = None, worker_id: str = "", actor: str = "", reason: str = ""
     ) -> None:
         attempt = row.attempt if attempt is None else attempt
-        self._incidents.append((row.id, self.clock.wall(), kind, attempt, worker_id, actor, storable(reason)))
+        self._incidents.append((row.id, self.clock.wall(), kind, attempt, worker_id, actor, storable_text(reason)))
 
     def write_collected(self) -> None:
         """Write all that was collected: at the end, and before a verb reads or deletes counters or incidents."""

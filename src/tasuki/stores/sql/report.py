@@ -12,8 +12,8 @@ from typing import Any
 
 from tasuki.core.job import LEASED, OnDisconnect, Outcome, State
 from tasuki.core.lifecycle import LEASE_MARGIN_S, RESUMED, Disposition, Event, after, after_failure, after_loss, sources
-from tasuki.core.store_messages import HeldLease, LeaseStatus, Report, ReportAnswer, ReportStatus
-from tasuki.stores.common import INCIDENT_OF, fenced_reason, storable
+from tasuki.core.store_messages import HeldLease, LeaseStatus, Report, ReportAnswer, ReportStatus, storable_text
+from tasuki.stores.common import INCIDENT_OF, fenced_reason
 from tasuki.stores.sql.database import Transaction, must_change
 from tasuki.stores.sql.rows import (
     DELAYED,
@@ -51,7 +51,7 @@ def renew(tx: Transaction, claims: Sequence[HeldLease]) -> list[LeaseStatus]:
     base = tx.clock.lease() + LEASE_MARGIN_S
     answers = _statuses(tx, claims, tx.session.returned("renew", (base,), rows))
     told = [(claim, claim.progress) for claim in claims if claim.progress is not None]
-    progress = [(*_claim_values(claim), progress.fraction, storable(progress.text)) for claim, progress in told]
+    progress = [(*_claim_values(claim), progress.fraction, storable_text(progress.text)) for claim, progress in told]
     tx.session.changed("tell_progress", (), progress)
     return answers
 
@@ -279,7 +279,7 @@ def _full_values(report: Report) -> tuple[Any, ...]:
         result_sha256_of(outcome),
         result_size_of(outcome),
         outcome.error_code,
-        storable(outcome.message),
+        storable_text(outcome.message),
         meta_of(outcome),
     )
 

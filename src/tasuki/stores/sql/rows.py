@@ -7,8 +7,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from tasuki.core.job import LEASED, TERMINAL, BlobRef, Job, JobSpec, Lease, OnDisconnect, Outcome, Progress, State
-from tasuki.core.store_messages import TokenRow
-from tasuki.stores.common import storable
+from tasuki.core.store_messages import TokenRow, storable_text
 
 encode_spec = msgspec.msgpack.Encoder().encode
 decode_spec = msgspec.msgpack.Decoder(JobSpec).decode
@@ -229,7 +228,7 @@ def outcome_values(outcome: Outcome | None, state: State) -> tuple[Any, ...]:
     return (
         outcome.exit_code,
         (outcome.error_code or "") if failed else outcome.error_code,
-        storable(outcome.message),
+        storable_text(outcome.message),
         int(outcome.permanent),
         outcome.result if outcome.result_ref is None else None,
         result_sha256_of(outcome),
@@ -247,4 +246,4 @@ def token_of(row: tuple[Any, ...]) -> TokenRow:
 def token_values(token: TokenRow) -> tuple[Any, ...]:
     """Return the parameters of the statement `add_token`."""
     fields = msgspec.structs.asdict(token)
-    return tuple({**fields, "label": storable(token.label), "scope": _encode_json(token.scope).decode()}.values())
+    return tuple({**fields, "label": storable_text(token.label), "scope": _encode_json(token.scope).decode()}.values())

@@ -18,11 +18,11 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from tasuki.core.election import LOCK_TTL_S
 from tasuki.core.job import LEASED, Job, JobIncident
-from tasuki.core.store_messages import AuditRow, BlobPlace, Filter, Grant, GroupCounts, Page, TokenRow
+from tasuki.core.store_messages import AuditRow, BlobPlace, Filter, Grant, GroupCounts, Page, TokenRow, storable_text
 from tasuki.core.subject import literal_prefix
 from tasuki.django.standalone import SCHEMA_VERSION
 from tasuki.errors import ConfigError, InterruptCause, InvalidInput, TurnInterrupted
-from tasuki.stores.common import is_wanted, storable
+from tasuki.stores.common import is_wanted
 from tasuki.stores.sql import blobs, leader, lease, report, submit
 from tasuki.stores.sql.database import ABOVE_ALL_PRIORITIES, LEADER_SCOPE, Database, Parameters, ReadOnly, SqlSession, Transaction
 from tasuki.stores.sql.lease import held_leases
@@ -366,7 +366,7 @@ class SqlStore(SqlReads):
             return True
 
     def _add_audit(self, actor: str, action: str, target: str, detail: str = "") -> None:
-        self._tx.session.change("add_audit", (self.clock.wall(), actor, action, target, storable(detail)))
+        self._tx.session.change("add_audit", (self.clock.wall(), actor, action, target, storable_text(detail)))
 
     # -- readers --------------------------------------------------------------------------------------------------
     def _read(self, read: Callable[[SqlSession], T]) -> T:

@@ -9,10 +9,10 @@ from typing import Any
 
 from tasuki.core.job import JobSpec, Outcome, State, differing_fields
 from tasuki.core.lifecycle import Event, after, cancel_is_immediate, not_after_again
-from tasuki.core.store_messages import Canceled, MissingBlobs, Requeued, Submission, Submitted, kind_of
+from tasuki.core.store_messages import Canceled, MissingBlobs, Requeued, Submission, Submitted, kind_of, storable_text
 from tasuki.core.subject import group_of
 from tasuki.errors import Conflict, Unavailable
-from tasuki.stores.common import check_on_failed, requeue_reason, storable
+from tasuki.stores.common import check_on_failed, requeue_reason
 from tasuki.stores.sql.database import NOTHING_STORED, Transaction, must_change
 from tasuki.stores.sql.rows import JobRow, decode_spec, encode_spec, job_of, outcome_of, ready_value
 from tasuki.stores.store import Answered
@@ -133,7 +133,7 @@ def _cancel(tx: Transaction, row: JobRow, requested: list[JobRow], actor: str, r
     if state.terminal:
         return Canceled(state)
     if cancel_is_immediate(state):
-        outcome = Outcome(error_code="CANCELED", message=storable(reason) or f"canceled by {actor}")
+        outcome = Outcome(error_code="CANCELED", message=storable_text(reason) or f"canceled by {actor}")
         tx.incident(row, "canceled", actor=actor, reason=reason)
         ended = after(state, Event.CANCEL)
         tx.end_waiting(row, ended, outcome)
