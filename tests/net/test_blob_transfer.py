@@ -85,11 +85,11 @@ def test_download_whose_file_cannot_be_written_listens_no_more() -> None:
 
         getting = bench.get(b"xy", full)
         msg_id = (await bench.link.asked(BlobGet)).msg_id
-        bench.line.take(Chunk(msg_id, 0, b"x"))
+        bench.line.received(Chunk(msg_id, 0, b"x"))
         with pytest.raises(OSError, match="No space left"):
             await getting
         # The rest of the blob is dropped as it comes.
-        assert bench.line.take(Chunk(msg_id, 1, b"y"))
+        bench.line.received(Chunk(msg_id, 1, b"y"))
         assert bench.line._conversations == {}
 
     run(test)
@@ -125,7 +125,7 @@ def test_download_goes_on_where_it_was_on_the_next_link_and_listens_no_more_on_t
         # Given a download of which a part has come
         getting = bench.get(b"xy")
         first = await bench.link.asked(BlobGet)
-        bench.line.take(Chunk(first.msg_id, 0, b"x"))
+        bench.line.received(Chunk(first.msg_id, 0, b"x"))
         # When the link is lost, and another comes
         bench.line.lost()
         link = bench.connect()
@@ -133,7 +133,7 @@ def test_download_goes_on_where_it_was_on_the_next_link_and_listens_no_more_on_t
         # Then the rest is asked for, and nothing else is heard
         assert second.offset == 1
         assert list(bench.line._conversations) == [second.msg_id]
-        bench.line.take(Chunk(second.msg_id, 1, b"y", last=True))
+        bench.line.received(Chunk(second.msg_id, 1, b"y", last=True))
         await getting
         assert b"".join(bench.written) == b"xy"
         assert bench.line._conversations == {}
@@ -157,14 +157,14 @@ def test_link_is_not_read_from_while_many_chunks_wait() -> None:
         msg_id = (await bench.link.asked(BlobGet)).msg_id
         # When more chunks come than are taken
         for offset in range(WAITING_CHUNKS_MAX - 1):
-            bench.line.take(Chunk(msg_id, offset, b"\0"))
+            bench.line.received(Chunk(msg_id, offset, b"\0"))
         assert not bench.link.pauses
-        bench.line.take(Chunk(msg_id, WAITING_CHUNKS_MAX - 1, b"\0"))
+        bench.line.received(Chunk(msg_id, WAITING_CHUNKS_MAX - 1, b"\0"))
         # Then the link is paused until they are
         assert bench.link.pauses
         await all_taken.wait()
         assert not bench.link.pauses
-        bench.line.take(Chunk(msg_id, WAITING_CHUNKS_MAX, b"", last=True))
+        bench.line.received(Chunk(msg_id, WAITING_CHUNKS_MAX, b"", last=True))
         await getting
 
     run(test)
@@ -175,7 +175,7 @@ def test_link_is_read_from_again_when_a_paused_download_is_given_up() -> None:
         getting = bench.get(b"x")
         msg_id = (await bench.link.asked(BlobGet)).msg_id
         for offset in range(WAITING_CHUNKS_MAX):
-            bench.line.take(Chunk(msg_id, offset, b"\0"))
+            bench.line.received(Chunk(msg_id, offset, b"\0"))
         assert bench.link.pauses
         getting.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -189,9 +189,9 @@ def test_upload_that_is_refused_halfway_is_not_sent_to_its_end() -> None:
     async def test(bench: Bench) -> None:
         putting = asyncio.ensure_future(bench.line.put(io.BytesIO(bytes(8 * CHUNK_BYTES)), BlobRef("0" * 64, 8 * CHUNK_BYTES)))
         msg_id = (await bench.link.asked(BlobPut)).msg_id
-        bench.line.take(Reply(msg_id, {"go": True}))
+        bench.line.received(Reply(msg_id, {"go": True}))
         await bench.link.asked(Chunk)
-        bench.line.take(ErrorMessage(msg_id, "DISK_FULL", "no space"))
+        bench.line.received(ErrorMessage(msg_id, "DISK_FULL", "no space"))
         with pytest.raises(Unavailable, match="no space"):
             await putting
         assert sum(isinstance(message, Chunk) for message in bench.link.sent) < 8
@@ -214,9 +214,9 @@ def test_server_that_says_not_now_is_asked_again_after_growing_pauses(monkeypatc
         getting = bench.get(b"x")
         for count in range(1, 9):
             msg_id = (await bench.link.asked(BlobGet, count)).msg_id
-            bench.line.take(ErrorMessage(msg_id, "UNAVAILABLE", "not now"))
+            bench.line.received(ErrorMessage(msg_id, "UNAVAILABLE", "not now"))
         msg_id = (await bench.link.asked(BlobGet, 9)).msg_id
-        bench.line.take(Chunk(msg_id, 0, b"x", last=True))
+        bench.line.received(Chunk(msg_id, 0, b"x", last=True))
         await getting
         assert pauses == sorted(pauses)
         assert (pauses[0], pauses[-1]) == (blob_transfer.RETRY_FIRST_S, blob_transfer.RETRY_MAX_S)
@@ -230,7 +230,7 @@ def test_line_that_is_closed_ends_transfers_with_the_reason(error: TasukiError) 
     async def test(bench: Bench) -> None:
         # Given one that listens, one that pauses after "not now", and one that waits for a link
         refused = bench.get(b"x")
-        bench.line.take(ErrorMessage((await bench.link.asked(BlobGet)).msg_id, "UNAVAILABLE", "not now"))
+        bench.line.received(ErrorMessage((await bench.link.asked(BlobGet)).msg_id, "UNAVAILABLE", "not now"))
         listening = bench.get(b"x")
         await bench.link.asked(BlobGet, 2)
         # When the server will never take us again
@@ -277,9 +277,9 @@ def test_upload_begins_where_the_server_says(offset: int) -> None:
         putting = put_data(bench)
         put = await bench.link.asked(BlobPut)
         assert put.resume
-        bench.line.take(Reply(put.msg_id, {"go": True, "offset": offset}))
+        bench.line.received(Reply(put.msg_id, {"go": True, "offset": offset}))
         assert await sent_by(bench.link, offset) == DATA[offset:]
-        bench.line.take(Reply(put.msg_id, {"have": True}))
+        bench.line.received(Reply(put.msg_id, {"have": True}))
         await putting
 
     run(test)
@@ -289,9 +289,9 @@ def test_upload_to_a_server_that_says_no_offset_begins_at_0() -> None:
     async def test(bench: Bench) -> None:
         putting = put_data(bench)
         msg_id = (await bench.link.asked(BlobPut)).msg_id
-        bench.line.take(Reply(msg_id, {"go": True}))
+        bench.line.received(Reply(msg_id, {"go": True}))
         assert await sent_by(bench.link, 0) == DATA
-        bench.line.take(Reply(msg_id, {"have": True}))
+        bench.line.received(Reply(msg_id, {"have": True}))
         await putting
 
     run(test)
@@ -300,14 +300,14 @@ def test_upload_to_a_server_that_says_no_offset_begins_at_0() -> None:
 def test_upload_goes_on_on_the_next_link_where_the_server_is() -> None:
     async def test(bench: Bench) -> None:
         putting = put_data(bench)
-        bench.line.take(Reply((await bench.link.asked(BlobPut)).msg_id, {"go": True, "offset": 0}))
+        bench.line.received(Reply((await bench.link.asked(BlobPut)).msg_id, {"go": True, "offset": 0}))
         await bench.link.asked(Chunk, 2)
         bench.line.lost()
         link = bench.connect()
         msg_id = (await link.asked(BlobPut)).msg_id
-        bench.line.take(Reply(msg_id, {"go": True, "offset": CHUNK_BYTES}))
+        bench.line.received(Reply(msg_id, {"go": True, "offset": CHUNK_BYTES}))
         assert await sent_by(link, CHUNK_BYTES) == DATA[CHUNK_BYTES:]
-        bench.line.take(Reply(msg_id, {"have": True}))
+        bench.line.received(Reply(msg_id, {"have": True}))
         await putting
 
     run(test)
@@ -317,14 +317,14 @@ def test_upload_whose_beginning_was_wrong_is_sent_again_from_0_and_only_once() -
     async def test(bench: Bench) -> None:
         putting = put_data(bench)
         first = (await bench.link.asked(BlobPut)).msg_id
-        bench.line.take(Reply(first, {"go": True, "offset": CHUNK_BYTES}))
+        bench.line.received(Reply(first, {"go": True, "offset": CHUNK_BYTES}))
         await sent_by(bench.link, CHUNK_BYTES)
         bench.link.sent.clear()
-        bench.line.take(ErrorMessage(first, "CORRUPT", "other bytes"))
+        bench.line.received(ErrorMessage(first, "CORRUPT", "other bytes"))
         second = (await bench.link.asked(BlobPut)).msg_id
-        bench.line.take(Reply(second, {"go": True, "offset": 0}))
+        bench.line.received(Reply(second, {"go": True, "offset": 0}))
         assert await sent_by(bench.link, 0) == DATA
-        bench.line.take(ErrorMessage(second, "CORRUPT", "other bytes again"))
+        bench.line.received(ErrorMessage(second, "CORRUPT", "other bytes again"))
         with pytest.raises(Corrupt, match="again"):
             await putting
 
@@ -345,8 +345,8 @@ def test_large_pieces_are_written_in_order_and_off_the_loop() -> None:
         getting = bench.get(DATA, write)
         msg_id = (await bench.link.asked(BlobGet)).msg_id
         for start in range(0, len(DATA), CHUNK_BYTES):
-            bench.line.take(Chunk(msg_id, start, DATA[start : start + CHUNK_BYTES]))
-        bench.line.take(Chunk(msg_id, len(DATA), b"", last=True))
+            bench.line.received(Chunk(msg_id, start, DATA[start : start + CHUNK_BYTES]))
+        bench.line.received(Chunk(msg_id, len(DATA), b"", last=True))
         await getting
         assert b"".join(bench.written) == DATA
         assert threading.get_ident() not in threads
@@ -367,7 +367,7 @@ def test_download_that_is_given_up_waits_for_the_thread_that_writes() -> None:
         getting = bench.get(DATA, write)
         msg_id = (await bench.link.asked(BlobGet)).msg_id
         for start in range(0, 4 * CHUNK_BYTES, CHUNK_BYTES):
-            bench.line.take(Chunk(msg_id, start, DATA[start : start + CHUNK_BYTES]))
+            bench.line.received(Chunk(msg_id, start, DATA[start : start + CHUNK_BYTES]))
         await writing.wait()
         getting.cancel()
         await asyncio.sleep(0)

@@ -23,8 +23,7 @@ from tasuki.core import protocol
 from tasuki.core.access import ENROL_TOKEN_S, TOKEN_PREFIXES, WORKER_TOKEN_S, Identity, PeerKind, covers, identify, token_sha256
 from tasuki.core.address import parse_url
 from tasuki.core.broker.events import Command
-from tasuki.core.broker.state import BrokerState, ClientSession, Session, TransferSession, WorkerSession
-from tasuki.core.broker.turn_builder import TurnEffects, ignore
+from tasuki.core.broker.state import BrokerState, ClientSession, Session, TransferSession, TurnEffects, WorkerSession, ignore
 from tasuki.core.job import check_name, is_sha256
 from tasuki.core.lifecycle import LEASE_MARGIN_S
 from tasuki.core.machine import Now, Peer, Send

@@ -1,7 +1,7 @@
 """The server's decisions: `apply(event, now) -> commands`, and `next_turn(now)` for the store. Pure.
 
 Theory of operation. Messages do not touch the store one by one: conversations add questions to the next turn
-(`turn_builder.py`). Whenever the store is idle the driver takes them as one `Turn` (one transaction), and brings its `Answers`
+(`state.py`). Whenever the store is idle the driver takes them as one `Turn` (one transaction), and brings its `Answers`
 back as `TurnDone`: every conversation gets its part of them. Everything that is sent to a peer as done (accepted, recorded,
 assigned, canceled) is sent from there, that is, after the commit.
 """
@@ -9,8 +9,7 @@ assigned, canceled) is sent from there, that is, after the commit.
 from __future__ import annotations
 
 from tasuki.core.broker import authentication, client_messages, cluster, events, log_reads, worker_messages
-from tasuki.core.broker.state import BrokerState, ClientSession, Session, TransferSession, WorkerSession
-from tasuki.core.broker.turn_builder import TurnBuilder, TurnEffects
+from tasuki.core.broker.state import BrokerState, ClientSession, Session, TransferSession, TurnBuilder, TurnEffects, WorkerSession
 from tasuki.core.broker.upkeep import Upkeep
 from tasuki.core.election import TakeOver
 from tasuki.core.lifecycle import LEASE_MARGIN_S

@@ -13,8 +13,7 @@ from tasuki.core import protocol
 from tasuki.core.access import Identity, PeerKind
 from tasuki.core.broker import authentication, events
 from tasuki.core.broker.log_reads import question_of
-from tasuki.core.broker.state import BrokerState, ClientSession, Session, TransferSession, WorkerSession
-from tasuki.core.broker.turn_builder import TurnEffects, ignore
+from tasuki.core.broker.state import BrokerState, ClientSession, Session, TransferSession, TurnEffects, WorkerSession, ignore
 from tasuki.core.job import TERMINAL, Job, Outcome, State, body_hash, check_name, check_sha256, check_spec
 from tasuki.core.machine import Send
 from tasuki.core.store_messages import BlobClaim, BlobPlace, Canceled, MissingBlobs, Requeued, RequeueOrder, Submission, Submitted

@@ -2,26 +2,175 @@
 
 Nothing of it must survive a restart, and all that concerns a connection goes with the connection. Conversations are functions
 over `BrokerState` in the modules above this one; methods here keep several fields consistent with each other.
+
+The next turn. A conversation is a message of a peer and everything that follows from it. It calls `ask` with a verb of
+`store_messages.VERBS`, some items, and `reply`, which gets the answers to exactly these items once the turn is committed. If the
+turn was not stored, `failed` gets the error and tells the peer. A question without `failed` is asked again in the next turn, with
+the same reply: reports, renewals and reads are safe to repeat, because an exact repeat gets the stored answer. A question costs
+one small struct, however many items it has.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
-from itertools import islice
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from itertools import filterfalse, islice
+from operator import attrgetter
 from typing import Any
 
 import msgspec
 
 from tasuki.core.access import Identity
 from tasuki.core.broker.events import BrokerConfig, Command, Publish
-from tasuki.core.broker.turn_builder import TurnBuilder, TurnEffects
 from tasuki.core.cluster_messages import Hint, ServerInfo, WorkerInfo
 from tasuki.core.job import OnDisconnect
-from tasuki.core.machine import Hangup, Peer
-from tasuki.core.protocol import Claim, JobResult, ReadLog, Reply, error_message
-from tasuki.core.store_messages import Takes
+from tasuki.core.machine import Hangup, Now, Peer, Send
+from tasuki.core.protocol import Claim, JobResult, Message, ReadLog, Reply, Results, batches, error_message, outcome_bytes
+from tasuki.core.store_messages import Answers, Takes, Turn
 from tasuki.core.subject import SubjectTrie
 from tasuki.errors import InvalidInput, TasukiError, discreet
+
+# ---------------------------------------------------------------------------------------------------- the next turn
+
+REPLY_ORDER = (
+    ("finish",),
+    ("fail",),
+    ("start",),
+    ("renew",),
+    ("lease",),
+    ("submit", "rerun"),
+    ("cancel", "requeue"),
+    ("held",),
+    ("get",),
+    ("token",),
+    ("add_token", "revoke_token", "tokens"),
+    ("release",),
+    ("place_blobs",),
+    ("blobs_stored",),
+)
+"""Order of the replies after a turn: reports and leases first. Verbs of one group reply in the order of their questions."""
+
+_RANK = {verb: rank for rank, verbs in enumerate(REPLY_ORDER) for verb in verbs}
+
+
+class TurnEffects:
+    """Commands that the end of a turn leads to, and the results that clients get; replies add to both."""
+
+    def __init__(self, now: Now) -> None:
+        self.now = now
+        self.commands: list[Command] = []
+        self.results: defaultdict[int, list[JobResult]] = defaultdict(list)
+        """Results by connection, sent in as few frames as possible."""
+
+    def send(self, conn: int, message: Message) -> None:
+        self.commands.append(Send(conn, message))
+
+    def all_commands(self) -> list[Command]:
+        """Return all commands, with the results as the last messages."""
+        for conn, items in self.results.items():
+            some_at_a_time = batches(items, lambda ending: outcome_bytes(ending.outcome))
+            self.commands += [Send(conn, Results(list(some))) for some in some_at_a_time]
+        return self.commands
+
+
+OnAnswers = Callable[[Sequence[Any], TurnEffects], None]
+OnFailure = Callable[[TasukiError, TurnEffects], None]
+
+
+def ignore(_outcome: object, _effects: TurnEffects) -> None:
+    """Reply, or failure, of a question whose answer interests nobody."""
+
+
+class Question(msgspec.Struct, frozen=True):
+    """Items start:stop of a verb's list, and the functions that get their answers or the error."""
+
+    rank: int
+    """Place of the verb in REPLY_ORDER."""
+    verb: str
+    start: int
+    stop: int
+    reply: OnAnswers
+    failed: OnFailure | None
+
+
+_rank = attrgetter("rank")
+
+
+class TurnBuilder:
+    """Collects the questions of one turn."""
+
+    def __init__(self) -> None:
+        self.items: dict[str, Any] = {}
+        """Lists of items by verb: the fields of the turn."""
+        self.subjects: dict[str, None] = {}
+        """Subjects of the jobs that the turn submits, in the order of arrival: the order of a set differs between processes."""
+        self.size_bytes = 0
+        """Size of the payloads and results in it."""
+        self._questions: list[Question] = []
+        self._size = 0
+
+    def __len__(self) -> int:
+        """Return how much waits, items and questions; backpressure depends on it."""
+        return self._size
+
+    @property
+    def new_jobs(self) -> int:
+        return len(self.items.get("submit", ())) + len(self.items.get("rerun", ()))
+
+    def ask(self, verb: str, items: Sequence[Any], reply: OnAnswers, failed: OnFailure | None = None) -> None:
+        """Add items to the verb's list of the turn; see the module's docstring for `reply` and `failed`."""
+        rank = _RANK[verb]
+        waiting = self.items.get(verb)
+        if waiting is None:
+            waiting = self.items[verb] = []
+        start = len(waiting)
+        waiting.extend(items)
+        self._questions.append(Question(rank, verb, start, len(waiting), reply, failed))
+        self._size += len(items) + 1
+
+    def repeat(self, question: Question, items: Sequence[Any]) -> None:
+        """Ask a question of a turn that failed again."""
+        self.ask(question.verb, items, question.reply)
+
+    def split_reads(self, limit: int) -> TurnBuilder:
+        """Leave reads past `limit` jobs to a new builder, and return it: rows stay in memory until they are sent."""
+        following = TurnBuilder()
+        job_ids = self.items.get("get", [])
+        if len(job_ids) <= limit:
+            return following
+
+        def is_left(question: Question) -> bool:
+            return question.verb == "get" and question.start > 0 and question.stop > limit
+
+        left = list(filter(is_left, self._questions))
+        for read in left:
+            following.ask("get", job_ids[read.start : read.stop], read.reply, read.failed)
+        if left:
+            del job_ids[left[0].start :]
+            self._questions = list(filterfalse(is_left, self._questions))
+        return following
+
+    def turn(self) -> Turn:
+        """Return the finished turn."""
+        return Turn(**self.items, context=self)
+
+    def questions(self) -> list[Question]:
+        """Return all questions in the order of their replies."""
+        return sorted(self._questions, key=_rank)
+
+    def done(self, answers: Answers, effects: TurnEffects) -> None:
+        """Give every question its answers: the turn is committed."""
+        for question in self.questions():
+            question.reply(getattr(answers, question.verb)[question.start : question.stop], effects)
+
+    def failed(self, error: TasukiError, effects: TurnEffects, following: TurnBuilder) -> None:
+        """Give every question the error, or ask it again in the `following` turn."""
+        for question in self.questions():
+            if question.failed is not None:
+                question.failed(error, effects)
+            else:
+                following.repeat(question, self.items[question.verb][question.start : question.stop])
+
 
 CREDIT_MAX = 100_000  # jobs for one worker: far above any real concurrency, below what would make a turn unbounded
 CHOICE_MIN = 8  # idle workers beyond two for each new job, among which the least busy are asked

@@ -18,8 +18,7 @@ from tasuki.core import protocol
 from tasuki.core.broker import authentication, log_reads
 from tasuki.core.broker.client_messages import ask_ends, transferred
 from tasuki.core.broker.events import Command
-from tasuki.core.broker.state import Account, BrokerState, Delivery, WorkerSession
-from tasuki.core.broker.turn_builder import TurnEffects
+from tasuki.core.broker.state import Account, BrokerState, Delivery, TurnEffects, WorkerSession
 from tasuki.core.job import TERMINAL, Progress, State
 from tasuki.core.machine import Now, Send
 from tasuki.core.store_messages import (

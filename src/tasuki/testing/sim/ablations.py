@@ -26,8 +26,7 @@ from msgspec.structs import replace
 
 from tasuki.core import client_machine
 from tasuki.core.broker import broker, client_messages, cluster, worker_messages
-from tasuki.core.broker.state import Account
-from tasuki.core.broker.turn_builder import TurnBuilder, TurnEffects
+from tasuki.core.broker.state import Account, TurnBuilder, TurnEffects
 from tasuki.core.client_machine import ClientMachine
 from tasuki.core.election import Election, Following, Resigned
 from tasuki.core.job import OnDisconnect, State
