@@ -9,6 +9,7 @@ number or I/O. Every part may import `core`; `core` imports `tasuki.errors` and 
     broker/, worker/, client_machine         the machines of server, worker and client
     failover/                                one job over several node agents
     election, cluster_messages               the leader's election; messages between servers that share a store
+    shares                                   counts per owner with a limit
     explain, reconnect, backoff              reasons for a job's state; when and where to connect again
     address, ranges, presigned, apps         addresses; HTTP ranges; answers about presigned URLs; jobs of apps
 """
