@@ -32,7 +32,9 @@ def test_the_embedded_server_leaves_after_its_last_client(user: User) -> None:
 
 
 def test_the_embedded_server_works_off_what_was_submitted_before_it_leaves(user: User) -> None:
-    user.run_process("submit", "--array", "1-3", "--job-id", "batch", "sleep", "0.5")
+    slow_worker = "import sys, time\nif 'worker' in sys.orig_argv: time.sleep(1.5)\n"  # longer than the server waits for clients
+    (user.home / "sitecustomize.py").write_text(slow_worker)
+    user.run_process("submit", "--array", "1-3", "--job-id", "batch", "sleep", "0.5", PYTHONPATH=str(user.home))
 
     until(lambda: not (user.data / "socket").exists(), DEADLINE_S, "the socket is gone")
     assert {view["state"] for view in user.json("list", "--json")["jobs"]} == {"SUCCEEDED"}

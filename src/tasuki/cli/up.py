@@ -46,6 +46,7 @@ DEFAULT_FOLDER = Path("tasuki-data")
 DEFAULT_HTTP = "127.0.0.1:7080"
 IDLE_S = 1.0
 FIRST_CLIENT_S = 10.0  # how long the process that started an embedded server has to connect
+FIRST_WORKER_S = 30.0  # its interpreter may start slowly; a worker that never connects does not keep the server for ever
 OWNER_WAIT_S = 15.0  # an embedded server that is just leaving holds the folder a moment longer
 OWNER_POLL_S = 0.05
 RESTART_FIRST_S = 0.5
@@ -181,10 +182,12 @@ async def _may_try_again(folder: DataFolder, deadline: float) -> bool:
 async def _idle(opened: RunningServer) -> None:
     """Return when there has been neither a client nor a running job for IDLE_S, with all listeners closed.
 
+    The first worker is waited for as well: it runs the jobs of a client that has left already.
     A later client finds no socket and starts a server of its own, which waits until this one has left the folder.
     """
     loop = asyncio.get_running_loop()
     last_seen = loop.time() + FIRST_CLIENT_S - IDLE_S
+    first_worker_by = loop.time() + FIRST_WORKER_S
 
     def seen() -> None:
         nonlocal last_seen
@@ -193,7 +196,8 @@ async def _idle(opened: RunningServer) -> None:
     opened.server.on_last_client = seen  # also for one that came and left between two looks
     while True:
         await asyncio.sleep(IDLE_S / 4)
-        if _busy(opened.server):
+        awaits_worker = loop.time() < first_worker_by and not opened.server.broker.workers
+        if _busy(opened.server) or awaits_worker:
             seen()
         if loop.time() - last_seen >= IDLE_S:
             await opened.shut()
