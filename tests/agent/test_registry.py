@@ -17,6 +17,7 @@ import pytest
 from tasuki.agent import registry_queries, store_registry
 from tasuki.clocks import boot_time
 from tasuki.core.failover.agent_protocol import InputRecord, input_hash
+from tasuki.core.failover.registry_records import ResultLocation
 from tasuki.core.job import Job, Lease, Outcome, State
 from tasuki.core.store_messages import Report, RequeueOrder, Turn
 from tasuki.errors import ConfigError, InternalError, Unavailable
@@ -236,8 +237,8 @@ def test_what_was_removed_while_its_node_was_away_is_gone_when_that_is_back(
     one.run(f"{job_id}-kept", "echo twice")
     back = restarted(one, tmp_path)
 
-    async def away(address: str, job_id: str) -> None:
-        raise Unavailable(f"{address} does not answer")
+    async def away(place: ResultLocation) -> None:
+        raise Unavailable(f"{place.address} does not answer")
 
     monkeypatch.setattr(two.registry._peers, "remove", away)
     removed = two.http.delete(f"/jobs/{job_id}").json()

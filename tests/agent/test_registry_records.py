@@ -73,6 +73,8 @@ def test_a_holder_gives_up_before_the_store_does() -> None:
         ({"registry": "http://n1:7090"}, "redis://host:6379/0 or postgresql://"),
         ({"advertise": "tcp://n1:7000"}, "https://n1:7090"),
         ({"advertise": "http://n1:7090,http://n2:7090"}, "one address"),
+        ({"advertise": "https://balancer/n1"}, "one address"),
+        ({"registry": None, "peers": "http://n1:7090"}, "give --registry"),
         ({"lease_ttl": 0.5}, "1 to 3600"),
         ({"app": "no app"}, "--registry-app 'no app'"),
     ],

@@ -22,10 +22,20 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from tasuki.core.failover import agent_protocol
+from tasuki.core.failover.registry_records import ResultLocation
 from tasuki.doors.http import exchange as http_answers
 from tasuki.doors.http.exchange import REQUESTS_MAX, discreet, envelope, error_answer, json_answer, secret_of
 from tasuki.doors.http.uvicorn_server import Handler, UvicornServer, application
-from tasuki.errors import AgentRefusal, InternalError, NotFound, Overloaded, RegistryUnavailable, TasukiError, Unauthorized
+from tasuki.errors import (
+    AgentRefusal,
+    InternalError,
+    NotFound,
+    Overloaded,
+    RegistryUnavailable,
+    TasukiError,
+    Unauthorized,
+    quoted,
+)
 
 RETRY_AFTER_S = 1
 LOCKED = 423
@@ -86,7 +96,16 @@ def registry_away() -> RegistryUnavailable:
     return RegistryUnavailable(503, "UNAVAILABLE", message, retry=True)
 
 
+def no_peer(place: ResultLocation, why: str) -> AgentRefusal:
+    message = (
+        f"the registry says that the result is at {quoted(place.address)}, which {why}; if it is an agent of yours, name it "
+    )
+    return unavailable(message + "with --peers URL", job_id=place.ended.job_id)
+
+
 def result_away(job_id: str, node: str, why: TasukiError) -> AgentRefusal:
+    if isinstance(why, AgentRefusal):
+        return why
     if isinstance(why, NotFound):
         return AgentRefusal(404, NotFound.code, f"the result of job {job_id} is not kept any more; send the job again to run it")
     message = f"the result of job {job_id} is at {node}, which cannot be asked now; try again later"

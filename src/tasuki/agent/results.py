@@ -11,10 +11,11 @@ import asyncio
 import hashlib
 import logging
 import ssl
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from io import FileIO
 from typing import TYPE_CHECKING
+from urllib.parse import quote
 
 from starlette.datastructures import Headers
 from starlette.responses import Response
@@ -22,13 +23,15 @@ from starlette.types import Receive, Scope, Send
 
 from tasuki.agent import refusals
 from tasuki.blobs.blob import BlobStore
-from tasuki.core.address import parse_url
+from tasuki.core.address import Address, parse_url
 from tasuki.core.failover.agent_protocol import EndedMarker
+from tasuki.core.failover.registry_records import ResultLocation
 from tasuki.core.ranges import content_range, range_headers, requested_range
 from tasuki.core.store_messages import BlobPlace
 from tasuki.doors.http.exchange import envelope, json_answer
 from tasuki.doors.http.uvicorn_server import while_connected
-from tasuki.errors import Corrupt, NotFound, TasukiError, Unavailable
+from tasuki.doors.listening import is_listener_ours
+from tasuki.errors import ConfigError, Corrupt, NotFound, TasukiError, Unavailable
 from tasuki.net.streams import FileSource, pieces_from
 
 if TYPE_CHECKING:
@@ -147,41 +150,68 @@ def blob_source(blobs: BlobStore, place: BlobPlace) -> ResultSource:
 
 
 class Peers:
-    """Connections to the other nodes, which have the same tokens as this one."""
+    """Connections to the other nodes, which have the same tokens as this one.
 
-    def __init__(self, token: str, tls: ssl.SSLContext | None) -> None:
-        self._token = token
+    The registry says where a node is, but a node is sent the token only if the operator named it (`told`), or if it has proven
+    that it knows the token already and nobody can listen on the way.
+    """
+
+    def __init__(self, tokens: Sequence[str], tls: ssl.SSLContext | None, told: Iterable[Address] = ()) -> None:
+        self._tokens = tokens
         self._tls = tls
-        self._transports: dict[str, HttpTransport] = {}
+        self._told = frozenset(told)
+        self._transports: dict[Address, HttpTransport] = {}
 
-    def at(self, address: str) -> HttpTransport:
+    def location(self, ended: EndedMarker, address: str) -> ResultLocation:
+        """Return the record of a result at this node, with the proof for the others."""
+        place = ResultLocation(ended, address)
+        return place.proven(self._tokens[0]) if self._tokens else place
+
+    def at(self, place: ResultLocation) -> HttpTransport:
+        """Return the connection to the node that has a result; AgentRefusal if it may not be sent the token."""
         from tasuki.net.http.transport import HttpTransport
 
+        address = self._checked(place)
         if address not in self._transports:
-            [place] = parse_url(address)
-            transport = HttpTransport(place, self._tls, CONNECT_TIMEOUT_S, stop_when_answered=True)
-            transport.token = self._token
+            transport = HttpTransport(address, self._tls, CONNECT_TIMEOUT_S, stop_when_answered=True)
+            transport.token = self._tokens[0] if self._tokens else ""
             self._transports[address] = transport
         return self._transports[address]
 
-    async def remove(self, address: str, job_id: str) -> None:
-        """Remove a job at another node. Unavailable: it may still be there."""
-        async with self.at(address).answer("DELETE", f"/jobs/{job_id}", answer_s=READ_S) as response:
-            if not response.is_success and response.status_code != 404:
-                raise Unavailable(f"{address} answered {response.status_code}")
+    def _checked(self, place: ResultLocation) -> Address:
+        try:
+            [address] = parse_url(place.address)
+        except (ConfigError, ValueError):
+            raise refusals.no_peer(place, "is not the address of an agent") from None
+        if not address.http or address.path:
+            raise refusals.no_peer(place, "is not the address of an agent")
+        if address in self._told:
+            return address
+        if self._tokens and not any(place.proves(token) for token in self._tokens):
+            raise refusals.no_peer(place, "has not proven that it knows a token of this agent")
+        if address.scheme != "https" and not (address.loopback and is_listener_ours(address.port)):
+            raise refusals.no_peer(place, "would be sent the token without TLS")
+        return address
 
-    def source(self, address: str, ended: EndedMarker) -> ResultSource:
+    async def remove(self, place: ResultLocation) -> None:
+        """Remove a job at the node that has its result. Unavailable: it may still be there."""
+        async with self.at(place).answer("DELETE", f"/jobs/{quote(place.ended.job_id)}", answer_s=READ_S) as response:
+            if not response.is_success and response.status_code != 404:
+                raise Unavailable(f"{place.address} answered {response.status_code}")
+
+    def source(self, place: ResultLocation) -> ResultSource:
         """Return the source of a result at the node where the job ran."""
+        ended = place.ended
         etag = f'"{ended.result_sha256}"'
 
         async def open_at(stack: AsyncExitStack, offset: int) -> Pieces:
             headers = range_headers(offset, etag)
-            asking = self.at(address).answer("GET", f"/result/{ended.job_id}", headers=headers, answer_s=READ_S)
+            asking = self.at(place).answer("GET", f"/result/{quote(ended.job_id)}", headers=headers, answer_s=READ_S)
             response = await stack.enter_async_context(asking)
             if response.status_code == 404 or (response.is_success and response.headers.get("etag") != etag):
                 raise NotFound(f"node {ended.node} does not have the result of job {ended.job_id} any more")
             if response.status_code != (206 if offset else 200):
-                raise Unavailable(f"node {ended.node} at {address} answered {response.status_code}")
+                raise Unavailable(f"node {ended.node} at {place.address} answered {response.status_code}")
             return response.aiter_bytes()
 
         return open_at

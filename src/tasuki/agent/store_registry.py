@@ -229,7 +229,7 @@ class StoreRegistry:
         place = registry_records.result_location_of(job)
         if found is not None or place is None or self._is_ours(job, place):
             return found
-        return place.ended, self._peers.source(place.address, place.ended)
+        return place.ended, self._peers.source(place)
 
     def _is_ours(self, job: Job, place: registry_records.ResultLocation) -> bool:
         return place.address == self._address or job.assigned_worker_id == self._holder.worker_id
@@ -309,7 +309,7 @@ class StoreRegistry:
                 continue
             [recorded] = answers.finish or answers.fail
             if recorded.answer is ReportStatus.BLOB_MISSING:
-                outcome = registry_records.outcome_of(ended, self._address)
+                outcome = registry_records.outcome_of(self._peers.location(ended, self._address))
                 reports = [registry_queries.report_of(held, outcome, ended.started_at)]
                 continue
             if recorded.answer is ReportStatus.FENCED:
@@ -356,7 +356,7 @@ class StoreRegistry:
         if place is None or self._is_ours(job, place):
             return RemovalResult(state)
         try:
-            await self._peers.remove(place.address, job_id)
+            await self._peers.remove(place)
         except TasukiError as error:
             logger.warning("job %s: %s keeps its folder until it is started again: %s", job_id, place.ended.node, error.message)
             return RemovalResult(state, left_at=place.ended.node)
@@ -364,15 +364,16 @@ class StoreRegistry:
 
     async def _outcome(self, ended: EndedMarker, result: Path) -> Outcome:
         """Return the outcome, with the result stored where it outlives this node if there is such a place."""
+        place = self._peers.location(ended, self._address)
         if ended.result_bytes <= RESULT_INLINE_MAX_BYTES:
-            return registry_records.outcome_of(ended, self._address, result=await asyncio.to_thread(result.read_bytes))
+            return registry_records.outcome_of(place, result=await asyncio.to_thread(result.read_bytes))
         if self._share.blobs is not None:
             try:
                 await self._keep(self._share.blobs, ended, result)
-                return registry_records.outcome_of(ended, self._address, is_blob=True)
+                return registry_records.outcome_of(place, is_blob=True)
             except (TasukiError, OSError) as error:
                 logger.warning("job %s: its result stays at this node, it could not be copied: %s", ended.job_id, error)
-        return registry_records.outcome_of(ended, self._address)
+        return registry_records.outcome_of(place)
 
     async def _keep(self, blobs: BlobStore, ended: EndedMarker, result: Path) -> None:
         claims = [BlobClaim(ended.result_sha256, ended.result_bytes)]

@@ -58,15 +58,23 @@ class RegistryOptions(NamedTuple):
     advertised: str
     """Address by which other agents reach this one."""
     lease_ttl_s: float
+    peers: tuple[Address, ...] = ()
+    """Agents that are sent the token without a proof and without TLS."""
 
     @classmethod
     def of(
-        cls, registry: str | None, results: str | None, app: str, lease_ttl: float, advertise: str | None = None
+        cls,
+        registry: str | None,
+        results: str | None,
+        app: str,
+        lease_ttl: float,
+        advertise: str | None = None,
+        peers: str | None = None,
     ) -> RegistryOptions | None:
         """Return the options, checked; None without --registry."""
         if registry is None:
-            if results or advertise:
-                name = "--results" if results else "--advertise"
+            if results or advertise or peers:
+                name = "--results" if results else "--advertise" if advertise else "--peers"
                 raise ConfigError(f"{name} is for those that share a registry; give --registry URL too")
             return None
         if not is_store(registry):
@@ -80,10 +88,10 @@ class RegistryOptions(NamedTuple):
             raise ConfigError(f"--lease-ttl must be {least:g} to {most:g} seconds, got {lease_ttl:g}")
         if advertise is not None:
             places = parse_url(advertise)
-            if len(places) != 1 or not places[0].http:
+            if len(places) != 1 or not places[0].http or places[0].path:
                 raise ConfigError(f"--advertise {advertise[:80]!r} must be one address of this agent, as in https://n1:7090")
             advertise = str(places[0])
-        return cls(registry, results or "", app, advertise or "", lease_ttl)
+        return cls(registry, results or "", app, advertise or "", lease_ttl, tuple(parse_agents(peers)) if peers else ())
 
 
 tokens_option = cli.option(
@@ -201,6 +209,7 @@ def agent_config(
 @cli.option("--inputs", metavar="WHERE", help="Fetch inputs from here: s3://bucket/prefix, a folder, or http://dispatcher.")
 @registry_options
 @cli.option("--advertise", metavar="URL", help="With --registry: where other agents reach this one. Default: as --listen.")
+@cli.option("--peers", metavar="URLS", help="With --registry: agents that are sent the token though they have no TLS.")
 @cli.tls_ca_option
 @cli.drain_option
 @cli.log_size_options
@@ -419,7 +428,7 @@ def make_agent_registry(shared: RegistryOptions, config: AgentConfig, incarnatio
         node=config.node,
         incarnation=incarnation,
         ttl_s=shared.lease_ttl_s,
-        peers=Peers(config.tokens[0] if config.tokens else "", client_tls(tls_ca)),
+        peers=Peers(config.tokens, client_tls(tls_ca), shared.peers),
         advertised=shared.advertised,
     )
 

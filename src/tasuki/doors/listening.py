@@ -6,7 +6,9 @@ Free of the server, so that node agents and dispatchers use this module too.
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
 import resource
 import socket
 import ssl
@@ -19,6 +21,7 @@ from tasuki.net.tls import validity_of
 
 CONNECTIONS_MAX = 10_000
 DESCRIPTORS_KEPT = 128  # of the process's limit: for the store, transfers, and the refusal of one connection more
+_LISTENS = "0A"  # TCP_LISTEN in /proc/net/tcp
 EXPIRES_SOON = timedelta(days=14)
 
 logger = logging.getLogger("tasuki.server")
@@ -39,6 +42,18 @@ def connections_max() -> int:
     """Return how many connections this process can hold; without descriptors left, the store could not open a file either."""
     descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return max(1, min(CONNECTIONS_MAX, descriptors - DESCRIPTORS_KEPT))
+
+
+def is_listener_ours(port: int) -> bool:
+    """Return whether every listener on this port of this machine belongs to the user of this process; False if unknown."""
+    uids = set()
+    for name in ("tcp", "tcp6"):
+        with contextlib.suppress(OSError):  # not Linux, or without IPv6
+            for line in Path(f"/proc/net/{name}").read_text("ascii").splitlines()[1:]:
+                _, local, _, state, _, _, _, uid, *_ = line.split()
+                if state == _LISTENS and int(local.rpartition(":")[2], 16) == port:
+                    uids.add(int(uid))
+    return uids == {os.geteuid()}
 
 
 def bound(address: Address) -> socket.socket:

@@ -13,19 +13,23 @@ of its own claim. So a dispatcher that was killed blocks nobody, and a node need
 generation of the job; the attempt of the store also counts the leases of dispatchers.
 
 The end is an `EndedMarker` in the meta of the outcome, with the address of the node that has the folder. The result is in the
-outcome if it is small, else in the blob store, else only at that node.
+outcome if it is small, else in the blob store, else only at that node. A proof, which only a process with the agents' token can
+make, stands beside the address: whoever writes to the store cannot lead an agent, and with it the token, to another address.
 """
 
 from __future__ import annotations
 
 import enum
+import hmac
 import re
 
 import msgspec
+from msgspec.structs import replace
 
 from tasuki.core.failover.agent_protocol import AgentOutcome, AgentState, EndedMarker
-from tasuki.core.job import BlobRef, Job, JobSpec, Outcome, State, body_hash
+from tasuki.core.job import BlobRef, Job, JobSpec, Outcome, State, body_hash, check_job_id, check_sha256
 from tasuki.core.store_messages import HeldLease, Submission
+from tasuki.errors import InvalidInput
 
 SUBJECT = "agents.run"
 SUBMITTER = "agents"
@@ -42,6 +46,16 @@ class ResultLocation(msgspec.Struct, frozen=True):
 
     ended: EndedMarker
     address: str
+    proof: str = ""
+
+    def proven(self, token: str) -> ResultLocation:
+        """Return this location with the proof that its writer knows the token."""
+        ended = self.ended
+        stated = ("result", self.address, ended.job_id, ended.node, ended.attempt, ended.result_sha256, ended.result_bytes)
+        return replace(self, proof=hmac.digest(token.encode(), msgspec.json.encode(stated), "sha256").hex())
+
+    def proves(self, token: str) -> bool:
+        return hmac.compare_digest(self.proof.encode(), self.proven(token).proof.encode())
 
 
 class Meta(msgspec.Struct, frozen=True):
@@ -118,8 +132,9 @@ def registry_state_of(job: Job | None, sent_input: str | None) -> RegistryState:
     return RegistryState.DONE if job.state is State.SUCCEEDED else RegistryState.FREE
 
 
-def outcome_of(ended: EndedMarker, address: str, *, result: bytes | None = None, is_blob: bool = False) -> Outcome:
+def outcome_of(place: ResultLocation, *, result: bytes | None = None, is_blob: bool = False) -> Outcome:
     """Return the outcome to record, with the result in it, or as a stored blob."""
+    ended = place.ended
     failed = ended.outcome is not AgentOutcome.SUCCEEDED
     return Outcome(
         exit_code=ended.exit_code,
@@ -128,7 +143,7 @@ def outcome_of(ended: EndedMarker, address: str, *, result: bytes | None = None,
         result=result,
         result_ref=BlobRef(ended.result_sha256, ended.result_bytes) if is_blob else None,
         result_sha256=ended.result_sha256,
-        meta=msgspec.to_builtins(Meta(ResultLocation(ended, address))),
+        meta=msgspec.to_builtins(Meta(place)),
     )
 
 
@@ -152,8 +167,10 @@ def result_location_of(job: Job) -> ResultLocation | None:
     if not job.state.terminal or job.outcome is None:
         return None
     try:
-        return msgspec.convert(job.outcome.meta, Meta).agent
-    except msgspec.ValidationError:  # interrupted, lost, or canceled
+        place = msgspec.convert(job.outcome.meta, Meta).agent
+        check_sha256(place.ended.result_sha256)  # it becomes a header, and the job_id a part of a path
+        return place if check_job_id(place.ended.job_id) == job.job_id else None
+    except (msgspec.ValidationError, InvalidInput):  # interrupted, lost, or canceled; or written by somebody else
         return None
 
 
