@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import logging
 import threading
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -19,6 +20,7 @@ from tasuki.core.job import BlobRef, InputFile, Job, JobSpec, Lease, Outcome, St
 from tasuki.core.protocol import BlobGet, BlobPut, Chunk, ErrorMessage, Reply
 from tasuki.core.store_messages import BlobPlace
 from tasuki.errors import ConfigError, Corrupt, InvalidInput, NotFound, ProtocolError, Unavailable
+from tasuki.server.refusal_log import RefusalLog
 from tasuki.server.transfers import UPLOADS_PER_CONNECTION_MAX, BlobTransfers
 from tests.server.peers import FakeConnection
 from tests.support.s3_service import S3Service
@@ -47,7 +49,7 @@ def run(blobs: BlobStore, work: Callable[[BlobTransfers, FakeConnection], Awaita
         def arrived(conn: int, put: BlobPut, place: BlobPlace) -> None:
             link.send(Reply(put.msg_id, {"arrived": conn, "place": place}))
 
-        transfers = BlobTransfers(blobs, arrived)
+        transfers = BlobTransfers(blobs, arrived, RefusalLog(logging.getLogger("test")))
         try:
             await work(transfers, link)
         finally:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import logging
 import os
 import time
 from collections.abc import Awaitable, Callable
@@ -17,6 +18,7 @@ from tasuki.core.protocol import BlobPut, Chunk, ErrorMessage, Reply
 from tasuki.core.store_messages import BlobPlace
 from tasuki.errors import ProtocolError
 from tasuki.server import transfers
+from tasuki.server.refusal_log import RefusalLog
 from tasuki.server.transfers import BlobTransfers
 from tests.server.peers import FakeConnection
 from tests.support.waiting import until
@@ -33,7 +35,7 @@ class Scene:
 
     def __init__(self, blobs: FolderBlobs) -> None:
         self.blobs = blobs
-        self.transfers = BlobTransfers(blobs, self._arrived)
+        self.transfers = BlobTransfers(blobs, self._arrived, RefusalLog(logging.getLogger("test")))
         self.arrived: list[BlobPlace] = []
         self._links: dict[int, FakeConnection] = {}
 

@@ -304,5 +304,5 @@ class WithJobId(logging.Filter):
     """Filter that gives each log record its `job_id`; empty if it is about no job."""
 
     def filter(self, record: logging.LogRecord) -> bool:
-        record.job_id = _job_id.get()
+        record.job_id = getattr(record, "job_id", "") or _job_id.get()
         return True

@@ -51,8 +51,7 @@ class JsonFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         entry = {"at": record.created, "level": record.levelname.lower(), "logger": record.name, "message": record.getMessage()}
-        if job_id := getattr(record, "job_id", ""):
-            entry["job_id"] = job_id
+        entry |= {name: value for name in ("job_id", "code", "peer") if (value := getattr(record, name, ""))}
         if record.exc_info:
             entry["traceback"] = self.formatException(record.exc_info)
         return encode_json(entry)

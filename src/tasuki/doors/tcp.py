@@ -82,7 +82,9 @@ class TcpDoor:
 
     def _opened(self, link: TcpLink) -> None:
         if len(self._links) >= self._links_max:
-            link.close(Overloaded(f"this server has {self._links_max} connections already; try again later"))
+            error = Overloaded(f"this server has {self._links_max} connections already; try again later")
+            self._server.refusals.error(link.peer.address, error)
+            link.close(error)
             return
         self._links.add(link)
         link.tag = self._server.opened(link)
@@ -94,4 +96,4 @@ class TcpDoor:
         self._links.discard(link)
         tag: Any = link.tag
         if tag is not None:
-            self._server.closed(tag, reason)
+            self._server.closed(tag, reason, link.error)

@@ -18,7 +18,7 @@ from tasuki.core.address import Address
 from tasuki.core.machine import Peer
 from tasuki.core.protocol import FRAME_MAX_BYTES, UNAUTHENTICATED_FRAME_MAX_BYTES, ErrorMessage, Message, Reply
 from tasuki.core.reconnect import CONNECT_TIMEOUT_S
-from tasuki.errors import ProtocolError, TasukiError, TooLarge, Unavailable, UnknownFrame
+from tasuki.errors import Overloaded, ProtocolError, TasukiError, TooLarge, Unavailable, UnknownFrame
 from tasuki.net.tls import CUT_SHORT, handshake_words
 from tasuki.wire.messages import Frame, FrameDecoder, decode, encode
 
@@ -53,6 +53,8 @@ class TcpLink(asyncio.Protocol):
         self._out_bytes = 0
         self._flushing = False
         self._closed = False
+        self.error: TasukiError | None = None
+        """The reason for which this side ended the connection."""
         self.silent_end = ""
         """The reason to report if the peer hangs up without having sent anything; empty: the usual one."""
         self._writable = asyncio.Event()
@@ -159,7 +161,7 @@ class TcpLink(asyncio.Protocol):
         self._out.append(data)
         self._out_bytes += len(data)
         if self._out_bytes + self.transport.get_write_buffer_size() > WRITE_HARD_BYTES:
-            self.abort(f"the peer does not read: more than {WRITE_HARD_BYTES} bytes wait for it")
+            self._stalled()
         elif not self._flushing:
             self._flushing = True
             self._loop.call_soon(self._flush)
@@ -175,7 +177,7 @@ class TcpLink(asyncio.Protocol):
     def pause_writing(self) -> None:
         self._writable.clear()
         self.pause_reading("the peer does not read")
-        self._stall_timer = self._loop.call_later(STALL_TIMEOUT_S, self.abort, "the peer does not read")
+        self._stall_timer = self._loop.call_later(STALL_TIMEOUT_S, self._stalled)
 
     def resume_writing(self) -> None:
         self._writable.set()
@@ -183,6 +185,11 @@ class TcpLink(asyncio.Protocol):
             self._stall_timer.cancel()
             self._stall_timer = None
         self.resume_reading("the peer does not read")
+
+    def _stalled(self) -> None:
+        waiting_bytes = self._out_bytes + (self.transport.get_write_buffer_size() if self.transport is not None else 0)
+        self.error = Overloaded(f"the peer does not read: {waiting_bytes} bytes wait for it")
+        self.abort(self.error.message)
 
     @property
     def full(self) -> bool:
@@ -205,6 +212,7 @@ class TcpLink(asyncio.Protocol):
         """Send the queued messages (and the error, if any), then close."""
         if self._closed or self.transport is None:
             return
+        self.error = error
         if error is not None:
             self._out.append(encode(ErrorMessage(0, error.code, error.message, error.details())))
         self._flush()

@@ -27,12 +27,13 @@ from tasuki.core.broker.state import ClientSession, WorkerSession
 from tasuki.core.cluster_messages import ServerInfo
 from tasuki.core.election import EpochFenced, TookOver
 from tasuki.core.machine import Closed, Hangup, Now, Opened, Received, Send, Ticked
-from tasuki.core.protocol import Message, Reply, Results, Welcome, batches, error_message, outcome_bytes
+from tasuki.core.protocol import ErrorMessage, Message, Reply, Results, Welcome, batches, error_message, outcome_bytes
 from tasuki.core.store_messages import Answers, Turn
-from tasuki.errors import InternalError, InvalidInput, TasukiError, Unavailable, discreet
+from tasuki.errors import Fenced, InternalError, InvalidInput, TasukiError, Unavailable, discreet, from_wire
 from tasuki.event_loop import BackgroundTasks
 from tasuki.server.cluster import Cluster, SingleServer
 from tasuki.server.queries import Connection, PerConnectionQueue, Readers, answer_query
+from tasuki.server.refusal_log import RefusalLog
 from tasuki.server.transfers import BlobTransfers
 from tasuki.stores.batching import StoreThread
 from tasuki.stores.store import Reader, Store
@@ -76,7 +77,8 @@ class Server:
         self.broker: Broker
         self._open_store = open_store
         self._blobs = blobs
-        self._transfers = BlobTransfers(blobs, lambda *arrived: self.tell(events.BlobArrived(*arrived)))
+        self.refusals = RefusalLog(logger)
+        self._transfers = BlobTransfers(blobs, lambda *arrived: self.tell(events.BlobArrived(*arrived)), self.refusals)
         self._cluster = cluster or SingleServer()
         self._fault = fault
         self._numbers = itertools.count(1)
@@ -199,8 +201,15 @@ class Server:
         if not self._busy and not self._stopping:
             self._pump()
 
-    def closed(self, conn: int, reason: str) -> None:
-        if self._forget(conn) is not None:
+    def closed(self, conn: int, reason: str, error: TasukiError | None = None) -> None:
+        """Forget a connection that is gone. `error`: the one with which its door ended it."""
+        session = self.broker.sessions.get(conn)
+        if (link := self._forget(conn)) is not None:
+            if error is not None:
+                self.refusals.error(link.peer.address, error)
+            elif isinstance(session, WorkerSession) and session.deliveries and not self._stopping:
+                held = f"worker {session.worker_id} left, and holds {len(session.deliveries)} leases: {reason}"
+                self.refusals.write(link.peer.address, "WORKER_LOST", held)
             self._apply(Closed(conn, reason))
             self._tell_about_clients()
 
@@ -247,6 +256,9 @@ class Server:
         event: events.Event = events.TurnDone(turn, answers) if isinstance(answers, Answers) else events.TurnFailed(turn, answers)
         if isinstance(event, events.TurnDone):
             self.on_turn(event.turn, event.answers)
+            for lost in event.answers.reap:
+                text = f"the lease of attempt {lost.attempt} is over: {lost.reason}"
+                self.refusals.write(f"worker {lost.worker_id}", "LEASE_LOST", text, lost.job_id)
         commands = self.broker.apply(event, self.now())
         if len(self.broker.builder) < BUSY_ITEMS:
             # Little load: the answers leave first, and the next turn begins after them.
@@ -272,13 +284,21 @@ class Server:
             match command:
                 case Send():
                     together.append(command.message)
+                    if type(command.message) is ErrorMessage and (link := self._links.get(command.conn)) is not None:
+                        refusal = command.message
+                        self._refused(link, from_wire(refusal.code, refusal.message, refusal.details))
                     if not _goes_with(command, following):
                         self._send(command.conn, together)
                         together = []
                 case Hangup():
                     if (link := self._forget(command.conn)) is not None:
+                        if command.error is not None:
+                            self.refusals.error(link.peer.address, command.error)
                         link.close(command.error)
                         self._tell_about_clients()
+                case events.LogFenced():
+                    if (link := self._links.get(command.conn)) is not None:
+                        self.refusals.write(link.peer.address, Fenced.code, command.reason, command.job_id)
                 case events.Query():
                     self._questions.add(command.conn, self._links[command.conn], command)
                 case events.BlobPiece():
@@ -296,6 +316,11 @@ class Server:
                     self._cluster.carry_out(command)
                 case events.Detach():
                     self._tasks.spawn(self._detach(command))
+
+    def _refused(self, link: Connection, error: TasukiError) -> None:
+        """Log the refusal of a request; the HTTP door logs its own."""
+        if link.peer.transport != "http":
+            self.refusals.error(link.peer.address, error)
 
     def _send(self, conn: int, messages: list[Message]) -> None:
         link = self._links.get(conn)
@@ -344,6 +369,7 @@ class Server:
         except RecursionError:
             link.send(error_message(query.msg_id, InvalidInput(f"{query.verb}: a parameter is nested too deep")))
         except TasukiError as error:
+            self._refused(link, error)
             link.send(error_message(query.msg_id, error if query.identity.admin else discreet(error)))
         except Exception:  # a defect of ours: whoever asked must not wait for ever
             logger.exception("%s failed", query.verb)

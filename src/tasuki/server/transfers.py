@@ -36,6 +36,7 @@ from tasuki.core.store_messages import BlobPlace
 from tasuki.errors import Corrupt, InvalidInput, NotFound, Overloaded, ProtocolError, TasukiError, Unavailable, UploadCutOff
 from tasuki.event_loop import BackgroundTasks, ignore_result
 from tasuki.server.queries import Connection
+from tasuki.server.refusal_log import RefusalLog
 
 logger = logging.getLogger("tasuki.blobs")
 
@@ -126,6 +127,7 @@ class _IncomingBlob:
         """Key of an upload that can be resumed. None: the upload is dropped when it is cut off."""
         self.received = -1 if put.resume else 0
         """Where the next chunk begins; -1 until the peer has been told the offset."""
+        self.came_bytes = 0
         self.queued = 0
         self.chunks: asyncio.Queue[Chunk | None] = asyncio.Queue()
         self.heard_at = asyncio.get_running_loop().time()
@@ -150,9 +152,10 @@ class _IncomingBlob:
 class BlobTransfers:
     """All uploads, downloads and deletions of one server. `arrived` is called, in the loop, when bytes are durable."""
 
-    def __init__(self, blobs: BlobStore, arrived: Arrived) -> None:
+    def __init__(self, blobs: BlobStore, arrived: Arrived, refusals: RefusalLog) -> None:
         self._blobs = blobs
         self._arrived = arrived
+        self._refusals = refusals
         self._upload_threads = ThreadPoolExecutor(blobs.threads, thread_name_prefix="tasuki-blobs-in")
         self._download_threads = ThreadPoolExecutor(blobs.threads, thread_name_prefix="tasuki-blobs-out")
         self._delete_thread = ThreadPoolExecutor(1, thread_name_prefix="tasuki-blobs-away")
@@ -183,7 +186,7 @@ class BlobTransfers:
             if mine >= UPLOADS_PER_CONNECTION_MAX or (conn, put.msg_id) in self._uploads:
                 raise Overloaded(f"at most {UPLOADS_PER_CONNECTION_MAX} uploads at once on one connection; wait for one to end")
         except TasukiError as error:
-            link.send(error_message(put.msg_id, error))
+            self._refuse(link, put, error)
             return
         upload = self._uploads[conn, put.msg_id] = _IncomingBlob(conn, link, put, place, uploader)
         before = None
@@ -204,6 +207,7 @@ class BlobTransfers:
             link.close(ProtocolError(f"a chunk starts at {chunk.offset}, expected {expected}"))
             return
         upload.received += len(chunk.data)
+        upload.came_bytes += len(chunk.data)
         upload.queued += len(chunk.data) + CHUNK_COST_BYTES
         upload.heard_at = asyncio.get_running_loop().time()
         upload.chunks.put_nowait(chunk)
@@ -214,10 +218,18 @@ class BlobTransfers:
         """Suspend or drop the uploads of a connection that is gone."""
         for at in [at for at in self._uploads if at[0] == conn]:
             upload = self._uploads.pop(at)
+            if upload.came_bytes:
+                text = f"the upload of blob {upload.put.sha256} was cut at {upload.received} of {upload.put.size_bytes} bytes"
+                self._refusals.write(upload.link.peer.address, "UPLOAD_CUT", text)
             if upload.key is not None:
                 upload.end()
             elif upload.task is not None:
                 upload.task.cancel()
+
+    def _refuse(self, link: Connection, put: BlobPut, error: TasukiError) -> None:
+        if link.peer.transport != "http":  # that door logs what it answers
+            self._refusals.error(link.peer.address, error)
+        link.send(error_message(put.msg_id, error))
 
     # ------------------------------------------------------------------------------------------------ one upload
 
@@ -229,7 +241,7 @@ class BlobTransfers:
                 upload.kept = before.kept
             ref = await self._keep(upload)
         except (TasukiError, OSError) as error:
-            link.send(error_message(put.msg_id, _for_peer(error, f"blob {put.sha256} could not be kept")))
+            self._refuse(link, put, _for_peer(error, f"blob {put.sha256} could not be kept"))
             return
         finally:
             self._uploads.pop((upload.conn, put.msg_id), None)

@@ -22,6 +22,7 @@ from tasuki.core.broker.events import (
     BrokerConfig,
     Elected,
     Hinted,
+    LogFenced,
     Publish,
     Query,
     SomeEnded,
@@ -432,6 +433,8 @@ class ServerNode:
                     self._told(command)
                 case AskEnded() | AskRevoked():
                     self._ask(command)
+                case LogFenced():
+                    """The history has the answer of the store."""
                 case _:
                     raise AssertionError(f"no blobs travel in this world: {command}")
 

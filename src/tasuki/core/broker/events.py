@@ -181,6 +181,14 @@ class SendBlob(msgspec.Struct, frozen=True):
     incarnation: str = ""
 
 
+class LogFenced(msgspec.Struct, frozen=True):
+    """Log that a report of this peer was refused for good."""
+
+    conn: int
+    job_id: str
+    reason: str
+
+
 class DeleteBlobs(msgspec.Struct, frozen=True):
     """Delete the bytes of these blobs, to which nothing can refer any more; then BlobsDeleted."""
 
@@ -226,4 +234,4 @@ Event = Opened | Received | Closed | Ticked | TurnDone | TurnFailed | JobSeen | 
 
 ClusterCommand = TookOver | EpochFenced | Publish | Detach | AskEnded | AskRevoked
 BlobCommand = ReceiveBlob | BlobPiece | SendBlob | DeleteBlobs
-Command = Send | Hangup | Query | ClusterCommand | BlobCommand
+Command = Send | Hangup | Query | LogFenced | ClusterCommand | BlobCommand

@@ -17,7 +17,7 @@ from msgspec.structs import replace
 from tasuki.core import protocol
 from tasuki.core.broker import authentication, log_reads
 from tasuki.core.broker.client_messages import ask_ends, transferred
-from tasuki.core.broker.events import Command
+from tasuki.core.broker.events import Command, LogFenced
 from tasuki.core.broker.state import Account, BrokerState, Delivery, TurnEffects, WorkerSession
 from tasuki.core.job import TERMINAL, Progress, State
 from tasuki.core.machine import Now, Send
@@ -113,6 +113,7 @@ def _reported(
     for report, answer in zip(reports, answers, strict=True):
         if answer.answer is ReportStatus.FENCED:
             fenced.append((report.lease_id, answer.reason))
+            effects.commands.append(LogFenced(conn, report.job_id, answer.reason))
             continue
         if answer.answer is ReportStatus.BLOB_MISSING:
             # The result was never brought: that is a failure of the attempt, which the next turn records.
