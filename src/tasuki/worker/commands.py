@@ -1,4 +1,4 @@
-"""The exact command of a job and an exec. Every refusal is decided here, before anything is started. Only reads files.
+"""The exact command of a job and an exec. Every refusal is decided here, before anything of the job is started.
 
 Secrets of an exec (`env_from_file`) are environment variables whose values are in files on the worker's machine. A value is the
 file's content without the line end at its end. It is read for each attempt, in a thread, so a file that was replaced counts from
@@ -9,17 +9,21 @@ worker's user or root, and closed to others.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
 import stat
+import subprocess
+import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import cast
 
 import msgspec
 
 from tasuki.core.job import JobSpec
-from tasuki.errors import ConfigError, quoted
+from tasuki.errors import ConfigError, Unavailable, quoted
 from tasuki.worker.attempt import Attempt, JobRefused
 from tasuki.worker.execs import ARGS, FILE, FILES, RESERVED_PREFIX, Exec, any_program
 from tasuki.worker.folder import RunFolder
@@ -120,6 +124,14 @@ MARK = "TASUKI_MARK"
 IN_A_NAMESPACE = ("unshare", "--fork", "--pid", "--mount-proc", "--kill-child")
 AS_ONESELF = ("--user", "--map-current-user")
 FOUND_MAX = 256
+MATCH_CPU_S = 1  # for all arguments of a job: an ordinary match takes microseconds
+MATCH_TIMEOUT_S = 30.0  # on a machine that gives the process no second of its processors
+_MATCHER = """
+import json, re, resource, sys
+limit_s, patterns, arguments = json.load(sys.stdin)
+resource.setrlimit(resource.RLIMIT_CPU, (limit_s, limit_s))
+print(json.dumps(next((one for one in arguments if not any(re.fullmatch(pattern, one) for pattern in patterns)), None)))
+"""
 _found: dict[tuple[str, str], str] = {}
 """Paths of programs, by name and PATH: a search through PATH takes a fifth of what a worker does for a job."""
 
@@ -226,13 +238,43 @@ def _check_args(exec_: Exec, spec: JobSpec) -> None:
             f"exec {exec_.name!r} takes no arguments from a job, {len(spec.args)} were given; "
             'leave them out, or allow them in the exec (args = "any", or {args} in its command)',
         )
-    for argument in spec.args:
-        if not any(re.fullmatch(pattern, argument) for pattern in exec_.args):
-            raise JobRefused(
-                "ARGS_NOT_ALLOWED",
-                f"argument {quoted(argument)} matches none of the patterns that exec {exec_.name!r} allows; "
-                "change it, or add a pattern to the args of the exec",
-            )
+    argument = _matched_apart(exec_, spec) if matches_apart(exec_, spec) else _first_unmatched(exec_.args, spec.args)
+    if argument is not None:
+        raise JobRefused(
+            "ARGS_NOT_ALLOWED",
+            f"argument {quoted(argument)} matches none of the patterns that exec {exec_.name!r} allows; "
+            "change it, or add a pattern to the args of the exec",
+        )
+
+
+def _first_unmatched(patterns: Iterable[str], arguments: Iterable[str]) -> str | None:
+    """Return the first argument that no pattern matches as a whole. `_MATCHER` does the same."""
+    return next((argument for argument in arguments if not any(re.fullmatch(one, argument) for one in patterns)), None)
+
+
+def matches_apart(exec_: Exec, spec: JobSpec) -> bool:
+    """Return whether the job's arguments are matched in a process of their own, which takes some milliseconds: a pattern with a
+    group or with more than one repetition may take longer than the job's lease, and no other thread runs meanwhile."""
+    if not spec.args or isinstance(exec_.args, str):
+        return False
+    return any("(" in pattern or sum(map(pattern.count, "*+?{")) > 1 for pattern in exec_.args)
+
+
+def _matched_apart(exec_: Exec, spec: JobSpec) -> str | None:
+    """Return the first argument that no pattern matches; refuse arguments that take longer than MATCH_CPU_S."""
+    question = json.dumps([MATCH_CPU_S, exec_.args, spec.args]).encode()
+    try:
+        command = (sys.executable, "-I", "-S", "-c", _MATCHER)
+        done = subprocess.run(command, input=question, capture_output=True, timeout=MATCH_TIMEOUT_S, env={}, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise Unavailable(f"the arguments for exec {exec_.name!r} could not be matched: {error}") from None
+    if done.returncode:
+        raise JobRefused(
+            "ARGS_NOT_ALLOWED",
+            f"the arguments could not be matched with the patterns of exec {exec_.name!r} within {MATCH_CPU_S} s; "
+            "change them, or write patterns without repetitions inside repetitions",
+        )
+    return cast("str | None", json.loads(done.stdout))
 
 
 def _check_env(exec_: Exec, spec: JobSpec) -> None:

@@ -47,6 +47,7 @@ from tasuki.worker.commands import (
     build_interpreter,
     check_secrets,
     choose_exec,
+    matches_apart,
     read_secrets,
 )
 from tasuki.worker.execs import Exec, base_environment
@@ -130,7 +131,8 @@ class CommandRunner:
             if not await self._fetch_inputs(attempt, folder, stop):
                 return _not_begun(stop.result())
             secrets = await asyncio.to_thread(read_secrets, exec_) if exec_.env_from_file else NO_SECRETS
-            command = build_command(exec_, attempt, folder, self._environment, self._incarnation, secrets)
+            building = functools.partial(build_command, exec_, attempt, folder, self._environment, self._incarnation, secrets)
+            command = await asyncio.to_thread(building) if matches_apart(exec_, attempt.spec) else building()
             return await self._run_command(attempt, exec_, command, folder, stop, on_started)
         except JobRefused as refusal:
             return RunResult(refusal.outcome())
