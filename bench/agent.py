@@ -149,7 +149,10 @@ def request_of(number: int) -> bytes:
     data = b"%08d" % number + b"x" * 1016
     part = b'Content-Disposition: form-data; name="file"; filename="book.csv"\r\nContent-Type: text/csv\r\n\r\n'
     body = b"--" + BOUNDARY + b"\r\n" + part + data + b"\r\n--" + BOUNDARY + b"--\r\n"
-    head = b"POST /run/job-%d HTTP/1.1\r\nHost: bench\r\nContent-Type: multipart/form-data; boundary=%s\r\n" % (number, BOUNDARY)
+    head = b"POST /run/job-%d HTTP/1.1\r\nHost: localhost\r\nContent-Type: multipart/form-data; boundary=%s\r\n" % (
+        number,
+        BOUNDARY,
+    )
     return head + b"Content-Length: %d\r\n\r\n" % len(body) + body
 
 

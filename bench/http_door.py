@@ -97,7 +97,7 @@ class Connection(asyncio.Protocol):
         self._answer = asyncio.get_running_loop().create_future()
         lines = (
             f"{method} {path} HTTP/1.1",
-            "Host: bench",
+            "Host: localhost",
             f"Authorization: Bearer {self.token}",
             f"Content-Length: {len(body)}",
         )

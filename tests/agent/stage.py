@@ -158,7 +158,7 @@ def form(*parts: bytes) -> bytes:
 def head(job_id: str, length: int | None, *, boundary: str = BOUNDARY, more: str = "") -> bytes:
     sizes = "Transfer-Encoding: chunked" if length is None else f"Content-Length: {length}"
     kind = f"multipart/form-data; boundary={boundary}"
-    return f"POST /run/{job_id} HTTP/1.1\r\nHost: n1\r\nContent-Type: {kind}\r\n{sizes}\r\n{more}\r\n".encode()
+    return f"POST /run/{job_id} HTTP/1.1\r\nHost: localhost\r\nContent-Type: {kind}\r\n{sizes}\r\n{more}\r\n".encode()
 
 
 def answer_to(sock: socket.socket) -> tuple[int, dict[str, Any]]:

@@ -17,6 +17,7 @@ import pytest
 from tasuki.agent import jobs, upload
 from tasuki.errors import DiskFull
 from tests.agent.stage import BOUNDARY, AgentStage, Started, answer_to, code_of, form, head, members, part
+from tests.support.foreign_sites import FOREIGN, OWN
 from tests.support.waiting import until
 
 
@@ -24,6 +25,26 @@ def nothing_is_left(stage: AgentStage, job_id: str) -> bool:
     """Neither of the job nor of an upload, and its slot is free."""
     free = stage.http.get("/capacity").json()["running"] == 0
     return free and not [name for name in stage.files() if job_id in name or name.startswith(("incoming", "trash"))]
+
+
+# ---------------------------------------------------------------------------------------------------- other sites
+
+
+@pytest.mark.parametrize("headers", FOREIGN, ids=str)
+def test_a_web_page_of_another_site_starts_no_job_and_reads_no_result(
+    stage: AgentStage, job_id: str, headers: dict[str, str]
+) -> None:
+    posted = stage.http.post(f"/run/{job_id}", files=[("file", ("job.sh", b"echo no"))], headers=headers)
+    fetched = stage.http.get(f"/result/{job_id}", headers=headers)
+
+    assert code_of(posted) == code_of(fetched) == (403, "FORBIDDEN")
+    assert stage.state(job_id) is None
+    assert stage.http.get("/health", headers=headers).status_code == 200  # balancers have no name for it
+
+
+@pytest.mark.parametrize("headers", OWN, ids=str)
+def test_a_listener_on_loopback_has_the_names_of_loopback(stage: AgentStage, headers: dict[str, str]) -> None:
+    assert stage.http.get("/capacity", headers=headers).status_code == 200
 
 
 # ---------------------------------------------------------------------------------------------------- names
@@ -65,7 +86,7 @@ def test_an_id_that_is_none_is_refused(stage: AgentStage, job_id: str) -> None:
     # given a path that httpx does not tidy up
     with stage.raw() as sock:
         encoded = job_id.encode().replace(b" ", b"%20").replace("ä".encode(), b"%C3%A4")
-        sock.sendall(b"GET /jobs/" + encoded + b" HTTP/1.1\r\nHost: n1\r\nConnection: close\r\n\r\n")
+        sock.sendall(b"GET /jobs/" + encoded + b" HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
 
         status, error = answer_to(sock)
 
@@ -74,7 +95,7 @@ def test_an_id_that_is_none_is_refused(stage: AgentStage, job_id: str) -> None:
 
 def test_a_path_that_climbs_is_not_found(stage: AgentStage) -> None:
     with stage.raw() as sock:
-        sock.sendall(b"GET /result/..%2f..%2fetc%2fpasswd HTTP/1.1\r\nHost: n1\r\n\r\n")
+        sock.sendall(b"GET /result/..%2f..%2fetc%2fpasswd HTTP/1.1\r\nHost: localhost\r\n\r\n")
 
         assert answer_to(sock)[0] == 404
 
@@ -131,9 +152,9 @@ def test_what_is_no_http_is_answered_and_hung_up_on(stage: AgentStage) -> None:
 
 def test_a_body_with_two_lengths_is_refused_and_hides_no_other_request(stage: AgentStage, job_id: str) -> None:
     stage.run(job_id, "true")
-    hidden = f"DELETE /jobs/{job_id} HTTP/1.1\r\nHost: x\r\n\r\n".encode()
+    hidden = f"DELETE /jobs/{job_id} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode()
     with stage.raw() as sock:
-        sock.sendall(b"POST /run/other HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n" % (5 + len(hidden)))
+        sock.sendall(b"POST /run/other HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n" % (5 + len(hidden)))
         sock.sendall(b"Transfer-Encoding: chunked\r\n\r\n0\r\n\r\n" + hidden)
         answer = sock.makefile("rb").read()
 

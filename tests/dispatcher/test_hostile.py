@@ -14,6 +14,7 @@ from tasuki.dispatcher import inputs
 from tests.agent.stage import BOUNDARY, form, head, part
 from tests.client.agent_stand_in import Asked, Reply, StandIn, refusal
 from tests.dispatcher.stage import BOOK, DispatcherStage, code_of, dispatching, job, tell, two_nodes
+from tests.support.foreign_sites import FOREIGN, OWN
 
 GOOD = form(part("file", BOOK, "book.csv"))
 
@@ -30,8 +31,8 @@ async def raw(stage: DispatcherStage, data: bytes) -> tuple[int, str]:
 
 
 MALFORMED = {
-    "no multipart": b"POST /run/a HTTP/1.1\r\nHost: d\r\nContent-Type: text/plain\r\nContent-Length: 1\r\n\r\nx",
-    "no boundary": b"POST /run/a HTTP/1.1\r\nHost: d\r\nContent-Type: multipart/form-data\r\nContent-Length: 1\r\n\r\nx",
+    "no multipart": b"POST /run/a HTTP/1.1\r\nHost: localhost\r\nContent-Type: text/plain\r\nContent-Length: 1\r\n\r\nx",
+    "no boundary": b"POST /run/a HTTP/1.1\r\nHost: localhost\r\nContent-Type: multipart/form-data\r\nContent-Length: 1\r\n\r\nx",
     "another boundary": head("a", len(GOOD), boundary="other") + GOOD,
     "no file": head("a", len(form())) + form(),
     "a name that leads elsewhere": head("a", len(bad := form(part("file", BOOK, "../../etc/passwd")))) + bad,
@@ -52,6 +53,19 @@ def test_what_is_malformed_is_refused_and_nothing_is_passed_on(tmp_path: Path) -
                 assert await raw(stage, data) in [(400, "INVALID_PAYLOAD"), (404, "NOT_FOUND")], what
             assert not any(asked.startswith("POST") for asked in [*one.asked, *two.asked])
             assert [path.name for path in tmp_path.iterdir()] == ["inputs"]
+
+    tell(story())
+
+
+def test_a_web_page_of_another_site_is_refused_and_nothing_is_passed_on() -> None:
+    async def story() -> None:
+        async with two_nodes() as (one, two, stage):
+            for headers in FOREIGN:
+                answer = await stage.http.post("/run/a", files=[("file", ("book.csv", BOOK))], headers=headers)
+                assert (answer.status_code, answer.json()["error"]["code"]) == (403, "FORBIDDEN"), headers
+            for headers in OWN:
+                assert (await stage.http.get("/nodes", headers=headers)).status_code == 200, headers
+            assert not any(asked.startswith("POST") for asked in [*one.asked, *two.asked])
 
     tell(story())
 
@@ -104,7 +118,7 @@ def test_an_upload_that_does_not_go_on_is_ended(tmp_path: Path, monkeypatch: pyt
     async def story() -> None:
         async with two_nodes(inputs=str(tmp_path)) as (one, _, stage):
             assert await raw(stage, head("a", len(GOOD)) + GOOD[:-20]) == (400, "INVALID_PAYLOAD")
-            put = f"PUT /inputs/{'ab' * 32} HTTP/1.1\r\nHost: d\r\nContent-Length: 100\r\n\r\nsome of it"
+            put = f"PUT /inputs/{'ab' * 32} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\nsome of it"
             assert await raw(stage, put.encode()) == (400, "INVALID_PAYLOAD")
             assert not one.posts
 

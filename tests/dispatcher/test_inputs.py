@@ -72,7 +72,9 @@ def test_an_upload_that_was_cut_goes_on_where_it_was_at_any_dispatcher(tmp_path:
         async with StandIn() as node, dispatching(node, inputs=where) as one, dispatching(node, inputs=where) as two:
             path = f"/inputs/{SHA256}"
             _, writer = await asyncio.open_connection("127.0.0.1", one.port)
-            writer.write(f"PUT {path} HTTP/1.1\r\nHost: d\r\nContent-Length: {len(LARGE)}\r\n\r\n".encode() + LARGE[:3_000_000])
+            writer.write(
+                f"PUT {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(LARGE)}\r\n\r\n".encode() + LARGE[:3_000_000]
+            )
             await asyncio.to_thread(until, lambda: any(_size(part) >= 2 * MIB for part in tmp_path.glob("inputs/tmp/part-*")))
             writer.close()
 

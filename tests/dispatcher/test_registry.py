@@ -468,7 +468,7 @@ def test_a_large_upload_of_what_is_done_is_answered_before_it_is_read(nodes: Nod
         done = await asyncio.to_thread(one.run, job_id, "echo once")
         async with sharing(one.registry_url, NOBODY, inputs=None) as stage:
             reader, writer = await asyncio.open_connection("127.0.0.1", stage.port)
-            head = f"POST /run/{job_id}?input={hashed('echo once')} HTTP/1.1\r\nHost: d\r\nContent-Length: 99999999\r\n"
+            head = f"POST /run/{job_id}?input={hashed('echo once')} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99999999\r\n"
             writer.write(f"{head}Content-Type: multipart/form-data; boundary=b\r\n\r\n".encode() + bytes(2_000_000))
 
             answer = await reader.readuntil(b"\r\n\r\n")

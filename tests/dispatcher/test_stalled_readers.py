@@ -53,7 +53,7 @@ def asking(port: int, job_id: str = "large", tls: ssl.SSLContext | None = None) 
     sock.connect(("127.0.0.1", port))
     if tls is not None:
         sock = tls.wrap_socket(sock, server_hostname="127.0.0.1")
-    sock.sendall(f"GET /result/{job_id} HTTP/1.1\r\nHost: n\r\nConnection: close\r\n\r\n".encode())
+    sock.sendall(f"GET /result/{job_id} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n".encode())
     return sock
 
 
@@ -152,7 +152,7 @@ def test_what_nobody_waits_for_any_more_is_not_fetched_from_the_node() -> None:
         async with StandIn() as node, dispatching(node) as stage:
             node.job, node.on_result = job("done"), endless
             reader, writer = await asyncio.open_connection("127.0.0.1", stage.port)
-            writer.write(b"GET /result/a HTTP/1.1\r\nHost: d\r\n\r\n")
+            writer.write(b"GET /result/a HTTP/1.1\r\nHost: localhost\r\n\r\n")
             await reader.readexactly(100_000)
 
             writer.close()

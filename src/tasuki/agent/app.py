@@ -12,7 +12,7 @@ import logging
 import re
 import ssl
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -92,7 +92,7 @@ class Agent:
 
     # ------------------------------------------------------------------------------------------------ life
 
-    async def start(self, address: Address, tls: ssl.SSLContext | None = None) -> Address:
+    async def start(self, address: Address, tls: ssl.SSLContext | None = None, host_names: Collection[str] = ()) -> Address:
         """Recover what an earlier agent left, and listen; return the address with the port that was bound."""
         sock = bound(address)
         level = await self._runner.keeper_level()
@@ -104,7 +104,7 @@ class Agent:
         here = Address("https" if tls is not None else "http", address.host, sock.getsockname()[1])
         if self.jobs.registry is not None:
             await self.jobs.registry.open(self.folders, here, renewed=self._runner.renewed, sent=self._metrics.sent.inc)
-        await self.http.open(sock, tls)
+        await self.http.open(sock, tls, host_names)
         self._cleaning = asyncio.create_task(self._clean_daily())
         return here
 

@@ -14,17 +14,18 @@ import hmac
 import logging
 import socket
 import ssl
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
+from tasuki.core.address import Address
 from tasuki.core.failover import agent_protocol
 from tasuki.core.failover.registry_records import ResultLocation
 from tasuki.doors.http import exchange as http_answers
-from tasuki.doors.http.exchange import REQUESTS_MAX, discreet, envelope, error_answer, json_answer, secret_of
+from tasuki.doors.http.exchange import REQUESTS_MAX, check_site, discreet, envelope, error_answer, json_answer, secret_of
 from tasuki.doors.http.uvicorn_server import Handler, UvicornServer, application
 from tasuki.errors import (
     AgentRefusal,
@@ -195,7 +196,9 @@ class GuardedServer:
         self._app = application(f"tasuki {who}", [*guarded, ("GET", "/health", health)])
         self.serving: UvicornServer | None = None
 
-    async def open(self, sock: socket.socket, tls: ssl.SSLContext | None) -> None:
+    async def open(self, sock: socket.socket, tls: ssl.SSLContext | None, host_names: Collection[str] = ()) -> None:
+        """`host_names`: names by which it is called, beside those of loopback."""
+        self._host_names, self._loopback = host_names, Address("http", sock.getsockname()[0]).loopback
         self.serving = UvicornServer(self._app, tls, CLOSE_TIMEOUT_S)
         await self.serving.open(sock)
 
@@ -232,6 +235,7 @@ class GuardedServer:
     async def _answer(self, handler: Handler, request: Request) -> tuple[Response, str | None]:
         """Return the response of a handler, or the refusal for its error, with its code."""
         try:
+            check_site(request, self._host_names, loopback=self._loopback)
             if self.tokens and not self.tokens.admit(secret_of(request)):
                 raise Unauthorized(f"this token is not one of this {self._who}'s")
             return await handler(request), None

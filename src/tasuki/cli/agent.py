@@ -368,6 +368,7 @@ class HttpListener(NamedTuple):
     address: Address
     certificate: ServerCertificate | None
     drain_timeout_s: float | None
+    host_names: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, address: Address, tls: cli.TlsOptions, tokens: tuple[str, ...], drain_timeout_s: float | None) -> HttpListener:
@@ -376,7 +377,7 @@ class HttpListener(NamedTuple):
         if not tokens and not address.loopback:
             raise ConfigError(f"{address} can be reached from other machines: give --token-file, or listen on 127.0.0.1")
         tls.check(address, tokens=bool(tokens))
-        return cls(address, tls.certificate(), drain_timeout_s)
+        return cls(address, tls.certificate(), drain_timeout_s, tls.host_names)
 
 
 def _configure_log(who: str, level: str, format: str, output: Output) -> None:
@@ -396,7 +397,8 @@ async def _serve(
     """Serve until a signal or until `lost` is set, drain, and return the exit code; `words` or `facts` are printed when ready."""
     stop, certificate = process.StopSignals(hurry=service.hurry), listener.certificate
     try:
-        address = await service.start(listener.address, certificate.context if certificate is not None else None)
+        context = certificate.context if certificate is not None else None
+        address = await service.start(listener.address, context, listener.host_names)
         process.renew_on_hangup(certificate)
         events.emit("listening", str(address), address=str(address), pid=os.getpid())
         events.emit("ready", words, **facts)

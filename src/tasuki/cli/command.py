@@ -190,11 +190,12 @@ def connection_options(to_help: str = TO_HELP, to_metavar: str = "URL") -> Calla
 
 
 class TlsOptions(NamedTuple):
-    """The certificate of a process that listens."""
+    """The certificate and the names of a process that listens."""
 
     tls_cert: str | None = None
     tls_key: str | None = None
     insecure: bool = False
+    host_name: tuple[str, ...] = ()
 
     def check(self, *addresses: Address, tokens: bool = True) -> None:
         """Raise ConfigError for a certificate without its key, and for addresses that need a certificate or tokens."""
@@ -202,8 +203,15 @@ class TlsOptions(NamedTuple):
 
         if (self.tls_cert is None) != (self.tls_key is None):
             raise ConfigError("--tls-cert and --tls-key belong together; give both, or none")
+        for name in self.host_name:
+            if not Address("http", name, 1).reachable:
+                raise ConfigError(f"--host-name {name[:80]!r} must be a name without scheme and port, as in control.example")
         for address in addresses:
             check_listener(address, tls=self.tls_cert is not None, tokens=tokens, insecure=self.insecure)
+
+    @property
+    def host_names(self) -> tuple[str, ...]:
+        return tuple(name.lower() for name in self.host_name)
 
     def certificate(self) -> ServerCertificate | None:
         """Read the certificate, if there is one."""
@@ -216,6 +224,7 @@ tls_options = options(
     option("--tls-cert", metavar="FILE", help="Certificate chain, PEM."),
     option("--tls-key", metavar="FILE", help="Its private key, PEM."),
     flag("--insecure", help="Listen beyond this machine without TLS: the network is trusted."),
+    several("--host-name", metavar="NAME", help="A name by which HTTP clients call it, as that of a proxy before it. Several."),
     gather("tls", TlsOptions),
 )
 

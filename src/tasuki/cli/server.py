@@ -327,7 +327,8 @@ def _http_door(server: Server, listen: ListenOptions, presigned: PresignedTransf
     from tasuki.doors.http.context import HttpConfig
     from tasuki.doors.http.door import HttpDoor
 
-    return HttpDoor(server, HttpConfig(apps=listen.apps, lease_ttl_s=listen.http_lease_ttl_s, presigned=presigned))
+    names, ttl_s = listen.tls.host_names, listen.http_lease_ttl_s
+    return HttpDoor(server, HttpConfig(apps=listen.apps, host_names=names, lease_ttl_s=ttl_s, presigned=presigned))
 
 
 async def _check_ports(addresses: Iterable[Address]) -> None:

@@ -12,6 +12,7 @@ import contextlib
 import hashlib
 import logging
 import ssl
+from collections.abc import Collection
 from urllib.parse import quote
 
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
@@ -81,7 +82,7 @@ class Dispatcher:
 
     # ------------------------------------------------------------------------------------------------ life
 
-    async def start(self, address: Address, tls: ssl.SSLContext | None = None) -> Address:
+    async def start(self, address: Address, tls: ssl.SSLContext | None = None, host_names: Collection[str] = ()) -> Address:
         """Listen; return the address with the port that was bound."""
         sock = bound(address)
         if self._inputs is not None:
@@ -89,7 +90,7 @@ class Dispatcher:
         if self._registry is not None:
             await self._registry.open()
         await self.pool.fresh()
-        await self.http.open(sock, tls)
+        await self.http.open(sock, tls, host_names)
         works = [self.pool.keep_checking(), self._dispatch.abandoned.keep_stopping()]
         if self._inputs is not None:
             works += [self._inputs.keep_sweeping(), self._inputs.keeping.daily()]

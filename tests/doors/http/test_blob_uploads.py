@@ -102,7 +102,7 @@ def test_what_came_of_a_request_that_was_cut_is_kept(upload: Upload, ranged: boo
     with socket.create_connection((upload.stage.address.host, upload.stage.address.port)) as sock:
         lines = [
             f"PUT {upload.path} HTTP/1.1",
-            "Host: x",
+            "Host: localhost",
             f"Authorization: Bearer {upload.token}",
             f"Content-Length: {SIZE}",
             *([f"Content-Range: bytes 0-{SIZE - 1}/{SIZE}"] if ranged else []),

@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 import socket
 import threading
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
+from starlette.requests import Request
 
 from tasuki.doors.http import exchange, uvicorn_server
 from tasuki.doors.http.routes import ROUTES, Route
-from tasuki.errors import Unavailable
+from tasuki.errors import Forbidden, Unavailable
 from tests.doors.http.stage import ANSWER, Stage, Worker, path_of
+from tests.support.foreign_sites import FOREIGN, OWN
 
 
 def raw(stage: Stage, data: bytes, timeout: float = 10.0) -> bytes:
@@ -27,7 +30,7 @@ def raw(stage: Stage, data: bytes, timeout: float = 10.0) -> bytes:
 
 def head(stage: Stage, path: str, length: int, token: str | None = None) -> bytes:
     return (
-        f"POST {path} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {token or stage.client}\r\n"
+        f"POST {path} HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {token or stage.client}\r\n"
         f"Content-Type: application/json\r\nContent-Length: {length}\r\nConnection: close\r\n\r\n"
     ).encode()
 
@@ -35,6 +38,44 @@ def head(stage: Stage, path: str, length: int, token: str | None = None) -> byte
 def error_in(answer: bytes) -> tuple[bytes, dict[str, Any]]:
     head, _, body = answer.partition(b"\r\n\r\n")
     return head.split()[1], json.loads(body)["error"]
+
+
+@pytest.mark.parametrize("headers", FOREIGN, ids=str)
+def test_a_web_page_of_another_site_is_refused_with_a_token_too(stage: Stage, headers: dict[str, str]) -> None:
+    bearer = {"Authorization": f"Bearer {stage.client}"}
+
+    answer = stage.http.get("/v1/jobs", headers={**bearer, **headers})
+
+    assert (answer.status_code, answer.json()["error"]["code"]) == (403, "FORBIDDEN")
+    assert stage.http.get("/healthz", headers=headers).status_code == 200
+
+
+@pytest.mark.parametrize("headers", OWN, ids=str)
+def test_a_listener_on_loopback_has_the_names_of_loopback(stage: Stage, headers: dict[str, str]) -> None:
+    assert stage.http.get("/v1/jobs", headers={"Authorization": f"Bearer {stage.client}", **headers}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("loopback", "names", "host", "origin", "passes"),
+    [
+        (False, (), "any.example:7080", "", True),
+        (False, (), "any.example:7080", "https://any.example:7080", True),
+        (False, (), "any.example", "https://evil.example", False),
+        (False, ("a.example",), "A.Example:443", "https://a.example", True),
+        (False, ("a.example",), "b.example", "", False),
+        (True, ("a.example",), "a.example", "https://a.example", True),
+        (True, ("a.example",), "127.0.0.1:7080", "https://a.example", True),  # a proxy that does not pass the Host on
+        (True, (), "", "", True),  # HTTP/1.0: no browser
+    ],
+)
+def test_other_names_of_a_listener_are_given_with_host_name(
+    loopback: bool, names: tuple[str, ...], host: str, origin: str, passes: bool
+) -> None:
+    headers = [(b"host", host.encode()), *([(b"origin", origin.encode())] if origin else [])]
+    request = Request({"type": "http", "headers": headers})
+
+    with nullcontext() if passes else pytest.raises(Forbidden):
+        exchange.check_site(request, names, loopback=loopback)
 
 
 BAD_BODIES = [
@@ -218,13 +259,13 @@ def test_what_is_no_http_is_400_in_the_common_form(stage: Stage, data: bytes) ->
 def test_headers_that_never_end_are_hung_up_on(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(uvicorn_server, "HEADERS_TIMEOUT_S", 0.3)
 
-    assert raw(stage, b"GET /healthz HTTP/1.1\r\nHost: x\r\n") == b""
+    assert raw(stage, b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n") == b""
 
 
 def test_headers_of_a_second_request_that_never_end_are_hung_up_on(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(uvicorn_server, "HEADERS_TIMEOUT_S", 0.3)
     with socket.create_connection((stage.address.host, stage.address.port), timeout=10.0) as sock:
-        sock.sendall(b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n")
+        sock.sendall(b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n")
         answer = sock.recv(65536)
         while not answer.endswith(b"}"):
             answer += sock.recv(65536)

@@ -32,6 +32,8 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     apps: tuple[str, ...] = ()
     """Names of calculation apps, served below /calc."""
+    host_names: tuple[str, ...] = ()
+    """Names by which the listener is called, of --host-name; none: those of loopback, or any if it is not on loopback."""
     lease_ttl_s: float = HTTP_LEASE_TTL_S
     max_retries: int = MAX_RETRIES
     """Retries of an app's job."""

@@ -50,7 +50,7 @@ class HttpDoor:
         self._authenticator = Authenticator(server)
         self._bodies = exchange.BodyBudget()
         self._under_way = 0
-        self._closing = False
+        self._closing = self._loopback = False
         self._uvicorn: UvicornServer | None = None
         self._ticking: asyncio.Task[None] | None = None
         self.asgi_app = self._application()
@@ -60,6 +60,7 @@ class HttpDoor:
     async def listen(self, address: Address, tls: ssl.SSLContext | None = None) -> Address:
         """Listen, and return the address with the port that was really taken."""
         sock = bound(address)
+        self._loopback = address.loopback
         self._closing = False
         self._uvicorn = UvicornServer(self.asgi_app, tls, CLOSE_TIMEOUT_S)
         await self._uvicorn.open(sock)
@@ -134,6 +135,7 @@ class HttpDoor:
     async def _answer(self, route: Route, request: Request) -> Response:
         if not route.kinds:
             return _encoded(await route.handle(self._http))
+        exchange.check_site(request, self._http.config.host_names, loopback=self._loopback)
         app = request.path_params.get("app")
         if app is not None and app not in self._http.config.apps:
             raise NotFound(f"there is no app {app[:64]!r} here")

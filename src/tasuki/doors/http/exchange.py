@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from typing import Annotated, Any, TypeVar
 
@@ -19,7 +19,19 @@ from starlette.responses import Response
 from starlette.types import Receive
 
 from tasuki import errors
-from tasuki.errors import InternalError, InvalidInput, Overloaded, TasukiError, TooLarge, Unauthorized, UnknownSession, from_wire
+from tasuki.core.address import Address
+from tasuki.errors import (
+    Forbidden,
+    InternalError,
+    InvalidInput,
+    Overloaded,
+    TasukiError,
+    TooLarge,
+    Unauthorized,
+    UnknownSession,
+    from_wire,
+    quoted,
+)
 
 JSON = "application/json"
 RETRY_AFTER_S = 1
@@ -138,6 +150,28 @@ def secret_of(request: Request) -> str:
     if len(secret) > SECRET_MAX_CHARS or not secret.isascii() or not secret.isprintable():
         raise Unauthorized("what the Authorization header has is not a token")
     return secret
+
+
+def check_site(request: Request, names: Collection[str], *, loopback: bool) -> None:
+    """Raise Forbidden for a request that a web page of another site caused, or whose Host is no name of this listener.
+
+    A browser sends such requests without asking anybody; by a name that leads to 127.0.0.1 its page reads the answers too. A
+    listener that is not on loopback may have any name, unless `names` are given (--host-name).
+    """
+    host, origin, site = (request.headers.get(name, "").lower() for name in ("host", "origin", "sec-fetch-site"))
+    if host and (loopback or names) and not (Address("http", name := _name_of(host)).loopback or name in names):
+        raise Forbidden(
+            f"the Host {quoted(host)} is no name of this listener; use its address, or start it with --host-name NAME"
+        )
+    place = origin.partition("://")[2]
+    if site not in ("", "same-origin", "none") or (origin and place != host and _name_of(place) not in names):
+        raise Forbidden(f"this request comes from a web page of another site ({quoted(origin or site)}), which may not ask here")
+
+
+def _name_of(place: str) -> str:
+    """Return the host of `host:port`."""
+    name, colon, port = place.rpartition(":")
+    return (name if colon and port.isdecimal() else place).removeprefix("[").removesuffix("]").removesuffix(".")
 
 
 class BodyBudget:
