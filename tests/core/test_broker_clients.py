@@ -91,7 +91,7 @@ def test_blobs_and_slow_reads_are_handed_to_the_driver_with_who_asks(stage: Brok
     assert identity is not None
     place = BlobPlace("a" * 64, 3)
     assert stage.others == [
-        ReceiveBlob(conn, put, place, identity.uploader),
+        ReceiveBlob(conn, put, place, identity.owner),
         BlobPiece(conn, chunk),
         SendBlob(conn, get, identity),
     ]

@@ -33,6 +33,7 @@ STORED = BlobPlace(SHA256, len(DATA), stored=True)
 ALICE = Identity(PeerKind.CLIENT, "token:alice", (), "alice")
 BOB = Identity(PeerKind.CLIENT, "token:bob", (), "bob")
 WORKER = Identity(PeerKind.WORKER, "token:w", (), "w")
+IMPOSTOR = Identity(PeerKind.WORKER, "token:other", (), "other")
 
 
 @pytest.fixture
@@ -193,7 +194,7 @@ def test_a_half_sent_blob_is_dropped_with_its_connection(blobs: FolderBlobs, tmp
 def job(*, result: bool = False, holder: str = "w1") -> Job:
     spec = JobSpec(job_id="a", files=() if result else (InputFile("in", sha256=SHA256, size_bytes=len(DATA)),))
     outcome = Outcome(result_ref=BlobRef(SHA256, len(DATA))) if result else None
-    lease = Lease("lease", holder, f"{holder}-1", 1, 100.0)
+    lease = Lease("lease", holder, f"{holder}-1", 1, 100.0, owner="token:w")
     state = State.SUCCEEDED if result else State.RUNNING
     return Job(spec=spec, state=state, submitter="token:alice", created_at=0.0, lease=lease, outcome=outcome)
 
@@ -222,8 +223,9 @@ def test_a_blob_goes_out_in_order_from_an_offset_with_an_end(blobs: FolderBlobs,
         (wanted(WORKER, worker_id="w1", incarnation="w1-1"), job(holder="w2")),
         (wanted(WORKER, worker_id="w1", incarnation="w1-0"), job(holder="w1")),
         (wanted(WORKER, worker_id="w1", incarnation="w1-1"), job(result=True)),
+        (wanted(IMPOSTOR, worker_id="w1", incarnation="w1-1"), job(holder="w1")),
     ],
-    ids=["another client", "no such job", "may", "another worker", "its dead self", "a worker and a result"],
+    ids=["another client", "no such job", "may", "another worker", "its dead self", "a worker and a result", "another token"],
 )
 def test_who_may_read_which_blob(
     blobs: FolderBlobs, request: pytest.FixtureRequest, command: SendBlob, given: Job | None

@@ -164,15 +164,16 @@ def test_tables_of_a_newer_tasuki_that_this_one_can_read_are_used_and_stay_as_th
 def test_a_migration_that_a_live_server_could_not_live_with_is_refused_and_names_it(
     postgres: PostgresService, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(standalone, "SCHEMA_VERSION", 3)
-    monkeypatch.setattr(standalone, "OLDEST_CODE", 3)
+    newer = standalone.SCHEMA_VERSION + 1
+    monkeypatch.setattr(standalone, "SCHEMA_VERSION", newer)
+    monkeypatch.setattr(standalone, "OLDEST_CODE", newer)
     forget_migrations(postgres, url)
-    add_server(postgres, url, "server-old", schema_version=2)
-    add_server(postgres, url, "server-new", schema_version=3)
+    add_server(postgres, url, "server-old", schema_version=newer - 1)
+    add_server(postgres, url, "server-new", schema_version=newer)
     add_server(postgres, url, "server-gone", schema_version=1, beat_s_ago=standalone.MEMBER_ALIVE_S + 5)
     before = described(postgres, url)
 
-    with pytest.raises(ConfigError, match=r"server-old \(version 2\); stop them first") as caught:
+    with pytest.raises(ConfigError, match=rf"server-old \(version {newer - 1}\); stop them first") as caught:
         SqlStore.open_postgresql(url)
 
     assert "server-new" not in str(caught.value)

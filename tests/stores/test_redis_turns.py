@@ -85,7 +85,7 @@ def story(store: Store, epoch: int) -> list[Answers]:
     held = {c: HeldLease(c, "w", "w/1", grant.lease_id, 1) for c, grant in grants.items()}
     reports = {c: Report(c, "w", grant.lease_id, 1, Outcome(error_code="X", message="m")) for c, grant in grants.items()}
     told.append(
-        execute(store, Turn(start=[held["a"]], renew=[held["b"]], release=[held["d"]], held=[("w", "w/1")], get=["a", "?"]))
+        execute(store, Turn(start=[held["a"]], renew=[held["b"]], release=[held["d"]], held=[("w", "w/1", "")], get=["a", "?"]))
     )
     done = Report("a", "w", grants["a"].lease_id, 1, Outcome(result=b"1"))
     told.append(

@@ -89,7 +89,7 @@ def test_failures_take_a_few_statements(store: SqlStore, stage: Stage, grants: l
 
 
 def test_what_many_workers_hold_is_one_statement(store: SqlStore, grants: list[Grant]) -> None:
-    holders = [(f"w{number}", f"w{number}/1") for number in range(100)]
+    holders = [(f"w{number}", f"w{number}/1", "") for number in range(100)]
 
     assert statements(store, lambda: store.held(holders)) == 1
     assert [len(held) for held in store.held(holders)] == [0, JOBS] + [0] * 98

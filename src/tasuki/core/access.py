@@ -45,8 +45,8 @@ class Identity(msgspec.Struct, frozen=True, gc=False):
     """The only worker that it may be, or (an enrol token) register."""
 
     @property
-    def uploader(self) -> str:
-        """Owner of half-sent blobs. A worker stays the owner when its token is exchanged for another."""
+    def owner(self) -> str:
+        """Owner of leases and of half-sent blobs. A worker stays the owner when its token is exchanged for another."""
         return f"worker:{self.worker_id}" if self.worker_id else self.name
 
     def expired(self, now_wall: float) -> bool:

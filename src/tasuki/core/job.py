@@ -142,6 +142,8 @@ class Lease(msgspec.Struct, frozen=True, gc=False):
     """On the store's lease clock, which is compared with nothing but itself."""
     on_disconnect: OnDisconnect = OnDisconnect.STOP
     reconnect_grace_s: float = 0.0
+    owner: str = ""
+    """The peer that was let in as this worker (`Identity.owner`): nobody else can show the lease."""
 
 
 class Outcome(msgspec.Struct, frozen=True, gc=False, omit_defaults=True, kw_only=True):

@@ -89,6 +89,7 @@ class LeaseRequest(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     ttl_s: float = LEASE_TTL_S
     on_disconnect: OnDisconnect = OnDisconnect.STOP
     reconnect_grace_s: float = 0.0
+    owner: str = ""
     live_workers: Mapping[str, tuple[str, ...]] = {}
     """Patterns of all workers that take work, by worker_id."""
 
@@ -109,6 +110,7 @@ class HeldLease(msgspec.Struct, frozen=True, gc=False):
     ttl_s: float = LEASE_TTL_S
     progress: Progress | None = None
     """Progress of the attempt, if it changed since the last `renew`."""
+    owner: str = ""
 
 
 class Report(msgspec.Struct, frozen=True, gc=False):
@@ -120,6 +122,7 @@ class Report(msgspec.Struct, frozen=True, gc=False):
     attempt: int
     outcome: Outcome
     started_at: float | None = None
+    owner: str = ""
 
 
 class RequeueOrder(NamedTuple):
@@ -141,6 +144,7 @@ class Assignment(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     ttl_s: float = LEASE_TTL_S
     on_disconnect: OnDisconnect = OnDisconnect.STOP
     reconnect_grace_s: float = 0.0
+    owner: str = ""
 
 
 class Filter(msgspec.Struct, frozen=True, gc=False, kw_only=True, omit_defaults=True):
@@ -404,8 +408,8 @@ class Turn(msgspec.Struct, kw_only=True):
     rerun: Sequence[Submission] = ()
     """Submissions with on_failed="rerun"."""
     lease: Sequence[LeaseRequest] = ()
-    held: Sequence[tuple[str, str]] = ()
-    """(worker_id, incarnation)"""
+    held: Sequence[tuple[str, str, str]] = ()
+    """(worker_id, incarnation, owner)"""
     get: Sequence[str] = ()
     token: Sequence[str] = ()
     """Hashes (sha256) of secrets that peers showed."""

@@ -66,6 +66,8 @@ class JobRun(Row):
     """Random prefix of the lease request, a dot, this row's id. Empty once the lease was taken away."""
     assigned_worker_id = NameField(max_length=128, null=True)
     incarnation = NameField(max_length=64, db_default="")
+    lease_owner = NameField(max_length=255, db_default="")
+    """The peer that was let in as the worker: `worker:<id>` of a bound token, else `token:<id>` or `uid:<number>`."""
     lease_expires_at = UnixTimeField(null=True)
     """Lease-clock time at which reaping may end the lease, with margin and (`keep`) grace. NULL unless ASSIGNED or RUNNING."""
     lease_expired_at = UnixTimeField(null=True)

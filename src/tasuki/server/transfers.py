@@ -415,8 +415,9 @@ def may_read_blob(command: SendBlob, job: Job) -> bool:
     sha256 = command.get.sha256
     inputs = {file.sha256 for file in job.spec.files if file.sha256 is not None}
     if command.worker_id:
-        holder = (job.lease.worker_id, job.lease.incarnation) if job.lease is not None else None
-        return holder == (command.worker_id, command.incarnation) and sha256 in inputs
+        lease = job.lease
+        holder = (lease.worker_id, lease.incarnation, lease.owner) if lease is not None else None
+        return holder == (command.worker_id, command.incarnation, command.identity.owner) and sha256 in inputs
     if not command.identity.may_see(job.submitter, job.spec.subject):
         return False
     result = job.outcome.result_ref if job.outcome is not None else None

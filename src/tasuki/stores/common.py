@@ -107,7 +107,7 @@ def fenced_reason(report: Report, attempt: int, state: str) -> str:
 def report_identity(report: Report, verb: str) -> tuple[str | int | None, ...]:
     """Return the fields by which a repeat of this report is recognized. Not the message: a program's log tail often differs."""
     outcome = report.outcome
-    shown = (verb, report.worker_id, report.lease_id, report.attempt)
+    shown = (verb, report.worker_id, report.lease_id, report.attempt, report.owner)
     return (*shown, outcome.exit_code, outcome.error_code, outcome.result_sha256)
 
 

@@ -7,9 +7,9 @@ Outside a turn each call is its own transaction. A store is used by one thread a
 Time. `clock.lease()` is the store's lease clock (never compared with another host's), `clock.wall()` the wall clock for
 `not_before` and for the times that people read.
 
-Fencing. `finish` and `fail` are accepted only if the job is ASSIGNED, RUNNING or ORPHANED *and* worker_id, lease_id and attempt
-are the current ones, in the same write. `start` and `renew` also check the incarnation. Leader verbs carry an epoch, and are
-refused with `StaleEpoch` when another one is registered; they are called in a turn of their own, so that the check is the
+Fencing. `finish` and `fail` are accepted only if the job is ASSIGNED, RUNNING or ORPHANED *and* worker_id, owner, lease_id and
+attempt are the current ones, in the same write. `start` and `renew` also check the incarnation. Leader verbs carry an epoch, and
+are refused with `StaleEpoch` when another one is registered; they are called in a turn of their own, so that the check is the
 first statement of its transaction. `docs/invariants.md` lists the promises that these rules keep.
 
 Blobs. The store knows which bytes exist (a row before the first byte, gone after the last) and which jobs refer to them; a blob
@@ -166,9 +166,9 @@ class Store(Reader, Protocol):
         worker is not granted by patterns.
         """
 
-    def held(self, holders: Sequence[tuple[str, str]]) -> list[list[Grant]]:
-        """Return for each (worker_id, incarnation) its live leases that are still ASSIGNED, to be delivered again after a broken
-        connection. One read of the live leases, however many holders ask.
+    def held(self, holders: Sequence[tuple[str, str, str]]) -> list[list[Grant]]:
+        """Return for each (worker_id, incarnation, owner) its live leases that are still ASSIGNED, to be delivered again after a
+        broken connection. One read of the live leases, however many holders ask.
 
         `ttl_s` is the time left of each lease, without the margin.
         """

@@ -7,8 +7,9 @@ from itertools import pairwise
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 
-from tasuki.core.job import JobSpec, OnDisconnect, Progress, State
+from tasuki.core.job import JobSpec, OnDisconnect, Outcome, Progress, State
 from tasuki.core.lifecycle import LEASE_MARGIN_S, LEASE_TTL_S
 from tasuki.core.store_messages import Grant, LeaseRequest, LeaseStatus, ReportStatus, Takes
 from tasuki.testing.store_stage import GRACE_S, KEEP, PAST_LEASE_S, Stage, StoreCase
@@ -266,7 +267,7 @@ class LeaseCases(StoreCase):
         stage.running("b", "w1")
         stage.assigned("c", "w2")
 
-        [[held], others] = stage.store.held([("w1", "w1/1"), ("w1", "w1/2")])
+        [[held], others] = stage.store.held([("w1", "w1/1", ""), ("w1", "w1/2", "")])
 
         assert (held.job_id, held.lease_id, held.attempt) == ("a", unstarted.lease_id, 1)
         assert held.spec == unstarted.spec
@@ -276,7 +277,7 @@ class LeaseCases(StoreCase):
         stage.add("a", "b", "c", "d")
         [a, b], [c] = stage.lease("w1", limit=2), stage.lease("w2")
 
-        answers = stage.store.held([("w2", "w2/1"), ("w9", "w9/1"), ("w1", "w1/1"), ("w2", "w2/1")])
+        answers = stage.store.held([("w2", "w2/1", ""), ("w9", "w9/1", ""), ("w1", "w1/1", ""), ("w2", "w2/1", "")])
 
         assert [ids(grants) for grants in answers] == [[c.job_id], [], [a.job_id, b.job_id], [c.job_id]]
         assert stage.store.held([]) == []
@@ -285,11 +286,79 @@ class LeaseCases(StoreCase):
         stage.assigned("a", "w1")
         stage.clock.advance(10)
 
-        [[held]] = stage.store.held([("w1", "w1/1")])
+        [[held]] = stage.store.held([("w1", "w1/1", "")])
 
         assert held.ttl_s == pytest.approx(LEASE_TTL_S - 10)
         stage.clock.advance(PAST_LEASE_S)
-        assert stage.store.held([("w1", "w1/1")]) == [[]]
+        assert stage.store.held([("w1", "w1/1", "")]) == [[]]
+
+    # -- the owner ------------------------------------------------------------------------------------------------
+    def test_a_lease_belongs_to_the_peer_that_was_let_in(self, stage: Stage) -> None:
+        stage.add("a")
+        grant = stage.take("a", owner="worker:w1")
+
+        lease = stage.job("a").lease
+        assert lease is not None
+        assert lease.owner == "worker:w1"
+        theirs, others = stage.store.held([("w1", "w1/1", "worker:w1"), ("w1", "w1/1", "token:other")])
+        assert (ids(theirs), others) == (["a"], [])
+        assert stage.start(grant, owner="worker:w1") is LeaseStatus.GO_ON
+        assert stage.renew(grant, owner="worker:w1") is LeaseStatus.GO_ON
+        [report] = stage.store.finish([replace(stage.report(grant), owner="worker:w1")])
+        assert report.answer is ReportStatus.RECORDED
+
+    def test_another_peer_that_knows_everything_of_a_lease_can_do_nothing_with_it(self, stage: Stage) -> None:
+        stage.add("a")
+        grant = stage.take("a", owner="worker:w1")
+        before = stage.job("a")
+
+        assert stage.start(grant, owner="token:other") is LeaseStatus.LOST
+        assert stage.renew(grant, owner="token:other", ttl_s=3600.0, progress=Progress(0.5, "x")) is LeaseStatus.LOST
+        assert stage.release(grant, owner="token:other") is False
+        forged = [replace(stage.report(grant, result=b"forged"), owner="token:other")]
+        [finished] = stage.store.finish(forged)
+        [failed] = stage.store.fail([replace(forged[0], outcome=Outcome(error_code="EXIT_CODE", permanent=True))])
+
+        assert (finished.answer, failed.answer) == (ReportStatus.FENCED, ReportStatus.FENCED)
+        assert stage.job("a") == before
+        [report] = stage.store.finish([replace(stage.report(grant), owner="worker:w1")])
+        assert report.answer is ReportStatus.RECORDED
+
+    def test_of_two_peers_that_show_one_lease_in_one_batch_its_owner_is_answered(self, stage: Stage) -> None:
+        stage.add("a")
+        grant = stage.take("a", owner="worker:w1")
+        shown = [stage.claim(grant, owner=owner) for owner in ("token:other", "worker:w1", "token:other")]
+
+        assert stage.store.renew(shown) == [LeaseStatus.LOST, LeaseStatus.GO_ON, LeaseStatus.LOST]
+
+    def test_a_repeat_by_another_peer_is_no_repeat(self, stage: Stage) -> None:
+        stage.add("a")
+        grant = stage.take("a", owner="worker:w1")
+        report = replace(stage.report(grant), owner="worker:w1")
+        stage.store.finish([report])
+
+        again, forged = stage.store.finish([report, replace(report, owner="token:other")])
+
+        assert (again.answer, forged.answer) == (ReportStatus.REPEATED, ReportStatus.FENCED)
+
+    def test_an_orphan_is_resumed_by_its_owner_alone(self, stage: Stage) -> None:
+        stage.add("a")
+        grant = stage.take("a", owner="worker:w1", **KEEP)
+        stage.start(grant, owner="worker:w1")
+        stage.clock.advance(PAST_LEASE_S + GRACE_S)
+        stage.reap()
+
+        assert stage.renew(grant, owner="token:other") is LeaseStatus.LOST
+        assert stage.job("a").state is State.ORPHANED
+        assert stage.renew(grant, owner="worker:w1") is LeaseStatus.GO_ON
+
+    def test_an_assignment_belongs_to_its_owner(self, stage: Stage) -> None:
+        stage.add("a")
+        grant = stage.assign("a", owner="worker:w1")
+
+        assert grant is not None
+        assert stage.renew(grant) is LeaseStatus.LOST
+        assert stage.renew(grant, owner="worker:w1") is LeaseStatus.GO_ON
 
     # -- start ----------------------------------------------------------------------------------------------------
     def test_start_makes_it_running(self, stage: Stage) -> None:

@@ -79,12 +79,9 @@ outcomes = st.builds(
 results = st.sampled_from(
     [Outcome(), Outcome(result=b"1", result_sha256="1" * 64), Outcome(result_ref=BlobRef(BLOB, 3), result_sha256=BLOB)]
 )
-damages: st.SearchStrategy[dict[str, Any]] = st.sampled_from(
-    [*[{}] * 12, {"lease_id": "0" * 32}, {"attempt": 99}, {"worker_id": "w9"}, {"job_id": "unknown"}]
-)
-claim_damages: st.SearchStrategy[dict[str, Any]] = st.sampled_from(
-    [*[{}] * 5, {"lease_id": "0" * 32}, {"attempt": 99}, {"worker_id": "w9"}, {"incarnation": "9"}, {"job_id": "unknown"}]
-)
+_WRONG = [{"lease_id": "0" * 32}, {"attempt": 99}, {"worker_id": "w9"}, {"owner": "token:other"}, {"job_id": "unknown"}]
+damages: st.SearchStrategy[dict[str, Any]] = st.sampled_from([*[{}] * 12, *_WRONG])
+claim_damages: st.SearchStrategy[dict[str, Any]] = st.sampled_from([*[{}] * 5, *_WRONG, {"incarnation": "9"}])
 
 
 class GrantPair(msgspec.Struct, frozen=True):
@@ -279,8 +276,8 @@ class StoreMachine(RuleBasedStateMachine):
         [mine], [theirs] = self.under_test.lease([request]), self.model.lease([request])
         self.granted(mine, theirs, worker_id, incarnation)
 
-    @rule(holders=st.lists(st.tuples(workers, incarnations), max_size=3))
-    def held(self, holders: list[tuple[str, str]]) -> None:
+    @rule(holders=st.lists(st.tuples(workers, incarnations, st.sampled_from(["", "", "token:other"])), max_size=3))
+    def held(self, holders: list[tuple[str, str, str]]) -> None:
         mine, theirs = (
             [{grant.job_id: self.plain(grant) for grant in grants} for grants in store.held(holders)]
             for store in (self.under_test, self.model)

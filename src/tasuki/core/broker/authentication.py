@@ -166,6 +166,7 @@ def _new_worker(state: BrokerState, common: dict[str, Any], hello: protocol.Hell
         **common,
         worker_id=hello.worker_id,
         incarnation=hello.incarnation,
+        owner=identity.owner,
         patterns=patterns,
         on_disconnect=hello.on_disconnect,
         reconnect_grace_s=max(0.0, min(hello.reconnect_grace_s, LEASE_TTL_MAX_S)),

@@ -256,7 +256,7 @@ def _cancel(state: BrokerState, client: ClientSession, identity: Identity, messa
             states[job_id] = {"state": answer.state, "requested": answer.requested}
             if answer.requested and answer.worker_id is not None and answer.lease_id is not None:
                 worker = state.workers.get(answer.worker_id)
-                if worker is not None:
+                if worker is not None and answer.lease_id in worker.deliveries:
                     effects.send(worker.conn, protocol.CancelLeases([answer.lease_id]))
                 else:
                     state.cluster.canceled.append((answer.worker_id, answer.lease_id))
@@ -363,7 +363,7 @@ def _put_blob(state: BrokerState, conn: int, put: protocol.BlobPut) -> list[even
     def placed(places: Sequence[BlobPlace], effects: TurnEffects) -> None:
         session = state.sessions.get(conn)
         if session is not None and session.identity is not None:
-            effects.commands.append(events.ReceiveBlob(conn, put, places[0], session.identity.uploader))
+            effects.commands.append(events.ReceiveBlob(conn, put, places[0], session.identity.owner))
 
     claim = BlobClaim(put.sha256, put.size_bytes)
     state.builder.ask("place_blobs", [claim], placed, partial(state.tell_failure, conn, put.msg_id))

@@ -75,7 +75,7 @@ def job_seen(state: BrokerState, event: JobSeen, now: Now) -> list[Command]:
     if lease is None or job.state not in LEASED:
         return [Send(event.conn, protocol.Reply(event.msg_id, answer))]
     worker = state.workers.get(lease.worker_id)
-    if worker is None or worker.incarnation != lease.incarnation:
+    if worker is None or (worker.incarnation, worker.owner) != (lease.incarnation, lease.owner):
         servers = _servers_of(state, client, lease.worker_id, lease.incarnation)
         return [Send(event.conn, protocol.Reply(event.msg_id, {**answer, "elsewhere": servers} if servers else answer))]
     if worker.version < READ_LOG_VERSION:

@@ -286,6 +286,8 @@ class WorkerSession(Session, kw_only=True):
 
     worker_id: str
     incarnation: str
+    owner: str
+    """`identity.owner`: leases are granted to it, and those of another owner are none of this session's."""
     patterns: tuple[str, ...] = ()
     on_disconnect: OnDisconnect = OnDisconnect.STOP
     reconnect_grace_s: float = 0.0

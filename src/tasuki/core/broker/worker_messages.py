@@ -82,7 +82,7 @@ def received(state: BrokerState, worker: WorkerSession, message: protocol.Messag
 
 def _finished(state: BrokerState, worker: WorkerSession, message: protocol.JobsFinished) -> None:
     protocol.check_attempts(message.endings)
-    worker_id, deliveries = worker.worker_id, worker.deliveries
+    worker_id, owner, deliveries = worker.worker_id, worker.owner, worker.deliveries
     succeeded: list[Report] = []
     failed: list[Report] = []
     known, reading, size_bytes = 0, worker.reading, 0
@@ -92,7 +92,7 @@ def _finished(state: BrokerState, worker: WorkerSession, message: protocol.JobsF
             worker.settled.add(ending.lease_id)
         outcome = protocol.storable(ending)
         size_bytes += len(outcome.result or b"")
-        report = Report(ending.job_id, worker_id, ending.lease_id, ending.attempt, outcome, ending.started_at)
+        report = Report(ending.job_id, worker_id, ending.lease_id, ending.attempt, outcome, ending.started_at, owner)
         (succeeded if outcome.error_code is None else failed).append(report)
     worker.account.ended(known)
     builder = state.builder
@@ -145,13 +145,14 @@ def _held(worker: WorkerSession, claims: list[protocol.Claim], progress: Mapping
     """Return the leases that the worker shows; a shown lease has reached it."""
     protocol.check_attempts(claims)
     held = []
-    worker_id, incarnation, ttl_s = worker.worker_id, worker.incarnation, worker.ttl_s
+    worker_id, incarnation, owner, ttl_s = worker.worker_id, worker.incarnation, worker.owner, worker.ttl_s
     for claim in claims:
         lease_id = claim.lease_id
         delivery = worker.deliveries.get(lease_id)
         if delivery is not None:
             delivery.acked = True
-        held.append(HeldLease(claim.job_id, worker_id, incarnation, lease_id, claim.attempt, ttl_s, progress.get(lease_id)))
+        told = progress.get(lease_id)
+        held.append(HeldLease(claim.job_id, worker_id, incarnation, lease_id, claim.attempt, ttl_s, told, owner))
     return held
 
 
@@ -245,6 +246,7 @@ def ask_leases(state: BrokerState, now: Now) -> None:
         request = LeaseRequest(
             worker_id=worker_id,
             incarnation=worker.incarnation,
+            owner=worker.owner,
             patterns=worker.patterns,
             takes=worker.takes,
             limit=worker.account.reserve(limit),
@@ -306,8 +308,9 @@ def _granted(state: BrokerState, look: _Look, grants: list[Grant], effects: Turn
     # It left, or began to drain, while the store was at work. Unseen grants go back, without using up a loss. But if the
     # worker left for another server, that one may have read these grants and delivered them: there they are its own.
     if isinstance(worker, WorkerSession) or not state.config.shared:
-        worker_id, incarnation = look.request.worker_id, look.request.incarnation
-        _release(state, [HeldLease(g.job_id, worker_id, incarnation, g.lease_id, g.attempt, g.ttl_s) for g in grants])
+        asked = look.request
+        holder = (asked.worker_id, asked.incarnation)
+        _release(state, [HeldLease(g.job_id, *holder, g.lease_id, g.attempt, owner=asked.owner) for g in grants])
 
 
 def _assignments(worker: WorkerSession, ttl_s: float, grants: Sequence[Grant]) -> list[Command]:
@@ -358,7 +361,8 @@ def read_back(state: BrokerState, worker: WorkerSession) -> None:
     """Ask the store which assignments it has for this worker; until it answers nothing more is leased for it."""
     if not worker.reading:
         worker.reading = True
-        state.builder.ask("held", [(worker.worker_id, worker.incarnation)], partial(_redelivered, state, worker.conn))
+        holder = (worker.worker_id, worker.incarnation, worker.owner)
+        state.builder.ask("held", [holder], partial(_redelivered, state, worker.conn))
 
 
 def _redelivered(state: BrokerState, conn: int, answers: Sequence[list[Grant]], effects: TurnEffects) -> None:

@@ -215,9 +215,10 @@ class MemoryRecords:
         """Return the record, if the claim shows its current lease."""
         record = self._records.get(claim.job_id)
         lease = record.job.lease if record else None
-        shown = (claim.worker_id, claim.incarnation, claim.lease_id, claim.attempt)
-        is_held = lease is not None and shown == (lease.worker_id, lease.incarnation, lease.lease_id, lease.attempt)
-        return record if is_held else None
+        if lease is None:
+            return None
+        shown = (claim.worker_id, claim.incarnation, claim.lease_id, claim.attempt, claim.owner)
+        return record if shown == (lease.worker_id, lease.incarnation, lease.lease_id, lease.attempt, lease.owner) else None
 
     # -- readers --------------------------------------------------------------------------------------------------
     def get(self, job_ids: Sequence[str]) -> list[Job | None]:

@@ -229,6 +229,7 @@ class MemoryStore(MemoryRecords):
             expires_at=self.clock.lease() + to.ttl_s + LEASE_MARGIN_S,
             on_disconnect=to.on_disconnect,
             reconnect_grace_s=to.reconnect_grace_s,
+            owner=to.owner,
         )
         job = replace(
             record.job,
@@ -245,16 +246,16 @@ class MemoryStore(MemoryRecords):
         self._change(replace(record, ttl_s=to.ttl_s, last_report=None), job)
         return Grant(job.job_id, record.spec, job.submitter, lease.lease_id, attempt, to.ttl_s)
 
-    def held(self, holders: Sequence[tuple[str, str]]) -> list[list[Grant]]:
+    def held(self, holders: Sequence[tuple[str, str, str]]) -> list[list[Grant]]:
         now = self.clock.lease()
-        grants: dict[tuple[str, str], list[Grant]] = {holder: [] for holder in holders}
+        grants: dict[tuple[str, str, str], list[Grant]] = {holder: [] for holder in holders}
         for _, _, job_id in self._leased:
             record = self._records[job_id]
             job, lease = record.job, record.job.lease
             assert lease is not None
             if job.state is not State.ASSIGNED or lease.expires_at <= now:
                 continue
-            found = grants.get((lease.worker_id, lease.incarnation))
+            found = grants.get((lease.worker_id, lease.incarnation, lease.owner))
             if found is not None:
                 # The rest of the lease, not the whole: this does not renew. The worker counts from its last answered heartbeat,
                 # so its own deadline lies before the store's.
@@ -339,8 +340,8 @@ class MemoryStore(MemoryRecords):
         if record is None:
             return ReportAnswer(ReportStatus.FENCED, None, "there is no such job")
         job, lease = record.job, record.job.lease
-        shown = (report.worker_id, report.lease_id, report.attempt)
-        if lease is None or shown != (lease.worker_id, lease.lease_id, lease.attempt):
+        shown = (report.worker_id, report.lease_id, report.attempt, report.owner)
+        if lease is None or shown != (lease.worker_id, lease.lease_id, lease.attempt, lease.owner):
             return self._repeated_or_fenced(record, report, verb)
         ref = report.outcome.result_ref
         if ref is not None and self._missing_among((ref.sha256,)):

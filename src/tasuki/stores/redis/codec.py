@@ -89,6 +89,7 @@ class JobRecord(msgspec.Struct, frozen=True, array_like=True, gc=False):
     finished_at: Text
     lease_id: Text
     incarnation: Text
+    owner: Text
     ttl_s: Text
     outcome: Text
     """o if there is one, then r, s, f for each of the keys result, summary, freqs."""
@@ -346,6 +347,7 @@ def _lease(record: JobRecord, rare: dict[str, str], expires_at: bytes | None) ->
         expires_at=float(expires_at or 0.0),
         on_disconnect=OnDisconnect.KEEP if "keep" in rare else OnDisconnect.STOP,
         reconnect_grace_s=float(rare.get("reconnect_grace_s", 0.0)),
+        owner=_text(record.owner) or "",
     )
 
 

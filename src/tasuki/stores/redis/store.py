@@ -67,7 +67,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 Item = TypeVar("Item")
 
-SCHEMA_VERSION = 1  # of the keys and their values
+SCHEMA_VERSION = 2  # of the keys and their values
 RESULT_TTL_S = int((RETENTION_DAYS + 1) * 86_400)  # pruning comes first; this is for stores without a leader
 FIND_SCAN_MAX = 5_000  # jobs that one find looks at; the caller goes on with the cursor
 FIND_WINDOW = 500  # jobs that one call looks at
@@ -280,7 +280,7 @@ class RedisStore:
         return ScriptCall("lease", arguments, decode)
 
     @_batch
-    def held(self, holders: Sequence[tuple[str, str]]) -> ScriptCall[list[list[Grant]]]:
+    def held(self, holders: Sequence[tuple[str, str, str]]) -> ScriptCall[list[list[Grant]]]:
         def decode(reply: Reply) -> list[list[Grant]]:
             return [[codec.grant(row) for row in rows] for rows in reply]
 
@@ -320,7 +320,7 @@ class RedisStore:
         arguments: list[Argument] = [epoch, len(assignments)]
         for item in assignments:
             lease_id = self._random(ASSIGN_LEASE_BYTES).hex()
-            arguments += (item.job_id, item.worker_id, item.incarnation)
+            arguments += (item.job_id, item.worker_id, item.incarnation, item.owner)
             arguments += (item.ttl_s, item.on_disconnect.value, item.reconnect_grace_s, lease_id)
         return ScriptCall("assign", arguments, lambda reply: [row and codec.grant(row) for row in reply], leads=True)
 
@@ -544,6 +544,7 @@ _OF_TURN: dict[str, Callable[[Any], ScriptCall[Any]]] = {"cancel": _cancel, "req
 def _terms(request: LeaseRequest, live_workers: int) -> tuple[Argument, ...]:
     return (
         request.incarnation,
+        request.owner,
         request.ttl_s,
         request.on_disconnect.value,
         request.reconnect_grace_s,
@@ -559,7 +560,7 @@ _KINDS = {takes: "".join(str(kind.value) for kind in takes.kinds) for takes in T
 
 
 def _key_of(claim: HeldLease) -> tuple[Argument, ...]:
-    return claim.job_id, claim.worker_id, claim.incarnation, claim.lease_id, claim.attempt
+    return claim.job_id, claim.worker_id, claim.incarnation, claim.lease_id, claim.attempt, claim.owner
 
 
 def _report(verb: str, reports: Sequence[Report]) -> ScriptCall[list[ReportAnswer]]:
@@ -572,6 +573,7 @@ def _report(verb: str, reports: Sequence[Report]) -> ScriptCall[list[ReportAnswe
             item.worker_id,
             item.lease_id,
             item.attempt,
+            item.owner,
             optional(item.started_at),
             codec.report_key(item, verb),
             *codec.outcome_arguments(outcome),

@@ -94,7 +94,7 @@ class SqlSession(Protocol):
     def listed(self, values: Sequence[Any]) -> Any:
         """Return the parameter for a list."""
 
-    def holders(self, pairs: list[tuple[str, str]]) -> tuple[Any, ...]:
+    def holders(self, holders: list[tuple[str, str, str]]) -> tuple[Any, ...]:
         """Return the parameters of the statement `held`."""
 
     def contains(self, column: str) -> str:

@@ -280,6 +280,7 @@ def _terms(tx: Transaction, prefix: str, to: LeaseRequest | Assignment, epoch: i
         to.reconnect_grace_s,
         tx.clock.wall(),
         epoch,
+        to.owner,
     )
 
 
@@ -311,16 +312,16 @@ def _assign(tx: Transaction, assignment: Assignment, epoch: int) -> Grant | None
     return _grant(tx, row, group, assignment, epoch)
 
 
-def held_leases(session: SqlSession, holders: Sequence[tuple[str, str]], now: float) -> list[list[Grant]]:
-    grants: dict[tuple[str, str], list[Grant]] = {holder: [] for holder in holders}
+def held_leases(session: SqlSession, holders: Sequence[tuple[str, str, str]], now: float) -> list[list[Grant]]:
+    grants: dict[tuple[str, str, str], list[Grant]] = {holder: [] for holder in holders}
     for row in session.rows("held", session.holders(list(grants))):
-        worker_id, incarnation, job_id, spec, submitter, lease_id, attempt, over_at, on_disconnect, grace_s = row
+        *holder, job_id, spec, submitter, lease_id, attempt, over_at, on_disconnect, grace_s = row
         expires_at = over_at - (grace_s if on_disconnect == OnDisconnect.KEEP.value else 0.0)
         if expires_at > now:
             # The rest of the lease, not the whole: this does not renew. The worker counts from its last answered heartbeat,
             # so its own deadline lies before the store's.
             left_s = max(0.0, expires_at - LEASE_MARGIN_S - now)
-            grants[worker_id, incarnation].append(Grant(job_id, spec, submitter, lease_id, attempt, left_s))
+            grants[tuple(holder)].append(Grant(job_id, spec, submitter, lease_id, attempt, left_s))
     return [list(grants[holder]) for holder in holders]
 
 

@@ -222,8 +222,8 @@ class PostgresSession:
     def listed(self, values: Sequence[Any]) -> Sequence[Any]:
         return values
 
-    def holders(self, pairs: list[tuple[str, str]]) -> tuple[list[str], list[str]]:
-        return [worker_id for worker_id, _ in pairs], [incarnation for _, incarnation in pairs]
+    def holders(self, holders: list[tuple[str, str, str]]) -> tuple[list[str], ...]:
+        return tuple([holder[place] for holder in holders] for place in range(3))
 
     def contains(self, column: str) -> str:
         return f"strpos({column}, :text) > 0"

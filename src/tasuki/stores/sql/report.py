@@ -1,7 +1,7 @@
 """The verbs of workers on the SQL store: start, renew, release, finish, fail; and the end of an attempt, which reaping shares.
 
 A lease_id ends in the id of its row, so that a report finds its row without the unique key on job_id, whose pages are cold when
-ids are random. The row id only says where to look: job_id, lease_id, worker_id and attempt are all compared in the write.
+ids are random. The row id only says where to look: job_id, lease_id, worker_id, owner and attempt are compared in the write.
 """
 
 from __future__ import annotations
@@ -245,11 +245,12 @@ def _claim_values(claim: HeldLease) -> tuple[Any, ...]:
 
 
 def _key_of(claim: HeldLease) -> tuple[Any, ...]:
-    return (claim.job_id, claim.lease_id, claim.worker_id, claim.incarnation, claim.attempt)
+    return (claim.job_id, claim.lease_id, claim.worker_id, claim.incarnation, claim.attempt, claim.owner)
 
 
 def _is_holder(row: JobRow, claim: HeldLease) -> bool:
-    return _key_of(claim) == (row.idempotency_key, row.lease_id, row.assigned_worker_id, row.incarnation, row.attempt)
+    shown = (row.idempotency_key, row.lease_id, row.assigned_worker_id, row.incarnation, row.attempt, row.lease_owner)
+    return _key_of(claim) == shown
 
 
 def _is_plain(outcome: Outcome) -> bool:
@@ -264,6 +265,7 @@ def _plain_values(report: Report) -> tuple[Any, ...]:
         report.lease_id,
         report.worker_id,
         report.attempt,
+        report.owner,
         report.started_at,
         outcome.exit_code,
         outcome.result,
@@ -274,7 +276,7 @@ def _plain_values(report: Report) -> tuple[Any, ...]:
 def _full_values(report: Report) -> tuple[Any, ...]:
     outcome = report.outcome
     return (
-        *_plain_values(report)[:6],
+        *_plain_values(report)[:7],
         outcome.result if outcome.result_ref is None else None,
         result_sha256_of(outcome),
         result_size_of(outcome),
@@ -285,7 +287,8 @@ def _full_values(report: Report) -> tuple[Any, ...]:
 
 
 def _is_of_attempt(row: JobRow, report: Report) -> bool:
-    return (report.worker_id, report.lease_id, report.attempt) == (row.assigned_worker_id, row.lease_id, row.attempt)
+    shown = (report.worker_id, report.lease_id, report.attempt, report.owner)
+    return shown == (row.assigned_worker_id, row.lease_id, row.attempt, row.lease_owner)
 
 
 def _is_repeat(row: JobRow, report: Report, verb: Event) -> bool:

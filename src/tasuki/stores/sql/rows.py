@@ -46,6 +46,7 @@ class JobRow(NamedTuple):
     lease_id: str
     assigned_worker_id: str | None
     incarnation: str
+    lease_owner: str
     lease_expires_at: float | None
     lease_expired_at: float | None
     on_disconnect: str
@@ -156,6 +157,7 @@ def lease_of(row: JobRow) -> Lease | None:
         expires_at=over_at - grace_s,
         on_disconnect=OnDisconnect(row.on_disconnect),
         reconnect_grace_s=row.reconnect_grace_s,
+        owner=row.lease_owner,
     )
 
 

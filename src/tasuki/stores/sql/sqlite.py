@@ -159,8 +159,8 @@ class SqliteSession:
     def listed(self, values: Sequence[Any]) -> str:
         return _encode_json(values).decode()
 
-    def holders(self, pairs: list[tuple[str, str]]) -> tuple[str]:
-        return (self.listed(pairs),)
+    def holders(self, holders: list[tuple[str, str, str]]) -> tuple[str]:
+        return (self.listed(holders),)
 
     def contains(self, column: str) -> str:
         return f"instr({column}, :text) > 0"

@@ -346,7 +346,7 @@ class SqlStore(SqlReads):
     condemn_blobs = _verb(blobs.condemn_blobs)
     forget_blobs = _verb(blobs.forget_blobs)
 
-    def held(self, holders: Sequence[tuple[str, str]]) -> list[list[Grant]]:
+    def held(self, holders: Sequence[tuple[str, str, str]]) -> list[list[Grant]]:
         now = self.clock.lease()
         return self._read(lambda session: held_leases(session, holders, now)) if holders else []
 

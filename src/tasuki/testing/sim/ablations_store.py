@@ -121,7 +121,8 @@ def _taken_for_the_holder(report_on: Method) -> Method:
         record = self._records.get(report.job_id)
         lease = record.job.lease if record is not None else None
         if lease is not None:
-            report = replace(report, worker_id=lease.worker_id, lease_id=lease.lease_id, attempt=lease.attempt)
+            shown = {name: getattr(lease, name) for name in ("worker_id", "lease_id", "attempt", "owner")}
+            report = replace(report, **shown)
         return report_on(self, report, verb)
 
     return _report
@@ -131,9 +132,7 @@ def _taken_after_the_end(report_on: Method) -> Method:
     def _report(self: Any, report: Any, verb: Any) -> Any:
         record = self._records.get(report.job_id)
         if record is not None and record.job.state.terminal:
-            lease = Lease(
-                lease_id=report.lease_id, worker_id=report.worker_id, incarnation="", attempt=report.attempt, expires_at=0.0
-            )
+            lease = Lease(report.lease_id, report.worker_id, "", report.attempt, expires_at=0.0, owner=report.owner)
             self._put(report.job_id, replace(record, job=replace(record.job, state=State.RUNNING, lease=lease)))
         return report_on(self, report, verb)
 
@@ -142,6 +141,15 @@ def _taken_after_the_end(report_on: Method) -> Method:
 
 def _never_repeated(judge: Method) -> Method:
     return lambda self, record, *rest: judge(self, replace(record, last_report=None), *rest)
+
+
+def _of_any_owner(report_on: Method) -> Method:
+    def _report(self: Any, report: Any, verb: Any) -> Any:
+        record = self._records.get(report.job_id)
+        lease = record.job.lease if record is not None else None
+        return report_on(self, replace(report, owner=lease.owner) if lease is not None else report, verb)
+
+    return _report
 
 
 def _nothing_known(judge: Method) -> Method:
@@ -209,6 +217,17 @@ _OF_REPORTS = (
         stores=BOTH,
     ),
     Ablation(
+        name="lease_owner",
+        what="a finish must come from the peer that was let in when the lease was granted, not only from its worker_id",
+        invariants=("I17",),
+        patches=(
+            Replacement(MemoryStore, "_report", _of_any_owner),
+            ReplacedStatement("finish_plain", " AND lease_owner = column6"),
+        ),
+        options=SimOptions(kinds=("impostor",)),
+        stores=BOTH,
+    ),
+    Ablation(
         name="release_is_free",
         what="an attempt that was given back unstarted is no loss",
         invariants=("I11",),
@@ -243,15 +262,15 @@ def _also_what_is_leased(lease_next: Method) -> Method:
 
 def _of_any_process(held: Method) -> Method:
     def _held(self: Any, holders: Any) -> list[list[Any]]:
-        names = {worker_id for worker_id, _ in holders}
+        names = {holder[0] for holder in holders}
         lives = {
-            (lease.worker_id, lease.incarnation)
+            (lease.worker_id, lease.incarnation, lease.owner)
             for _, _, job_id in self._leased
             if (lease := self._records[job_id].job.lease).worker_id in names
         }
         everybody = list(dict.fromkeys([*holders, *sorted(lives)]))
         found = dict(zip(everybody, held(self, everybody), strict=True))
-        return [[grant for (name, _), grants in found.items() if name == holder[0] for grant in grants] for holder in holders]
+        return [[grant for (name, *_), grants in found.items() if name == holder[0] for grant in grants] for holder in holders]
 
     return _held
 

@@ -62,14 +62,15 @@ class ViolationFound(AssertionError):
 class GrantedLease:
     """The right to one attempt, as it was granted."""
 
-    __slots__ = ("attempt", "incarnation", "job_id", "keep", "lease_id", "since", "ttl_s", "worker_id")
+    __slots__ = ("attempt", "incarnation", "job_id", "keep", "lease_id", "owner", "since", "ttl_s", "worker_id")
 
-    def __init__(self, lease_id: str, job_id: str, attempt: int, worker_id: str, incarnation: str) -> None:
+    def __init__(self, lease_id: str, job_id: str, attempt: int, worker_id: str, incarnation: str, owner: str) -> None:
         self.lease_id = lease_id
         self.job_id = job_id
         self.attempt = attempt
         self.worker_id = worker_id
         self.incarnation = incarnation
+        self.owner = owner
         self.keep = False
         self.ttl_s: float | None = None
         self.since = 0.0
@@ -347,7 +348,7 @@ class JobJudge(Judge):
         elif line.lease_id in self._leases:
             self.found("I5", f"lease {line.lease_id} was given twice, for {line.job_id} the second time")
         self._in_time(line)
-        lease = GrantedLease(line.lease_id, line.job_id, line.attempt, line.worker_id, line.incarnation)
+        lease = GrantedLease(line.lease_id, line.job_id, line.attempt, line.worker_id, line.incarnation, line.owner)
         lease.keep = line.on_disconnect == "keep"
         lease.ttl_s = line.ttl_s + line.grace_s if line.ttl_s is not None else None
         lease.since = line.at
@@ -383,7 +384,7 @@ class JobJudge(Judge):
         self.evidence["I17"] += 1
         if job.lease is not lease or line.attempt != lease.attempt:
             self.found("I17", f"{line.verb} of {line.job_id} by {line.worker_id} was taken with {lease}, not the current one")
-        elif (line.worker_id, line.incarnation) != (lease.worker_id, lease.incarnation):
+        elif (line.worker_id, line.incarnation, line.owner) != (lease.worker_id, lease.incarnation, lease.owner):
             self.found("I17", f"{line.verb} of {line.job_id} was taken from {line.worker_id}, which is not the owner of {lease}")
         if line.verb == "release":
             job.let_go(line.attempt, "released")
@@ -478,7 +479,7 @@ class JobJudge(Judge):
             if lease is None or lease.lease_id != line.lease_id or lease.attempt != line.attempt:
                 self.found("I6", f"a {line.verb} of {line.job_id} was accepted for {_shown(line)}; the current one is {lease}")
                 return
-            if lease.worker_id != line.worker_id:
+            if (lease.worker_id, lease.owner) != (line.worker_id, line.owner):
                 self.found("I17", f"a {line.verb} of {line.job_id} was accepted from {line.worker_id}, not the owner of {lease}")
                 return
         elif job.ends.get(line.attempt, "orphaned") != "orphaned":

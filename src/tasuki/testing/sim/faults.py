@@ -7,6 +7,7 @@ nothing to hit (a crash of a process that is down) does not happen, and is not c
 
 from __future__ import annotations
 
+import hashlib
 import random
 from collections import Counter
 from collections.abc import Callable
@@ -14,6 +15,9 @@ from typing import NamedTuple
 
 import msgspec
 
+from tasuki.core.job import Outcome
+from tasuki.core.store_messages import HeldLease, Report, Turn
+from tasuki.stores.batching import execute
 from tasuki.testing.sim.history import DriftedEvent, FaultEvent
 from tasuki.testing.sim.network import SimulatedLink
 from tasuki.testing.sim.servers import COORDINATION, STORE
@@ -289,6 +293,24 @@ def _worker_disk_full_over(system: System, fault: PlannedFault) -> None:
     system.worker(fault.target).disk_full -= 1
 
 
+def _impostor(system: System, fault: PlannedFault) -> bool:
+    """Let a peer with another token, which knows all leases of a worker, show and report them as its own."""
+    worker, storage, at = system.worker(fault.target), system.storage, "token:impostor"
+    holder = (worker.name, worker.identity.incarnation)
+    claims = [attempt.grant for attempt in worker.attempts.values() if attempt.runs]
+    if not claims or storage.troubles.full or storage.troubles.down:
+        return False
+    forged = Outcome(exit_code=0, result=b"forged", result_sha256=hashlib.sha256(b"forged").hexdigest())
+    turn = Turn(
+        finish=[Report(grant.job_id, worker.name, grant.lease_id, grant.attempt, forged, owner=at) for grant in claims],
+        renew=[HeldLease(grant.job_id, *holder, grant.lease_id, grant.attempt, owner=at) for grant in claims],
+        held=[(*holder, at)],
+    )
+    storage.recorder.turn("impostor", turn, execute(storage.store, turn))
+    system.world.effects["impostor"] += 1
+    return True
+
+
 # ---------------------------------------------------------------------------------------------------- between servers
 
 
@@ -369,6 +391,7 @@ KINDS: dict[str, FaultKind] = {
     "store_restart": FaultKind(_store, _store_restart, _store_restart_over, SHORT),
     "store_cut": FaultKind(_servers, _store_cut, _store_cut_over, LONG),
     "disk_full": FaultKind(_store, _disk_full, _disk_full_over, SHORT, (0.0, 1.0)),
+    "impostor": FaultKind(_workers, _impostor),
     "worker_disk_full": FaultKind(_workers, _worker_disk_full, _worker_disk_full_over, LONG),
     "hints_lost": FaultKind(_coordination, *_likely("hints_lost"), LONG, OFTEN, several=True),
     "hints_late": FaultKind(_coordination, *_likely("hints_late"), LONG, OFTEN, several=True),

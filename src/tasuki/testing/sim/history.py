@@ -70,6 +70,7 @@ class GrantedEvent(HistoryLine, frozen=True):
     """The duration of the lease if it is not renewed, without the store's margin."""
     grace_s: float = 0.0
     """The additional time for which it is kept for a worker that was cut off."""
+    owner: str = ""
 
 
 class ShownEvent(HistoryLine, frozen=True):
@@ -83,6 +84,7 @@ class ShownEvent(HistoryLine, frozen=True):
     incarnation: str
     held: bool
     """The store took it for the current lease."""
+    owner: str = ""
 
 
 class ReportedEvent(HistoryLine, frozen=True):
@@ -100,6 +102,7 @@ class ReportedEvent(HistoryLine, frozen=True):
     repeated: bool = False
     result_sha256: str | None = None
     """The hash of the result; empty if not known."""
+    owner: str = ""
 
 
 class ReapedEvent(HistoryLine, frozen=True):

@@ -118,6 +118,7 @@ class Recorder:
                         state=word.state or "" if accepted else "",
                         repeated=word.answer is ReportStatus.REPEATED,
                         result_sha256=report.outcome.result_sha256,
+                        owner=report.owner,
                     )
                 )
         shown = [("start", claim, word is not LeaseStatus.LOST) for claim, word in zip(turn.start, answers.start, strict=True)]
@@ -135,6 +136,7 @@ class Recorder:
                     worker_id=claim.worker_id,
                     incarnation=claim.incarnation,
                     held=held,
+                    owner=claim.owner,
                 )
             )
 
@@ -161,6 +163,7 @@ class Recorder:
                         on_disconnect=request.on_disconnect,
                         ttl_s=grant.ttl_s,
                         grace_s=request.reconnect_grace_s if request.on_disconnect is OnDisconnect.KEEP else 0.0,
+                        owner=request.owner,
                     )
                 )
 

@@ -125,16 +125,17 @@ end
 function leases.remove(job, changes)
   if job.lease_id then
     drop(of('lease', job.id))
-    changes.lease_id, changes.incarnation, changes.ttl_s = false, false, false
+    changes.lease_id, changes.incarnation, changes.owner, changes.ttl_s = false, false, false, false
     changes.keep, changes.reconnect_grace_s, changes.expires_at = false, false, false
   end
 end
 
 -- Returns whether this is the current lease. Reports come without the incarnation.
-function leases.is(job, worker_id, incarnation, lease_id, attempt)
+function leases.is(job, worker_id, incarnation, lease_id, attempt, owner)
   return job.lease_id == lease_id
     and job.assigned_worker_id == worker_id
     and job.attempt == attempt
+    and (job.owner or '') == owner
     and (incarnation == nil or job.incarnation == incarnation)
 end
 
@@ -153,7 +154,7 @@ function attempts.grant(job, to, epoch)
   job.state = rules.after(was, 'grant')
   job.attempt = plus_one(job.attempt)
   job.assigned_worker_id, job.assigned_at = to.worker_id, now.text
-  job.lease_id, job.incarnation, job.ttl_s = to.lease_id, to.incarnation, to.ttl_s
+  job.lease_id, job.incarnation, job.owner, job.ttl_s = to.lease_id, to.incarnation, to.owner, to.ttl_s
   job.started_at, job.report_key, job.progress, job.delayed = nil, nil, nil, nil
   job.keep, job.reconnect_grace_s, job.expires_at = nil, nil, nil
   if to.on_disconnect == 'keep' or to.has_grace or epoch then

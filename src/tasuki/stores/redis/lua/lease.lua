@@ -24,9 +24,10 @@ end
 local function read_terms(lists)
   local terms = {}
   for i = 1, take_number() do
-    local incarnation, ttl_s, on_disconnect, reconnect_grace_s, kinds = take(5)
+    local incarnation, owner, ttl_s, on_disconnect, reconnect_grace_s, kinds = take(6)
     terms[i] = {
       incarnation = incarnation,
+      owner = owner,
       ttl_s = ttl_s,
       on_disconnect = on_disconnect,
       reconnect_grace_s = reconnect_grace_s,
@@ -190,11 +191,11 @@ verbs.lease = function()
   return answers
 end
 
--- assign(epoch, count, then for each job_id, worker_id, incarnation, ttl_s, on_disconnect, reconnect_grace_s, lease_id)
+-- assign(epoch, count, then for each job_id, worker_id, incarnation, owner, ttl_s, on_disconnect, reconnect_grace_s, lease_id)
 --   -> for each a grant or false
 -- Reads {app}:epoch; writes the same keys as lease.
 
-local function assign(epoch, id, worker_id, incarnation, ttl_s, on_disconnect, reconnect_grace_s, lease_id)
+local function assign(epoch, id, worker_id, incarnation, owner, ttl_s, on_disconnect, reconnect_grace_s, lease_id)
   local job = outsiders.load(id)
   if not job or not queues.is_waiting(job) or rules.is_late(job.not_after, now.wall) then
     return false
@@ -202,6 +203,7 @@ local function assign(epoch, id, worker_id, incarnation, ttl_s, on_disconnect, r
   local to = {
     worker_id = worker_id,
     incarnation = incarnation,
+    owner = owner,
     ttl_s = ttl_s,
     on_disconnect = on_disconnect,
     reconnect_grace_s = reconnect_grace_s,
@@ -217,22 +219,22 @@ verbs.assign = function()
   check_epoch(epoch)
   return for_each(function(...)
     return assign(epoch, ...)
-  end, 7)
+  end, 8)
 end
 
--- held(count, then for each worker_id, incarnation) -> for each a list of grants with the ttl that is left
+-- held(count, then for each worker_id, incarnation, owner) -> for each a list of grants with the ttl that is left
 -- Reads {app}:lease:index, {app}:lease:{id}, {app}:job:{id}, {app}:spec|payload:{id}.
 
 reads.held = function()
   local holders, found = {}, {}
   for i = 1, take_number() do
-    local worker_id, incarnation = take(2)
-    holders[i] = worker_id .. '\n' .. incarnation
+    holders[i] = table.concat({ take(3) }, '\n')
     found[holders[i]] = {}
   end
   for _, entry in ipairs(#holders > 0 and jobs.first_of(key.index, '+inf', 2 ^ 31) or {}) do
     local job = entry.job
-    local grants = job.state == 'ASSIGNED' and found[job.assigned_worker_id .. '\n' .. job.incarnation]
+    local grants = job.state == 'ASSIGNED'
+      and found[table.concat({ job.assigned_worker_id, job.incarnation, job.owner or '' }, '\n')]
     local expires_at = grants and tonumber(leases.expires_at(job))
     if grants and expires_at > now.lease then
       -- The rest of the lease, not the whole: this does not renew.

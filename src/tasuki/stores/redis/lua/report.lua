@@ -2,12 +2,13 @@
 -- accepted only from the holder of the current lease; an exact repeat of the report that ended the attempt is known by its key.
 
 local ended = { packed = '', r = nil, s = nil, f = nil, blob = nil }
-local report = { id = '', worker_id = '', lease_id = '', attempt = '', started_at = '', report_key = '', ended = ended }
+local report = { id = '', worker_id = '', lease_id = '', attempt = '', owner = '', started_at = '', report_key = '', ended = ended }
 
 -- Reads a report into the one table, where it stays until the next is read.
 local function read_report(id, with_failure)
   report.id = id
-  report.worker_id, report.lease_id, report.attempt, report.started_at, report.report_key = take(5)
+  report.worker_id, report.lease_id, report.attempt, report.owner = take(4)
+  report.started_at, report.report_key = take(2)
   local packed, letters = take(2)
   ended.packed, ended.r, ended.s, ended.f, ended.blob = packed, nil, nil, nil, nil
   for i = 1, #letters do
@@ -37,7 +38,7 @@ local function record(report, apply)
   if not job then
     return { 'fenced', false, 'there is no such job' }
   end
-  if not leases.is(job, report.worker_id, nil, report.lease_id, report.attempt) then
+  if not leases.is(job, report.worker_id, nil, report.lease_id, report.attempt, report.owner) then
     return repeated_or_fenced(job, report)
   end
   if report.ended.blob and not blobs.is_stored(report.ended.blob) then
@@ -80,7 +81,7 @@ verbs.finish = function()
     -- Field by field: this is done for every job, and a table of changes costs as much as all the rest.
     job.state = rules.after(was, 'succeed')
     job.report_key, job.started_at, job.finished_at = report.report_key, job.started_at or given(report.started_at), now.text
-    job.lease_id, job.incarnation, job.ttl_s, job.delayed = nil, nil, nil, nil
+    job.lease_id, job.incarnation, job.owner, job.ttl_s, job.delayed = nil, nil, nil, nil, nil
     job.keep, job.reconnect_grace_s, job.expires_at = nil, nil, nil
     rank(key.ended, now.text, job.id)
     jobs.touch(job)
@@ -104,12 +105,12 @@ verbs.fail = function()
   end, true)
 end
 
--- start(count, then for each job_id, worker_id, incarnation, lease_id, attempt, ttl_s) -> for each go_on, cancel or lost
+-- start(count, then for each job_id, worker_id, incarnation, lease_id, attempt, owner, ttl_s) -> for each go_on, cancel or lost
 -- {app}:job|status:{id}; of an orphan also its queue, {app}:lease:{id}, {app}:lease:index, {app}:incidents:{id}.
 
-local function start(id, worker_id, incarnation, lease_id, attempt, ttl_s)
+local function start(id, worker_id, incarnation, lease_id, attempt, owner, ttl_s)
   local job = jobs.load(id)
-  if not job or not leases.is(job, worker_id, incarnation, lease_id, attempt) then
+  if not job or not leases.is(job, worker_id, incarnation, lease_id, attempt, owner) then
     return 'lost'
   end
   if job.state == 'ASSIGNED' then
@@ -121,16 +122,16 @@ local function start(id, worker_id, incarnation, lease_id, attempt, ttl_s)
 end
 
 verbs.start = function()
-  return for_each(start, 6)
+  return for_each(start, 7)
 end
 
--- renew(count, then for each job_id, worker_id, incarnation, lease_id, attempt, ttl_s, progress or '')
+-- renew(count, then for each job_id, worker_id, incarnation, lease_id, attempt, owner, ttl_s, progress or '')
 --   -> for each go_on, cancel or lost
 -- {app}:lease:{id}, {app}:lease:index, {app}:job:{id} progress; of an orphan also the keys of start.
 
-local function renew(id, worker_id, incarnation, lease_id, attempt, ttl_s, progress)
+local function renew(id, worker_id, incarnation, lease_id, attempt, owner, ttl_s, progress)
   local job = jobs.load(id)
-  if not job or not leases.is(job, worker_id, incarnation, lease_id, attempt) then
+  if not job or not leases.is(job, worker_id, incarnation, lease_id, attempt, owner) then
     return 'lost'
   end
   if job.state == 'ORPHANED' then
@@ -145,16 +146,17 @@ local function renew(id, worker_id, incarnation, lease_id, attempt, ttl_s, progr
 end
 
 verbs.renew = function()
-  return for_each(renew, 7)
+  return for_each(renew, 8)
 end
 
--- release(reason, count, then for each job_id, worker_id, incarnation, lease_id, attempt, the outcome if it was to be canceled)
+-- release(reason, count, then for each job_id, worker_id, incarnation, lease_id, attempt, owner, the outcome if it was to be
+--   canceled)
 --   -> for each 1 or 0
 -- {app}:job|status|incidents:{id}, its queue; deletes {app}:lease:{id}, {app}:lease:index. A canceled job ends: see cancel.
 
-local function release(reason, id, worker_id, incarnation, lease_id, attempt, packed)
+local function release(reason, id, worker_id, incarnation, lease_id, attempt, owner, packed)
   local job = jobs.load(id)
-  local is_holder = job and leases.is(job, worker_id, incarnation, lease_id, attempt)
+  local is_holder = job and leases.is(job, worker_id, incarnation, lease_id, attempt, owner)
   local state = is_holder and rules.after(job.state, 'release')
   if not state then
     return '0'
@@ -175,5 +177,5 @@ verbs.release = function()
   local reason = take(1)
   return for_each(function(...)
     return release(reason, ...)
-  end, 6)
+  end, 7)
 end

@@ -89,11 +89,11 @@ WITH RECURSIVE head (name) AS (
 SELECT name FROM head WHERE name IS NOT NULL LIMIT $5::bigint
 
 -- part: granted
--- The terms, $1 … $9, are the same in all statements that grant.
+-- The terms, $1 … $10, are the same in all statements that grant.
     state = 'ASSIGNED', ready = 0, attempt = job.attempt + 1, version = job.version + 1,
     lease_id = $1::text || job.id, assigned_worker_id = $2::text, incarnation = $3::text, lease_expires_at = $4::float8,
     lease_ttl_s = $5::float8, on_disconnect = $6::text, reconnect_grace_s = $7::float8, assigned_at = $8::float8,
-    leader_epoch = coalesce($9::bigint, leader_epoch), started_at = NULL,
+    leader_epoch = coalesce($9::bigint, leader_epoch), lease_owner = $10::text, started_at = NULL,
     exit_code = NULL, error_code = NULL, error_summary = '', permanent = 0,
     result = NULL, result_sha256 = NULL, result_size_bytes = NULL, meta = NULL, progress = NULL, progress_text = ''
 
@@ -101,9 +101,9 @@ SELECT name FROM head WHERE name IS NOT NULL LIMIT $5::bigint
 -- The oldest jobs of one queue that no other server is about to lease.
 WITH picked AS MATERIALIZED (
     SELECT id, state, result_sha256 FROM tasuki_jobrun
-    WHERE ready = 1 AND priority = $10::smallint AND "group" = $11::text AND subject = $12::text AND kind = $13::smallint
+    WHERE ready = 1 AND priority = $11::smallint AND "group" = $12::text AND subject = $13::text AND kind = $14::smallint
       AND (not_after IS NULL OR not_after >= $8)
-    ORDER BY id LIMIT $14::bigint FOR UPDATE SKIP LOCKED
+    ORDER BY id LIMIT $15::bigint FOR UPDATE SKIP LOCKED
 )
 UPDATE tasuki_jobrun AS job SET {granted}
 FROM picked WHERE job.id = picked.id
@@ -120,11 +120,11 @@ CROSS JOIN LATERAL (
     ORDER BY id LIMIT $6::bigint) AS head
 
 -- name: claim_of_rows
--- The first $11 of these rows that are still ready and that no other server is about to lease.
+-- The first $12 of these rows that are still ready and that no other server is about to lease.
 WITH picked AS MATERIALIZED (
     SELECT id, state, result_sha256 FROM tasuki_jobrun
-    WHERE id = ANY($10::bigint[]) AND ready + 0 = 1 AND (not_after IS NULL OR not_after >= $8)
-    ORDER BY id LIMIT $11::bigint FOR UPDATE SKIP LOCKED
+    WHERE id = ANY($11::bigint[]) AND ready + 0 = 1 AND (not_after IS NULL OR not_after >= $8)
+    ORDER BY id LIMIT $12::bigint FOR UPDATE SKIP LOCKED
 )
 UPDATE tasuki_jobrun AS job SET {granted}
 FROM picked WHERE job.id = picked.id
@@ -137,19 +137,19 @@ FROM tasuki_jobrun WHERE idempotency_key = $1::text FOR UPDATE
 
 -- name: grant
 UPDATE tasuki_jobrun AS job SET {granted}
-WHERE id = ANY($10::bigint[]) AND ready + 0 = 1 AND (not_after IS NULL OR not_after >= $8)
+WHERE id = ANY($11::bigint[]) AND ready + 0 = 1 AND (not_after IS NULL OR not_after >= $8)
 
 -- name: take_from_lost
 UPDATE tasuki_jobrun SET ready = 1, losses = $3::integer, version = version + 1, lease_expires_at = NULL
 WHERE id = $1::bigint AND version = $2::bigint AND state IN ('ASSIGNED', 'RUNNING') AND lease_expires_at <= $4::float8
 
 -- name: held
--- For all pairs of worker_id ($1) and incarnation ($2), in one walk over the live leases.
-SELECT assigned_worker_id, incarnation, idempotency_key, spec, submitter, lease_id, attempt, lease_expires_at, on_disconnect,
-       reconnect_grace_s
+-- For all triples of worker_id ($1), incarnation ($2) and owner ($3), in one walk over the live leases.
+SELECT assigned_worker_id, incarnation, lease_owner, idempotency_key, spec, submitter, lease_id, attempt, lease_expires_at,
+       on_disconnect, reconnect_grace_s
 FROM tasuki_jobrun
 WHERE lease_expires_at IS NOT NULL AND state = 'ASSIGNED' AND assigned_worker_id = ANY($1::text[])
-  AND (assigned_worker_id, incarnation) IN (SELECT * FROM unnest($1, $2::text[]))
+  AND (assigned_worker_id, incarnation, lease_owner) IN (SELECT * FROM unnest($1, $2::text[], $3::text[]))
 ORDER BY lease_expires_at, id
 
 
@@ -157,27 +157,29 @@ ORDER BY lease_expires_at, id
 
 -- name: start
 UPDATE tasuki_jobrun AS job SET state = 'RUNNING', started_at = $1::float8, version = version + 1
-FROM unnest($2::bigint[], $3::text[], $4::text[], $5::text[], $6::text[], $7::bigint[])
-     AS claim (id, job_id, lease_id, worker_id, incarnation, attempt)
+FROM unnest($2::bigint[], $3::text[], $4::text[], $5::text[], $6::text[], $7::bigint[], $8::text[])
+     AS claim (id, job_id, lease_id, worker_id, incarnation, attempt, owner)
 WHERE job.id = claim.id AND idempotency_key = job_id AND job.lease_id = claim.lease_id AND assigned_worker_id = worker_id
-  AND job.incarnation = claim.incarnation AND job.attempt = claim.attempt AND state = 'ASSIGNED'
-RETURNING idempotency_key, job.lease_id, assigned_worker_id, job.incarnation, job.attempt, cancel_requested
+  AND job.incarnation = claim.incarnation AND job.attempt = claim.attempt AND lease_owner = owner AND state = 'ASSIGNED'
+RETURNING idempotency_key, job.lease_id, assigned_worker_id, job.incarnation, job.attempt, lease_owner, cancel_requested
 
 -- name: renew
 UPDATE tasuki_jobrun AS job SET
     lease_expires_at = $1::float8 + ttl_s + CASE on_disconnect WHEN 'keep' THEN reconnect_grace_s ELSE 0 END, lease_ttl_s = ttl_s
-FROM unnest($2::bigint[], $3::text[], $4::text[], $5::text[], $6::text[], $7::bigint[], $8::float8[])
-     AS claim (id, job_id, lease_id, worker_id, incarnation, attempt, ttl_s)
+FROM unnest($2::bigint[], $3::text[], $4::text[], $5::text[], $6::text[], $7::bigint[], $8::text[], $9::float8[])
+     AS claim (id, job_id, lease_id, worker_id, incarnation, attempt, owner, ttl_s)
 WHERE job.id = claim.id AND idempotency_key = job_id AND job.lease_id = claim.lease_id AND assigned_worker_id = worker_id
-  AND job.incarnation = claim.incarnation AND job.attempt = claim.attempt AND state IN ('ASSIGNED', 'RUNNING')
-RETURNING idempotency_key, job.lease_id, assigned_worker_id, job.incarnation, job.attempt, cancel_requested
+  AND job.incarnation = claim.incarnation AND job.attempt = claim.attempt AND lease_owner = owner
+  AND state IN ('ASSIGNED', 'RUNNING')
+RETURNING idempotency_key, job.lease_id, assigned_worker_id, job.incarnation, job.attempt, lease_owner, cancel_requested
 
 -- name: tell_progress
 UPDATE tasuki_jobrun AS job SET progress = claim.progress, progress_text = claim.text
-FROM unnest($1::bigint[], $2::text[], $3::text[], $4::text[], $5::text[], $6::bigint[], $7::float8[], $8::text[])
-     AS claim (id, job_id, lease_id, worker_id, incarnation, attempt, progress, text)
+FROM unnest($1::bigint[], $2::text[], $3::text[], $4::text[], $5::text[], $6::bigint[], $7::text[], $8::float8[], $9::text[])
+     AS claim (id, job_id, lease_id, worker_id, incarnation, attempt, owner, progress, text)
 WHERE job.id = claim.id AND idempotency_key = job_id AND job.lease_id = claim.lease_id AND assigned_worker_id = worker_id
-  AND job.incarnation = claim.incarnation AND job.attempt = claim.attempt AND state IN ('ASSIGNED', 'RUNNING')
+  AND job.incarnation = claim.incarnation AND job.attempt = claim.attempt AND lease_owner = owner
+  AND state IN ('ASSIGNED', 'RUNNING')
 
 -- name: resume
 -- If another server is granting the job at this moment, this waits for it, and then finds nothing to resume.
@@ -185,11 +187,11 @@ UPDATE tasuki_jobrun AS job SET
     state = 'RUNNING', ready = 0, version = job.version + 1, started_at = coalesce(job.started_at, $2::float8),
     lease_expired_at = NULL, lease_ttl_s = ttl_s,
     lease_expires_at = $1::float8 + ttl_s + CASE on_disconnect WHEN 'keep' THEN reconnect_grace_s ELSE 0 END
-FROM unnest($3::bigint[], $4::text[], $5::text[], $6::text[], $7::text[], $8::bigint[], $9::float8[])
-     AS claim (id, job_id, lease_id, worker_id, incarnation, attempt, ttl_s)
+FROM unnest($3::bigint[], $4::text[], $5::text[], $6::text[], $7::text[], $8::bigint[], $9::text[], $10::float8[])
+     AS claim (id, job_id, lease_id, worker_id, incarnation, attempt, owner, ttl_s)
 WHERE job.id = claim.id AND idempotency_key = job_id AND job.lease_id = claim.lease_id AND assigned_worker_id = worker_id
-  AND job.incarnation = claim.incarnation AND job.attempt = claim.attempt AND state = 'ORPHANED'
-RETURNING idempotency_key, job.lease_id, assigned_worker_id, job.incarnation, job.attempt, cancel_requested
+  AND job.incarnation = claim.incarnation AND job.attempt = claim.attempt AND lease_owner = owner AND state = 'ORPHANED'
+RETURNING idempotency_key, job.lease_id, assigned_worker_id, job.incarnation, job.attempt, lease_owner, cancel_requested
 
 -- name: release
 UPDATE tasuki_jobrun AS job SET
@@ -206,10 +208,11 @@ UPDATE tasuki_jobrun AS job SET
     state = 'SUCCEEDED', version = version + 1, lease_expires_at = NULL, finished_at = $1::float8,
     started_at = coalesce(job.started_at, report.started_at), exit_code = report.exit_code, result = report.result,
     result_sha256 = report.result_sha256, result_size_bytes = length(report.result)
-FROM unnest($2::bigint[], $3::text[], $4::text[], $5::text[], $6::bigint[], $7::float8[], $8::bigint[], $9::bytea[], $10::text[])
-     AS report (id, job_id, lease_id, worker_id, attempt, started_at, exit_code, result, result_sha256)
+FROM unnest($2::bigint[], $3::text[], $4::text[], $5::text[], $6::bigint[], $7::text[], $8::float8[], $9::bigint[], $10::bytea[],
+            $11::text[])
+     AS report (id, job_id, lease_id, worker_id, attempt, owner, started_at, exit_code, result, result_sha256)
 WHERE job.id = report.id AND idempotency_key = job_id AND job.lease_id = report.lease_id AND assigned_worker_id = worker_id
-  AND job.attempt = report.attempt AND state IN ('ASSIGNED', 'RUNNING')
+  AND job.attempt = report.attempt AND lease_owner = owner AND state IN ('ASSIGNED', 'RUNNING')
 RETURNING job.id, "group"
 
 -- name: finish_full
@@ -218,12 +221,12 @@ UPDATE tasuki_jobrun AS job SET
     started_at = coalesce(job.started_at, report.started_at), exit_code = report.exit_code, result = report.result,
     result_sha256 = report.result_sha256, result_size_bytes = report.result_size_bytes, error_code = report.error_code,
     error_summary = report.message, meta = report.meta
-FROM unnest($2::bigint[], $3::text[], $4::text[], $5::text[], $6::bigint[], $7::float8[], $8::bigint[], $9::bytea[], $10::text[],
-            $11::bigint[], $12::text[], $13::text[], $14::bytea[])
-     AS report (id, job_id, lease_id, worker_id, attempt, started_at, exit_code, result, result_sha256,
+FROM unnest($2::bigint[], $3::text[], $4::text[], $5::text[], $6::bigint[], $7::text[], $8::float8[], $9::bigint[], $10::bytea[],
+            $11::text[], $12::bigint[], $13::text[], $14::text[], $15::bytea[])
+     AS report (id, job_id, lease_id, worker_id, attempt, owner, started_at, exit_code, result, result_sha256,
                 result_size_bytes, error_code, message, meta)
 WHERE job.id = report.id AND idempotency_key = job_id AND job.lease_id = report.lease_id AND assigned_worker_id = worker_id
-  AND job.attempt = report.attempt AND state IN ('ASSIGNED', 'RUNNING')
+  AND job.attempt = report.attempt AND lease_owner = owner AND state IN ('ASSIGNED', 'RUNNING')
 RETURNING job.id, "group"
 
 -- name: settle

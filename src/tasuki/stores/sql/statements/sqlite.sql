@@ -14,6 +14,7 @@
 --   ready               1: may be leased now (PENDING and due, or ORPHANED); 2: PENDING and delayed; 0: all others. Written as literals
 --                       where it is compared, since the partial indexes are found by them
 --   lease_expires_at    when reaping may end the lease, grace included; not NULL exactly while ASSIGNED or RUNNING
+--   lease_owner         the peer that was let in as the worker; compared with every claim and report
 --   lease_id            '' once the lease was taken away; kept after a report, to tell an exact repeat from a stale report
 --   exit_code … meta    the outcome; all NULL, '' or 0 while there is none
 -- Every transition adds 1 to version. Every report and claim is checked completely inside its own write.
@@ -120,10 +121,10 @@ FROM tasuki_jobrun WHERE idempotency_key = ?1
 UPDATE tasuki_jobrun SET
     state = 'ASSIGNED', ready = 0, attempt = attempt + 1, version = version + 1,
     lease_id = ?1 || id, assigned_worker_id = ?2, incarnation = ?3, lease_expires_at = ?4, lease_ttl_s = ?5,
-    on_disconnect = ?6, reconnect_grace_s = ?7, assigned_at = ?8, leader_epoch = ifnull(?9, leader_epoch), started_at = NULL,
-    exit_code = NULL, error_code = NULL, error_summary = '', permanent = 0,
+    on_disconnect = ?6, reconnect_grace_s = ?7, assigned_at = ?8, leader_epoch = ifnull(?9, leader_epoch), lease_owner = ?10,
+    started_at = NULL, exit_code = NULL, error_code = NULL, error_summary = '', permanent = 0,
     result = NULL, result_sha256 = NULL, result_size_bytes = NULL, meta = NULL, progress = NULL, progress_text = ''
-WHERE id IN (SELECT value FROM json_each(?10)) AND ready = 1 AND (not_after IS NULL OR not_after >= ?8)
+WHERE id IN (SELECT value FROM json_each(?11)) AND ready = 1 AND (not_after IS NULL OR not_after >= ?8)
 
 -- name: take_from_lost
 -- Makes a job with an expired lease ready for the grant that follows in the same transaction.
@@ -131,12 +132,13 @@ UPDATE tasuki_jobrun SET ready = 1, losses = ?3, version = version + 1, lease_ex
 WHERE id = ?1 AND version = ?2 AND state IN ('ASSIGNED', 'RUNNING') AND lease_expires_at <= ?4
 
 -- name: held
--- For all of ?1, pairs of worker_id and incarnation, in one walk over the live leases.
-SELECT assigned_worker_id, incarnation, idempotency_key, spec, submitter, lease_id, attempt, lease_expires_at, on_disconnect,
-       reconnect_grace_s
+-- For all of ?1, each a worker_id, incarnation and owner, in one walk over the live leases.
+SELECT assigned_worker_id, incarnation, lease_owner, idempotency_key, spec, submitter, lease_id, attempt, lease_expires_at,
+       on_disconnect, reconnect_grace_s
 FROM tasuki_jobrun INDEXED BY tasuki_job_leased
 WHERE lease_expires_at IS NOT NULL AND state = 'ASSIGNED'
-  AND (assigned_worker_id, incarnation) IN (SELECT json_extract(value, '$[0]'), json_extract(value, '$[1]') FROM json_each(?1))
+  AND (assigned_worker_id, incarnation, lease_owner) IN (
+      SELECT json_extract(value, '$[0]'), json_extract(value, '$[1]'), json_extract(value, '$[2]') FROM json_each(?1))
 ORDER BY lease_expires_at, id
 
 
@@ -144,35 +146,35 @@ ORDER BY lease_expires_at, id
 
 -- name: start
 UPDATE tasuki_jobrun SET state = 'RUNNING', started_at = ?1, version = version + 1
-FROM (VALUES {rows: (?, ?, ?, ?, ?, ?)}) AS claim
+FROM (VALUES {rows: (?, ?, ?, ?, ?, ?, ?)}) AS claim
 WHERE id = column1 AND idempotency_key = column2 AND lease_id = column3 AND assigned_worker_id = column4 AND incarnation = column5
-  AND attempt = column6 AND state = 'ASSIGNED'
-RETURNING idempotency_key, lease_id, assigned_worker_id, incarnation, attempt, cancel_requested
+  AND attempt = column6 AND lease_owner = column7 AND state = 'ASSIGNED'
+RETURNING idempotency_key, lease_id, assigned_worker_id, incarnation, attempt, lease_owner, cancel_requested
 
 -- name: renew
 UPDATE tasuki_jobrun SET
-    lease_expires_at = ?1 + column7 + CASE on_disconnect WHEN 'keep' THEN reconnect_grace_s ELSE 0 END, lease_ttl_s = column7
-FROM (VALUES {rows: (?, ?, ?, ?, ?, ?, ?)}) AS claim
+    lease_expires_at = ?1 + column8 + CASE on_disconnect WHEN 'keep' THEN reconnect_grace_s ELSE 0 END, lease_ttl_s = column8
+FROM (VALUES {rows: (?, ?, ?, ?, ?, ?, ?, ?)}) AS claim
 WHERE id = column1 AND idempotency_key = column2 AND lease_id = column3 AND assigned_worker_id = column4 AND incarnation = column5
-  AND attempt = column6 AND state IN ('ASSIGNED', 'RUNNING')
-RETURNING idempotency_key, lease_id, assigned_worker_id, incarnation, attempt, cancel_requested
+  AND attempt = column6 AND lease_owner = column7 AND state IN ('ASSIGNED', 'RUNNING')
+RETURNING idempotency_key, lease_id, assigned_worker_id, incarnation, attempt, lease_owner, cancel_requested
 
 -- name: tell_progress
 -- Apart from `renew`, since few attempts have progress.
-UPDATE tasuki_jobrun SET progress = column7, progress_text = column8
-FROM (VALUES {rows: (?, ?, ?, ?, ?, ?, ?, ?)}) AS claim
+UPDATE tasuki_jobrun SET progress = column8, progress_text = column9
+FROM (VALUES {rows: (?, ?, ?, ?, ?, ?, ?, ?, ?)}) AS claim
 WHERE id = column1 AND idempotency_key = column2 AND lease_id = column3 AND assigned_worker_id = column4 AND incarnation = column5
-  AND attempt = column6 AND state IN ('ASSIGNED', 'RUNNING')
+  AND attempt = column6 AND lease_owner = column7 AND state IN ('ASSIGNED', 'RUNNING')
 
 -- name: resume
 -- ?1 the lease clock with the margin, ?2 now. For an ORPHANED job whose worker is back before another was granted it.
 UPDATE tasuki_jobrun SET
     state = 'RUNNING', ready = 0, version = version + 1, started_at = ifnull(started_at, ?2), lease_expired_at = NULL,
-    lease_expires_at = ?1 + column7 + CASE on_disconnect WHEN 'keep' THEN reconnect_grace_s ELSE 0 END, lease_ttl_s = column7
-FROM (VALUES {rows: (?, ?, ?, ?, ?, ?, ?)}) AS claim
+    lease_expires_at = ?1 + column8 + CASE on_disconnect WHEN 'keep' THEN reconnect_grace_s ELSE 0 END, lease_ttl_s = column8
+FROM (VALUES {rows: (?, ?, ?, ?, ?, ?, ?, ?)}) AS claim
 WHERE id = column1 AND idempotency_key = column2 AND lease_id = column3 AND assigned_worker_id = column4 AND incarnation = column5
-  AND attempt = column6 AND state = 'ORPHANED'
-RETURNING idempotency_key, lease_id, assigned_worker_id, incarnation, attempt, cancel_requested
+  AND attempt = column6 AND lease_owner = column7 AND state = 'ORPHANED'
+RETURNING idempotency_key, lease_id, assigned_worker_id, incarnation, attempt, lease_owner, cancel_requested
 
 -- name: release
 -- Cheaper than `settle`, for the many jobs of a worker that drains: an attempt that has not started has no outcome yet.
@@ -195,20 +197,20 @@ SELECT id FROM tasuki_jobrun WHERE id IN (SELECT value FROM json_each(?1)) AND s
 -- Attempts with an inline result or none, no message and no meta. ORPHANED ones are left to `settle`, like all unusual ones.
 UPDATE tasuki_jobrun SET
     state = 'SUCCEEDED', version = version + 1, lease_expires_at = NULL, finished_at = ?1,
-    started_at = ifnull(started_at, column6), exit_code = column7, result = column8, result_sha256 = column9,
-    result_size_bytes = length(column8)
-FROM (VALUES {rows: (?, ?, ?, ?, ?, ?, ?, ?, ?)}) AS report
+    started_at = ifnull(started_at, column7), exit_code = column8, result = column9, result_sha256 = column10,
+    result_size_bytes = length(column9)
+FROM (VALUES {rows: (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)}) AS report
 WHERE id = column1 AND idempotency_key = column2 AND lease_id = column3 AND assigned_worker_id = column4 AND attempt = column5
-  AND state IN ('ASSIGNED', 'RUNNING')
+  AND lease_owner = column6 AND state IN ('ASSIGNED', 'RUNNING')
 
 -- name: finish_full
 UPDATE tasuki_jobrun SET
     state = 'SUCCEEDED', version = version + 1, lease_expires_at = NULL, finished_at = ?1,
-    started_at = ifnull(started_at, column6), exit_code = column7, result = column8, result_sha256 = column9,
-    result_size_bytes = column10, error_code = column11, error_summary = column12, meta = column13
-FROM (VALUES {rows: (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)}) AS report
+    started_at = ifnull(started_at, column7), exit_code = column8, result = column9, result_sha256 = column10,
+    result_size_bytes = column11, error_code = column12, error_summary = column13, meta = column14
+FROM (VALUES {rows: (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)}) AS report
 WHERE id = column1 AND idempotency_key = column2 AND lease_id = column3 AND assigned_worker_id = column4 AND attempt = column5
-  AND state IN ('ASSIGNED', 'RUNNING')
+  AND lease_owner = column6 AND state IN ('ASSIGNED', 'RUNNING')
 
 -- name: settle
 -- New states after reports, losses and cancels. The attempt that was read must still be the current one, in the same state:
