@@ -4,6 +4,7 @@
     ├── InvalidInput             INVALID             the request can never work as it is
     │   ├── TooLarge             TOO_LARGE           a size limit was exceeded
     │   ├── BlobMismatch         CORRUPT           * an upload whose size or sha256 is not the announced one
+    │   ├── RefusedRequest                           parameters of a Request that cannot be read
     │   └── ProtocolError        PROTOCOL            bytes that are not the protocol
     │       ├── UnknownFrame     UNKNOWN_FRAME       a frame type that this side does not know
     │       └── VersionMismatch  VERSION             no common protocol version
@@ -103,6 +104,14 @@ class UnknownFrame(ProtocolError, code="UNKNOWN_FRAME"):
     """A frame type that this side does not know. Its sender expects an answer to `msg_id`; 0: it expects none."""
 
     def __init__(self, message: str, msg_id: int = 0) -> None:
+        super().__init__(message)
+        self.msg_id = msg_id
+
+
+class RefusedRequest(InvalidInput):
+    """A Request whose parameters cannot be read. Its sender expects an answer to `msg_id`, and the connection goes on."""
+
+    def __init__(self, message: str, msg_id: int) -> None:
         super().__init__(message)
         self.msg_id = msg_id
 

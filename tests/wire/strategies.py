@@ -6,7 +6,7 @@ import msgspec
 from hypothesis import strategies as st
 from msgspec import inspect
 
-from tasuki.core.protocol import JobsRecorded
+from tasuki.core.protocol import JobsRecorded, Request
 from tests.wire.vectors import MESSAGE_TYPES
 
 IDS = ("msg_id", "corr_id")  # never 0 on the wire: 0 means that there is none
@@ -46,6 +46,10 @@ def _of(info: inspect.Type) -> st.SearchStrategy[Any]:
             return st.sampled_from(list(info.cls))
         case inspect.StructType():
             return _struct(info)
+        case inspect.IntType(ge=least, le=most) if least is not None:
+            return st.integers(least, most)
+        case inspect.FloatType(ge=least, le=most) if least is not None:
+            return st.floats(least, most)
         case _:
             return _PLAIN[type(info)]
 
@@ -63,6 +67,11 @@ def message(kind: type[msgspec.Struct]) -> st.SearchStrategy[Any]:
         return st.builds(JobsRecorded, st.lists(_texts, min_size=1, max_size=3), st.just([])) | st.builds(
             JobsRecorded, st.just([]), st.lists(st.tuples(_texts, _texts), min_size=1, max_size=3)
         )
+    if kind is Request:
+        parameters = st.dictionaries(
+            _texts, st.none() | st.booleans() | _integers | _floats | _texts | st.lists(_texts), max_size=3
+        )
+        return st.builds(Request, st.integers(1, 2**63 - 1), _texts, parameters)
     return _struct(info)
 
 

@@ -13,24 +13,30 @@ Directions:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from itertools import chain
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 
-from tasuki.core.job import RESULT_INLINE_MAX_BYTES, JobSpec, OnDisconnect, Outcome, Progress, State
+from tasuki.core.job import RESULT_INLINE_MAX_BYTES, JobSpec, OnDisconnect, Outcome, Progress, State, is_sha256
 from tasuki.core.store_messages import Grant, Takes
-from tasuki.errors import InvalidInput, TasukiError, TooLarge, VersionMismatch
+from tasuki.errors import InvalidInput, TasukiError, TooLarge, VersionMismatch, quoted
 
 PROTOCOL_VERSION = 2
 PROTOCOL_OLDEST = 1
 UNAUTHENTICATED_FRAME_MAX_BYTES = 64 * 1024
 FRAME_MAX_BYTES = 8 * 1024 * 1024
-BATCH_MAX = 1024  # items of one frame that we send ourselves; a receiver takes any number that fits the frame
+BATCH_MAX = 1024  # items of one frame; a receiver refuses more before it makes objects of them
+REQUEST_MAX_BYTES = 256 * 1024  # parameters of a Request after decompression: a `watch` of 1,024 job_ids has 133 KiB
+SUBMIT_MAX_BYTES = (
+    4 * 1024 * 1024
+)  # jobs of one frame after decompression: one job alone may have 3.2 MiB of texts and file names
+PARAMS_MAX = 16  # parameters of one Request; no verb has more than 10
 BATCH_BYTES = 1024 * 1024  # about what one frame of ours carries, unless a single item is larger
 META_MAX_BYTES = 16 * 1024  # of an outcome; small facts only
+META_VALUES_MAX = 1024  # of an outcome, at all depths: an empty map is one byte on the wire and 64 in memory
 ITEM_BYTES = 256  # what an item is counted for beside its large parts
 CHUNK_BYTES = 256 * 1024
+CHUNK_MAX_BYTES = 4 * CHUNK_BYTES  # of another implementation
 LOG_PIECE_MAX_BYTES = 256 * 1024
 LOG_WAIT_MAX_S = 25.0  # how long a question about a log may wait for something new: below every idle time-out on the way
 PROGRESS_MAX = 64  # of one Heartbeat, whose header has 64 KiB; the rest goes with the next
@@ -43,6 +49,14 @@ FRAMES_MAX = 64  # of one request
 WORKER_PATH = "/v1/worker"
 SESSION_HEADER = "Tasuki-Session"
 BLOBS_PATH = "/v1/blobs"
+
+NUMBER_MAX = 2**63 - 1  # what an SQL integer holds
+MsgId = Annotated[int, msgspec.Meta(ge=1, le=NUMBER_MAX)]
+WholeNumber = Annotated[int, msgspec.Meta(ge=0, le=NUMBER_MAX)]
+Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e9)]  # also keeps out NaN and infinity
+Parameter = None | bool | int | float | str | Annotated[list[str], msgspec.Meta(max_length=BATCH_MAX)]
+"""One parameter of a Request as it comes over the wire: nothing is nested deeper."""
+Patterns = Annotated[tuple[str, ...], msgspec.Meta(max_length=BATCH_MAX)]
 
 T = TypeVar("T")
 
@@ -79,7 +93,7 @@ class Claim(msgspec.Struct, frozen=True, gc=False, array_like=True):
 class HelloClient(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The first frame of a client. `token` may be empty on a unix socket of the same user."""
 
-    msg_id: int
+    msg_id: MsgId
     client_id: str
     token: str = ""
     version: int = 1  # what is not said on the wire is 1 for good, whatever this side speaks
@@ -94,7 +108,7 @@ class HelloWorker(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     `transfers`: a connection beside the worker's own, for blobs alone.
     """
 
-    msg_id: int
+    msg_id: MsgId
     worker_id: str
     incarnation: str
     token: str = ""
@@ -102,13 +116,13 @@ class HelloWorker(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     oldest: int = 1
     codecs: tuple[str, ...] = ()
     agent: str = ""
-    patterns: tuple[str, ...] = ()
+    patterns: Patterns = ()
     on_disconnect: OnDisconnect = OnDisconnect.STOP
-    reconnect_grace_s: float = 0.0
-    ttl_s: float | None = None
+    reconnect_grace_s: Seconds = 0.0
+    ttl_s: Seconds | None = None
     resumed: bool = False
     host: str = ""
-    slots: int = 1
+    slots: WholeNumber = 1
     takes: Takes = Takes.ANY
     transfers: bool = False
 
@@ -201,6 +215,7 @@ class Request(msgspec.Struct, frozen=True):
     msg_id: int
     verb: str
     params: dict[str, Any] = {}
+    """Each is a `Parameter`, if it came over the wire."""
 
 
 class Reply(msgspec.Struct, frozen=True):
@@ -236,8 +251,8 @@ class GiveCredit(msgspec.Struct, frozen=True):
 class Subscribe(msgspec.Struct, frozen=True):
     """Patterns of the subjects that a worker takes from now on; none: no more jobs."""
 
-    msg_id: int
-    patterns: tuple[str, ...]
+    msg_id: MsgId
+    patterns: Patterns
 
 
 class AssignJobs(msgspec.Struct, frozen=True):
@@ -317,9 +332,9 @@ class BlobPut(msgspec.Struct, frozen=True, omit_defaults=True):
     With `direct` it is {"stored", "generation"} and nothing follows: the bytes come to their place another way, or are there.
     """
 
-    msg_id: int
+    msg_id: MsgId
     sha256: str
-    size_bytes: int
+    size_bytes: WholeNumber
     resume: bool = False
     direct: bool = False
 
@@ -327,10 +342,10 @@ class BlobPut(msgspec.Struct, frozen=True, omit_defaults=True):
 class BlobGet(msgspec.Struct, frozen=True, omit_defaults=True):
     """Request for a blob of a job, from an offset, as Chunks."""
 
-    msg_id: int
+    msg_id: MsgId
     sha256: str
     job_id: str
-    offset: int = 0
+    offset: WholeNumber = 0
 
 
 class Chunk(msgspec.Struct, frozen=True):
@@ -348,10 +363,10 @@ class Chunk(msgspec.Struct, frozen=True):
 class ReadLog(msgspec.Struct, frozen=True, omit_defaults=True):
     """Question for the output of an attempt on one stream, from an offset; waits up to `wait_s` for something new."""
 
-    msg_id: int
+    msg_id: MsgId
     lease_id: str
     stream: str
-    offset: int = 0
+    offset: WholeNumber = 0
     max_bytes: int = LOG_PIECE_MAX_BYTES
     wait_s: float = 0.0
 
@@ -383,9 +398,9 @@ Message = (
 # Reports share a transaction with other peers' jobs, and are tried again if it fails. A report that no store can hold (a number
 # past 64 bits, endless nesting) must be refused before, or it would fail every turn after it.
 
-NUMBER_MAX = 2**63 - 1  # what an SQL integer holds
 META_DEPTH_MAX = 32
 MESSAGE_MAX_CHARS = 64 * 1024
+ERROR_CODE_MAX_CHARS = 64
 
 
 def check_attempts(claims: Sequence[Claim | Ending]) -> None:
@@ -404,8 +419,13 @@ def storable(ending: Ending) -> Outcome:
     try:
         check_outcome(outcome)
     except InvalidInput as error:
-        return Outcome(error_code="BAD_OUTCOME", message=f"the worker's report cannot be stored: {error.message}", permanent=True)
+        return unstorable(error)
     return outcome
+
+
+def unstorable(error: TasukiError) -> Outcome:
+    """Return the failure that replaces a report that cannot be stored."""
+    return Outcome(error_code="BAD_OUTCOME", message=f"the worker's report cannot be stored: {error.message}", permanent=True)
 
 
 def not_uploaded(outcome: Outcome) -> Outcome:
@@ -426,21 +446,45 @@ def check_outcome(outcome: Outcome) -> None:
         raise InvalidInput(f"a result cannot have {outcome.result_ref.size_bytes} bytes; the size must be 0 to {NUMBER_MAX}")
     if len(outcome.message) > MESSAGE_MAX_CHARS:
         raise TooLarge(f"a message of {len(outcome.message)} characters is too long, the limit is {MESSAGE_MAX_CHARS}")
+    if outcome.error_code is not None and len(outcome.error_code) > ERROR_CODE_MAX_CHARS:
+        raise TooLarge(f"an error_code of {len(outcome.error_code)} characters is too long, the limit is {ERROR_CODE_MAX_CHARS}")
+    if outcome.result_sha256 is not None:
+        if not is_sha256(outcome.result_sha256):
+            raise InvalidInput(f"result_sha256 must be 64 lower-case hex digits, got {quoted(outcome.result_sha256)}")
+        if outcome.result_ref is not None and outcome.result_sha256 != outcome.result_ref.sha256:
+            raise InvalidInput(
+                f"result_sha256 is {outcome.result_sha256}, but the result is blob {quoted(outcome.result_ref.sha256)}"
+            )
     if outcome.meta:
-        _check_depth(outcome.meta)
-        try:
-            size = len(msgspec.msgpack.encode(outcome.meta))
-        except OverflowError:
-            raise InvalidInput("an outcome's meta has a whole number of more than 64 bits; send it as text") from None
-        if size > META_MAX_BYTES:
-            raise TooLarge(f"an outcome's meta has {size} bytes, the limit is {META_MAX_BYTES}; put large things into the result")
+        check_meta(outcome.meta)
 
 
-def _check_depth(meta: object) -> None:
+def check_meta(meta: object) -> None:
+    """Refuse a meta that cannot be stored and shown as JSON: values of other types, keys that are no text, too much of it."""
     level: list[object] = [meta]
+    count = 0
     for _ in range(META_DEPTH_MAX):
-        inside = (value.values() if isinstance(value, dict) else value for value in level if isinstance(value, dict | list))
-        level = list(chain.from_iterable(inside))
-        if not level:
-            return
-    raise InvalidInput(f"an outcome's meta may nest {META_DEPTH_MAX} levels, not more")
+        inside: list[object] = []
+        for value in level:
+            if isinstance(value, dict):
+                if not all(isinstance(name, str) for name in value):
+                    raise InvalidInput("an outcome's meta has a key that is no text")
+                inside += value.values()
+            elif isinstance(value, list):
+                inside += value
+            elif value is not None and not isinstance(value, bool | int | float | str | bytes):
+                raise InvalidInput(f"an outcome's meta has a value of type {type(value).__name__}, which JSON does not have")
+        count += len(inside)
+        if count > META_VALUES_MAX:
+            raise TooLarge(f"an outcome's meta has more than {META_VALUES_MAX} values; put large things into the result")
+        if not inside:
+            break
+        level = inside
+    else:
+        raise InvalidInput(f"an outcome's meta may nest {META_DEPTH_MAX} levels, not more")
+    try:
+        size = len(msgspec.msgpack.encode(meta))
+    except OverflowError:
+        raise InvalidInput("an outcome's meta has a whole number of more than 64 bits; send it as text") from None
+    if size > META_MAX_BYTES:
+        raise TooLarge(f"an outcome's meta has {size} bytes, the limit is {META_MAX_BYTES}; put large things into the result")

@@ -11,6 +11,7 @@ import os
 import socket
 import ssl
 import struct
+from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any, cast
 
@@ -18,7 +19,7 @@ from tasuki.core.address import Address
 from tasuki.core.machine import Peer
 from tasuki.core.protocol import FRAME_MAX_BYTES, UNAUTHENTICATED_FRAME_MAX_BYTES, ErrorMessage, Message, Reply
 from tasuki.core.reconnect import CONNECT_TIMEOUT_S
-from tasuki.errors import Overloaded, ProtocolError, TasukiError, TooLarge, Unavailable, UnknownFrame
+from tasuki.errors import Overloaded, ProtocolError, RefusedRequest, TasukiError, TooLarge, Unavailable, UnknownFrame
 from tasuki.net.tls import CUT_SHORT, handshake_words
 from tasuki.wire.messages import Frame, FrameDecoder, decode, encode
 
@@ -48,6 +49,7 @@ class TcpLink(asyncio.Protocol):
         self._on_message, self._on_closed, self._on_opened = on_message, on_closed, on_opened
         self._on_read = on_read
         self._decoder = FrameDecoder(max_bytes)
+        self._from_server = on_opened is None  # a door wants to know of each new link, a caller has it in hand
         self._trusted = max_bytes > UNAUTHENTICATED_FRAME_MAX_BYTES
         self._out: list[bytes] = []
         self._out_bytes = 0
@@ -60,6 +62,8 @@ class TcpLink(asyncio.Protocol):
         self._writable = asyncio.Event()
         self._writable.set()
         self._pauses: set[object] = set()
+        self._undecoded: deque[Frame] = deque()
+        """Frames of the last read that came while reading was paused: compressed, they are a fraction of their messages."""
         self._frame_timer: asyncio.TimerHandle | None = None
         self._stall_timer: asyncio.TimerHandle | None = None
         self.transport: asyncio.Transport | None = None
@@ -85,24 +89,33 @@ class TcpLink(asyncio.Protocol):
         self.silent_end = ""
         try:
             frames = self._decoder.feed(data)
-            if frames and self._frame_timer is not None:  # that frame is complete; the next one has its own time
-                self._frame_timer.cancel()
-                self._frame_timer = None
-            for frame in frames:
-                self._take(frame)
-                if self.closed:  # the message made the owner hang up
-                    return
         except TasukiError as error:
             self.close(error)
             return
+        if frames and self._frame_timer is not None:  # that frame is complete; the next one has its own time
+            self._frame_timer.cancel()
+            self._frame_timer = None
+        self._undecoded += frames
         self._watch_frame()
-        if frames and self._on_read is not None:
+        self._take_all()
+
+    def _take_all(self) -> None:
+        """Take the frames that have come, until one of them makes this side pause."""
+        taken = False
+        try:
+            while self._undecoded and not self._pauses and not self._closed:
+                taken = True
+                self._take(self._undecoded.popleft())
+        except TasukiError as error:
+            self.close(error)
+            return
+        if taken and not self._closed and self._on_read is not None:
             self._on_read()
 
     def _take(self, frame: Frame) -> None:
         try:
-            message = decode(frame, self._decoder.max_bytes)
-        except UnknownFrame as error:
+            message = decode(frame, self._decoder.max_bytes, from_server=self._from_server)
+        except (UnknownFrame, RefusedRequest) as error:
             if not self._trusted:  # a peer that begins like this speaks another protocol
                 raise
             if error.msg_id:  # a request of a newer peer, which waits for an answer
@@ -133,6 +146,8 @@ class TcpLink(asyncio.Protocol):
             self._pauses.remove(why)
             if not self._pauses and self.transport is not None and not self._closed:
                 self.transport.resume_reading()
+                if self._undecoded:
+                    self._loop.call_soon(self._take_all)
 
     # ------------------------------------------------------------------------------------------------ out
 

@@ -192,6 +192,7 @@ class Server:
         if self._stopping:
             return
         self._apply(Received(conn, message))
+        self._throttle()
         if not self._pumping:
             self._pumping = True
             self._loop.call_soon(self._pump)
@@ -231,11 +232,6 @@ class Server:
     def _pump(self) -> None:
         self._pumping = False
         if self._busy:
-            draft = self.broker.builder
-            if (len(draft) > DRAFT_SOFT_ITEMS or draft.size_bytes > DRAFT_SOFT_BYTES) and not self._throttled:
-                self._throttled = True
-                for link in self._links.values():
-                    link.pause_reading("the store is busy")
             return
         turn = self.broker.next_turn(self.now())
         if turn is None:
@@ -246,6 +242,14 @@ class Server:
             self._throttled = False
             for link in self._links.values():
                 link.resume_reading("the store is busy")
+
+    def _throttle(self) -> None:
+        """Stop reading when too much waits for the store."""
+        draft = self.broker.builder
+        if (len(draft) > DRAFT_SOFT_ITEMS or draft.size_bytes > DRAFT_SOFT_BYTES) and not self._throttled:
+            self._throttled = True
+            for link in self._links.values():
+                link.pause_reading("the store is busy")
 
     def _deliver(self, turn: Turn, answers: Answers | TasukiError) -> None:
         self._loop.call_soon_threadsafe(self._delivered, turn, answers)

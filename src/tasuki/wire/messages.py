@@ -13,16 +13,16 @@ from __future__ import annotations
 import enum
 import struct
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Annotated, Any, NamedTuple, TypeVar
 
 import msgspec
 from msgspec.structs import replace
 
 from tasuki.core import protocol
-from tasuki.core.job import JobSpec, Progress
+from tasuki.core.job import JobSpec, Outcome, Progress
 from tasuki.core.store_messages import Grant
 from tasuki.core.subject import DEFAULT_SUBJECT
-from tasuki.errors import InvalidInput, ProtocolError, TooLarge, UnknownFrame
+from tasuki.errors import InvalidInput, ProtocolError, RefusedRequest, TooLarge, UnknownFrame
 from tasuki.wire.compression import GZIP, ZSTD, compress, decompress
 
 BATCH = 1  # the payload is a msgpack array of items instead of one item
@@ -128,7 +128,7 @@ class Type(enum.IntEnum):
 
 
 class _SubmitHeader(msgspec.Struct, omit_defaults=True):
-    msg_id: int
+    msg_id: protocol.MsgId
     watch: bool = True
     on_failed: str = "return"
     subject: str | None = None
@@ -151,18 +151,18 @@ class _IdHeader(msgspec.Struct, omit_defaults=True):
 
 
 class _BeatHeader(msgspec.Struct, omit_defaults=True):
-    msg_id: int = 0
+    msg_id: protocol.WholeNumber = 0
     corr_id: int = 0
     progress: dict[str, Progress] = {}
 
 
 class _CancelHeader(msgspec.Struct, omit_defaults=True):
-    msg_id: int = 0
+    msg_id: protocol.WholeNumber = 0
     reason: str = ""
 
 
 class _RequestHeader(msgspec.Struct):
-    msg_id: int
+    msg_id: protocol.MsgId
     verb: str
 
 
@@ -187,17 +187,32 @@ class _BeatAnswer(msgspec.Struct, omit_defaults=True):
     servers: tuple[str, ...] = ()
 
 
+class _PackedOutcome(Outcome, frozen=True):
+    """An outcome whose meta is not decoded yet."""
+
+    meta: msgspec.Raw = msgspec.Raw()  # type: ignore[assignment]
+
+
+class _PackedEnding(protocol.Ending, frozen=True):
+    outcome: _PackedOutcome
+
+
 T = TypeVar("T")
 _encode = msgspec.msgpack.Encoder().encode
 _EMPTY_MAP = _encode({})
 
 
-def _decoder(type: type[T]) -> Callable[[bytes], T]:
+def _decoder(type: type[T]) -> Callable[[bytes | memoryview], T]:
     return msgspec.msgpack.Decoder(type).decode
 
 
+def _limited(type: type[T], max_items: int = protocol.BATCH_MAX) -> type[T]:
+    """Return the type with a limit of items, which is compared with the announced number before one of them is decoded."""
+    return Annotated[type, msgspec.Meta(max_length=max_items)]  # type: ignore[return-value]
+
+
 def _items(item: type[T]) -> Callable[[Frame], list[T]]:
-    many, one = _decoder(list[item]), _decoder(item)  # type: ignore[valid-type]
+    many, one = _decoder(_limited(list[item])), _decoder(item)  # type: ignore[valid-type]
 
     def read(frame: Frame) -> list[T]:
         if frame.flags & BATCH:
@@ -210,6 +225,7 @@ def _items(item: type[T]) -> Callable[[Frame], list[T]]:
 _specs = _items(JobSpec)
 _claims = _items(protocol.Claim)
 _endings = _items(protocol.Ending)
+_packed_endings = _items(_PackedEnding)
 _grants = _items(Grant)
 _results = _items(protocol.JobResult)
 _acceptances = _items(protocol.Acceptance)
@@ -224,18 +240,30 @@ _cancel_header = _decoder(_CancelHeader)
 _request_header = _decoder(_RequestHeader)
 _chunk_header = _decoder(_ChunkHeader)
 _beat_answer = _decoder(_BeatAnswer)
-_params = _decoder(dict[str, Any])
+_params = _decoder(_limited(dict[str, protocol.Parameter], protocol.PARAMS_MAX))
+_meta = _decoder(dict[str, Any])
 _anything = _decoder(Any)
 _piece_header = _decoder(_PieceHeader)
 
 
-def decode(frame: Frame, max_bytes: int) -> protocol.Message:
-    """Return the message in a frame; ProtocolError if it is malformed or nested too deep, UnknownFrame if its type is unknown."""
+def decode(frame: Frame, max_bytes: int, *, from_server: bool = True) -> protocol.Message:
+    """Return the message in a frame; ProtocolError if it is malformed or nested too deep, UnknownFrame if its type is unknown.
+
+    A server passes `from_server=False`: frames that only a server sends may hold anything, and are refused undecoded.
+    """
     reader = _READERS.get(frame.type)
     if reader is None:
         known = ", ".join(f"{kind.name}={kind.value}" for kind in Type if kind.value in _READERS)
         has = f"protocol version {protocol.PROTOCOL_VERSION} has {known}"
         raise UnknownFrame(f"frame type {frame.type} is not known here; {has}", _msg_id_of(frame))
+    if not from_server:
+        if frame.type in _FROM_SERVER:
+            raise ProtocolError(f"a {Type(frame.type).name} frame is the server's to send")
+        max_bytes = min(max_bytes, _TO_SERVER_MAX_BYTES.get(frame.type, max_bytes))
+        if len(frame.payload) > max_bytes:
+            raise TooLarge(
+                f"a {Type(frame.type).name} frame has {len(frame.payload)} bytes, the limit is {max_bytes}; send several"
+            )
     try:
         if frame.flags & ~BATCH:
             frame = frame._replace(payload=decompress(frame.payload, frame.flags, max_bytes))
@@ -269,7 +297,7 @@ def _read_ack(frame: Frame) -> protocol.Message:
         case "started":
             return protocol.JobsStarted(_claims(frame))
         case "finished":
-            return protocol.JobsFinished(_endings(frame))
+            return protocol.JobsFinished(_read_endings(frame))
         case "released":
             return protocol.JobsReleased(_claims(frame), header.reason)
         case "recorded":
@@ -278,6 +306,38 @@ def _read_ack(frame: Frame) -> protocol.Message:
             return protocol.JobsRecorded([], _fenced(frame))
         case stage:
             raise ProtocolError(f"an ACK_JOB frame has the unknown stage {stage[:40]!r}")
+
+
+def _read_endings(frame: Frame) -> list[protocol.Ending]:
+    if b"meta" not in frame.payload:
+        return _endings(frame)
+    endings = _packed_endings(frame)
+    size = sum(len(memoryview(ending.outcome.meta)) for ending in endings)
+    if size > protocol.BATCH_BYTES:
+        raise TooLarge(
+            f"the endings of a frame have {size} bytes of meta, the limit is {protocol.BATCH_BYTES}; send several frames"
+        )
+    return [
+        protocol.Ending(packed.job_id, packed.lease_id, packed.attempt, _unpacked(packed.outcome), packed.started_at)
+        for packed in endings
+    ]
+
+
+def _unpacked(outcome: _PackedOutcome) -> Outcome:
+    """Decode the meta, one at a time and if it is small: decoded, it may take 70 times its size."""
+    meta: dict[str, Any] = {}
+    if packed := memoryview(outcome.meta):
+        try:
+            if len(packed) > protocol.META_MAX_BYTES:
+                raise TooLarge(f"an outcome's meta has {len(packed)} bytes, the limit is {protocol.META_MAX_BYTES}")
+            meta = _meta(packed)
+            protocol.check_meta(meta)
+        except (InvalidInput, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            return protocol.unstorable(error if isinstance(error, InvalidInput) else InvalidInput(f"an outcome's meta: {error}"))
+    return Outcome(**{name: getattr(outcome, name) for name in _PLAIN_FIELDS}, meta=meta)
+
+
+_PLAIN_FIELDS = tuple(name for name in Outcome.__struct_fields__ if name != "meta")
 
 
 def _read_heartbeat(frame: Frame) -> protocol.Message:
@@ -297,7 +357,10 @@ def _read_cancel(frame: Frame) -> protocol.Message:
 
 def _read_request(frame: Frame) -> protocol.Message:
     header = _request_header(frame.header)
-    return protocol.Request(header.msg_id, header.verb, _params(frame.payload) if frame.payload else {})
+    try:
+        return protocol.Request(header.msg_id, header.verb, _params(frame.payload) if frame.payload else {})
+    except msgspec.ValidationError as error:
+        raise RefusedRequest(f"{header.verb[:40]}: the parameters cannot be read: {error}", header.msg_id) from None
 
 
 def _read_chunk(frame: Frame) -> protocol.Message:
@@ -325,6 +388,12 @@ _READERS: dict[int, Callable[[Frame], protocol.Message]] = {
         _id_header(frame.header).corr_id, _anything(frame.payload) if frame.payload else None
     ),
     Type.LOG_PIECE: _read_piece,
+}
+_FROM_SERVER: set[int] = {Type.ASSIGN_JOB, Type.RESULT, Type.REPLY, Type.WELCOME}
+_TO_SERVER_MAX_BYTES: dict[int, int] = {
+    Type.REQUEST: protocol.REQUEST_MAX_BYTES,
+    Type.SUBMIT_JOB: protocol.SUBMIT_MAX_BYTES,
+    Type.CHUNK: protocol.CHUNK_MAX_BYTES,
 }
 _NO_BODY = b""
 _Parts = tuple[Type, Any, bytes, int]

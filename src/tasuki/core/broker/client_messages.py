@@ -21,6 +21,7 @@ from tasuki.errors import Conflict, DiskFull, Forbidden, InvalidInput, NotFound,
 
 SPECS_MAX = protocol.BATCH_MAX  # jobs of one frame: the answers must fit a frame too, and those that exist are read whole
 RESULTS_READ = 256  # results that one read of a resubmit brings
+ENTRY_BYTES = 128  # of memory that an argument, environment name, file or header takes beside its text
 READ_VERBS = frozenset({"get", "find", "counts", "explain", "token.audit"})
 REASON_MAX_CHARS = 1000
 
@@ -78,6 +79,8 @@ def submit(state: BrokerState, client: ClientSession, identity: Identity, messag
             indexes.append(index)
         subjects[spec.subject] = None
         builder.size_bytes += len(spec.payload)
+        if spec.args or spec.env or spec.files or spec.headers:
+            builder.size_bytes += ENTRY_BYTES * (len(spec.args) + len(spec.env) + len(spec.files) + len(spec.headers))
         submissions.append(Submission(spec, submitter, body_hash(spec)))
     verb = "rerun" if message.on_failed == "rerun" else "submit"
     reply = partial(_submitted, state, client, message, rejected, indexes)

@@ -540,13 +540,12 @@ class WorkerMachine:
             return []
         commands: list[events.Command] = []
         if self._released_due:
-            commands.append(Send(conn, protocol.JobsReleased(self._released_due, "not started")))
+            commands += [Send(conn, protocol.JobsReleased(some, "not started")) for some in _frames_of(self._released_due)]
             self._released_due = []
         if self._started_due:
             # An attempt that has ended meanwhile reports its start in its ending.
             running = [claim for claim in self._started_due if (held := self.held.get(claim.lease_id)) and held.ending is None]
-            if running:
-                commands.append(Send(conn, protocol.JobsStarted(running)))
+            commands += [Send(conn, protocol.JobsStarted(some)) for some in _frames_of(running)]
             self._started_due = []
         if self._endings_due:
             for some in protocol.batches(self._endings_due, lambda ending: protocol.outcome_bytes(ending.outcome)):
@@ -554,10 +553,13 @@ class WorkerMachine:
             self._endings_due = []
         if now.monotonic >= self._beat_at:
             self._beat_at = now.monotonic + self._ttl_s / 3
-            msg_id = self._next_id()
             claims = [held.claim for held in self.held.values() if not held.restored]
-            self._beats[msg_id] = (now.monotonic, [claim.lease_id for claim in claims])
-            commands.append(Send(conn, protocol.Heartbeat(msg_id, claims, self._progress.to_tell(self.held))))
+            progress = self._progress.to_tell(self.held)
+            for shown in _frames_of(claims) or [[]]:
+                msg_id, lease_ids = self._next_id(), [claim.lease_id for claim in shown]
+                self._beats[msg_id] = (now.monotonic, lease_ids)
+                told = {lease_id: progress[lease_id] for lease_id in lease_ids if lease_id in progress} if progress else progress
+                commands.append(Send(conn, protocol.Heartbeat(msg_id, shown, told)))
         if not self.draining and not self.uploading and (credit := self._slots.wanted(len(self._credit_later))):
             # After the heartbeat: a job that was kept past its lease (ORPHANED) may go to any worker until the heartbeat takes it
             # back, and credit that came first could be used to deliver the same job here a second time.
@@ -605,3 +607,8 @@ class WorkerMachine:
         if patient or self._exited or not all(held.kept for held in self.held.values()):
             return []
         return self._exit()
+
+
+def _frames_of(claims: list[protocol.Claim]) -> list[list[protocol.Claim]]:
+    """Return the claims in lists that one frame may carry."""
+    return [claims[start : start + protocol.BATCH_MAX] for start in range(0, len(claims), protocol.BATCH_MAX)]

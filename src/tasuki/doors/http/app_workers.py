@@ -14,7 +14,7 @@ from starlette.responses import Response
 from tasuki.core.access import ENROL_TOKEN_S, token_sha256
 from tasuki.core.apps import WORDS, json_or_base64, outcome_of
 from tasuki.core.job import LEASED, Job, JobSpec, Outcome, State
-from tasuki.core.protocol import Claim, check_outcome
+from tasuki.core.protocol import ERROR_CODE_MAX_CHARS, Claim, check_outcome
 from tasuki.core.store_messages import LeaseStatus
 from tasuki.doors.http.context import RequestContext, iso
 from tasuki.doors.http.exchange import BATCH_MAX, Error, JobId, disconnected, error_of, status_of, wait_of
@@ -23,7 +23,6 @@ from tasuki.errors import Fenced, Forbidden, NotFound, ResultConflict, TasukiErr
 from tasuki.server.assembly import make_secret
 
 TRACEBACK_MAX_CHARS = 8 * 1024
-ERROR_CODE_MAX_CHARS = 64
 LeaseId = Annotated[str, Meta(min_length=1, max_length=200)]
 Label = Annotated[str, Meta(max_length=200)]
 

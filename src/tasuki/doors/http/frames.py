@@ -22,12 +22,12 @@ from tasuki.doors.http.context import RequestContext
 from tasuki.doors.http.exchange import disconnected, discreet, wait_of, whole_number
 from tasuki.doors.http.virtual_connection import Listener, TokenConnection, VirtualConnection
 from tasuki.doors.http.worker_sessions import HttpWorkerSession
-from tasuki.errors import InvalidInput, TasukiError, Unauthorized, UnknownFrame, from_wire
+from tasuki.errors import InvalidInput, RefusedRequest, TasukiError, Unauthorized, UnknownFrame, from_wire
 from tasuki.net.tcp_link import encode_answer
 from tasuki.wire.compression import CODECS, decompress
 from tasuki.wire.messages import BATCH, FrameDecoder, decode
 
-UNPACKED_MAX_BYTES = 4 * protocol.FRAME_MAX_BYTES  # of all frames of one body: 64 small ones could each become a large one
+UNPACKED_MAX_BYTES = protocol.FRAME_MAX_BYTES  # of all frames of one body: 64 small ones could each become a large one
 NUMBER_MAX = 2**53
 WATCH_AT_ONCE = 256  # jobs whose rows, with results of up to 64 KiB, the store reads in one query
 GATHER_PER_JOB_S = 1e-5  # about the cost of naming a job again, which a client answered at the first end does for all others
@@ -54,8 +54,8 @@ def messages_in(body: bytes) -> list[protocol.Message]:
         frame = packed._replace(payload=plain, flags=packed.flags & BATCH)
         room -= len(frame.payload)
         try:
-            message = decode(frame, protocol.FRAME_MAX_BYTES)
-        except UnknownFrame as error:
+            message = decode(frame, protocol.FRAME_MAX_BYTES, from_server=False)
+        except (UnknownFrame, RefusedRequest) as error:
             if error.msg_id:  # its sender waits for an answer
                 messages.append(protocol.ErrorMessage(error.msg_id, error.code, error.message))
             continue
