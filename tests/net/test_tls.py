@@ -17,7 +17,7 @@ import uvloop
 
 from tasuki.core.address import Address
 from tasuki.errors import ConfigError, NotTasuki, ResponseLost, Unavailable
-from tasuki.net import client_tls, connect
+from tasuki.net import client_tls, connect, tls
 from tasuki.net.http.transport import HttpTransport
 from tests.support.certificates import TestAuthority
 
@@ -256,3 +256,36 @@ def test_a_ca_file_that_is_none(tmp_path: Path) -> None:
         client_tls(str(file))
     with pytest.raises(ConfigError, match="cannot be read: No such file"):
         client_tls(str(tmp_path / "missing.pem"))
+
+
+# -- clear text ---------------------------------------------------------------------------------------------------
+
+
+def test_a_token_that_leaves_the_machine_in_clear_text_is_warned_of_once(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tls, "_warned", set())
+
+    async def main() -> list[int]:
+        listener = await asyncio.start_server(lambda reader, writer: writer.close(), "127.0.0.1", 0)
+        port = listener.sockets[0].getsockname()[1]
+        warned = []
+        # 0.0.0.0 leads to this machine too, but no rule knows that
+        for scheme, host in [("tcp", "127.0.0.1"), ("http", "localhost"), ("http", "0.0.0.0"), ("tcp", "0.0.0.0")]:
+            address = Address(scheme, host, port)
+            if scheme == "tcp":
+                (await connect(address, lambda link, message: None, lambda link, reason: None)).abort("enough")
+            else:
+                transport = HttpTransport(address, None, CONNECT_S)
+                transport.token = "s3cret"
+                with contextlib.suppress(ResponseLost, NotTasuki, Unavailable):
+                    async with transport.answer("GET", "/"):
+                        """Nobody answers."""
+                await transport.close()
+            warned.append(len(caplog.records))
+        listener.close()
+        return warned
+
+    assert asyncio.run(main()) == [0, 0, 1, 1]
+    assert "https://" in caplog.text
+    assert "s3cret" not in caplog.text

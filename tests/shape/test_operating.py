@@ -6,6 +6,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -21,6 +22,7 @@ from tests.conftest import Require
 ROOT = Path(__file__).parents[2]
 PAGES = sorted((ROOT / "docs/operate").glob("*.md"))
 UNITS = sorted((ROOT / "deploy/systemd").glob("*.service"))
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 MANIFESTS = sorted((ROOT / "deploy/kubernetes").glob("*.yaml"))
 
 # In a code block or in `code`, with or without a path, sudo or kubectl before it.
@@ -149,6 +151,35 @@ def test_the_containers_arguments_are_those_that_the_command_takes(require: Requ
     for pod in pods:
         for container in pod["containers"]:
             accept(container["args"])
+
+
+def test_containers_have_bounds_and_only_named_namespaces_reach_the_servers(require: Require) -> None:
+    require("PyYAML", find_spec("yaml") is not None, "pip install pyyaml")
+    found = [document for path in MANIFESTS for document in documents(path)]
+
+    for document in found:
+        if document["kind"] in ("Deployment", "Job"):
+            for container in document["spec"]["template"]["spec"]["containers"]:
+                for bounds in (container["resources"]["requests"], container["resources"]["limits"]):
+                    assert set(bounds) == {"cpu", "memory"}
+    selectors = re.findall(r"'namespaceSelector': (\{.*?\}\]?\})", str(found))
+    assert selectors
+    assert all("'key': 'kubernetes.io/metadata.name', 'operator': 'In'" in selector for selector in selectors)
+
+
+def test_the_image_installs_only_packages_with_known_hashes() -> None:
+    installs = re.findall(r"pip install ([^\\&\n]+)", (ROOT / "deploy/Dockerfile").read_text())
+    assert installs
+    assert all("--require-hashes" in install or "--no-deps /wheels/" in install for install in installs)
+    for name, needed in [
+        ("requirements.txt", PROJECT["project"]["dependencies"] + PROJECT["project"]["optional-dependencies"]["server"]),
+        ("requirements-build.txt", PROJECT["build-system"]["requires"]),
+    ]:
+        text = (ROOT / "deploy" / name).read_text()
+        pinned = re.findall(r"^([a-z0-9-]+)==[^ ]+ \\\n    --hash=sha256:[0-9a-f]{64}", text, re.MULTILINE)
+        assert len(pinned) == text.count("==")
+        assert {re.split(r"[^A-Za-z0-9-]", one)[0].lower() for one in needed} <= set(pinned)
+        assert "://" not in text
 
 
 def test_all_resources_are_part_of_the_whole(require: Require) -> None:

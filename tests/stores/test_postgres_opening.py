@@ -17,7 +17,8 @@ from tasuki.core.election import LOCK_TTL_S
 from tasuki.core.job import JobSpec, body_hash
 from tasuki.core.store_messages import Filter, LeaseRequest, Submission
 from tasuki.errors import ConfigError, TurnInterrupted, Unavailable
-from tasuki.stores.sql.postgres import PostgresDatabase, check_server
+from tasuki.stores.sql import postgres as postgres_module
+from tasuki.stores.sql.postgres import PostgresDatabase, check_server, clear_text_problem
 from tasuki.stores.sql.store import SqlStore
 from tasuki.stores.store import Feature
 from tests.support.postgres_service import PostgresService
@@ -315,3 +316,34 @@ def test_texts_longer_than_any_limit_do_not_break_a_turn(store: SqlStore) -> Non
 
 def test_the_driver_is_the_compiled_one() -> None:
     assert psycopg.pq.__impl__ in ("binary", "c")
+
+
+@pytest.mark.parametrize(
+    ("host", "sslmode", "warns"),
+    [
+        ("db.example", "prefer", True),
+        ("10.0.0.5", "disable", True),
+        ("db.example", "verify-full", False),
+        ("db.example", "require", False),
+        ("127.0.0.1", "prefer", False),
+        ("localhost", "prefer", False),
+        ("::1", "prefer", False),
+        ("/run/postgresql", "prefer", False),
+        ("", "prefer", False),
+    ],
+)
+def test_a_database_on_another_host_without_tls_is_warned_of(host: str, sslmode: str, warns: bool) -> None:
+    problem = clear_text_problem(host, sslmode)
+    assert bool(problem) is warns
+    assert not warns or "sslmode=verify-full" in problem
+
+
+def test_the_warning_is_about_the_host_and_the_sslmode_of_the_connection(
+    postgres_url: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[str, str]] = []
+    monkeypatch.setattr(postgres_module, "clear_text_problem", lambda *about: asked.append(about) or "a problem")
+    SqlStore.open_postgresql(f"{postgres_url}{'&' if '?' in postgres_url else '?'}sslmode=allow").close()
+    SqlStore.open_postgresql(postgres_url).close()
+    assert asked == [("127.0.0.1", "allow"), ("127.0.0.1", "prefer")]
+    assert caplog.text.count("a problem") == 2

@@ -20,7 +20,7 @@ from tasuki.core.machine import Peer
 from tasuki.core.protocol import FRAME_MAX_BYTES, UNAUTHENTICATED_FRAME_MAX_BYTES, ErrorMessage, Message, Reply
 from tasuki.core.reconnect import CONNECT_TIMEOUT_S
 from tasuki.errors import Overloaded, ProtocolError, RefusedRequest, TasukiError, TooLarge, Unavailable, UnknownFrame
-from tasuki.net.tls import CUT_SHORT, handshake_words
+from tasuki.net.tls import CUT_SHORT, handshake_words, warn_of_clear_text
 from tasuki.wire.messages import Frame, FrameDecoder, decode, encode
 
 WRITE_SOFT_BYTES = 4 * 1024 * 1024
@@ -306,6 +306,7 @@ async def connect(
                 secure = (tls or ssl.create_default_context()) if address.scheme == "tls" or tls is not None else None
                 _, link = await loop.create_connection(make, address.host, address.port, ssl=secure)
                 if secure is None:
+                    warn_of_clear_text(address)
                     link.silent_end = f"{address} hung up without an answer; if it speaks TLS, it is tls://"
     except TimeoutError:
         raise Unavailable(f"{address} did not answer within {timeout_s:g} s") from None

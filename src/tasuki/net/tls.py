@@ -6,12 +6,16 @@ depends on its version: errors are told apart by number where there is one, else
 
 from __future__ import annotations
 
+import logging
 import re
 import ssl
 from datetime import UTC, datetime
 from typing import NamedTuple
 
+from tasuki.core.address import Address
 from tasuki.errors import ConfigError
+
+logger = logging.getLogger("tasuki.net")
 
 EXPIRED, NOT_YET_VALID = 10, 9  # numbers of OpenSSL's X509_V_ERR_…
 UNKNOWN_CA = frozenset({2, 18, 19, 20, 21, 27})
@@ -26,7 +30,16 @@ NO_AGREEMENT = frozenset({"SSLV3_ALERT_HANDSHAKE_FAILURE", "NO_SHARED_CIPHER", "
 WANTS_OURS = frozenset({"TLSV13_ALERT_CERTIFICATE_REQUIRED", "TLSV1_ALERT_UNKNOWN_CA", "SSLV3_ALERT_BAD_CERTIFICATE"})
 CUT_SHORT = "it hung up in the middle of the handshake: a firewall or a proxy on the way, or another service on that port"
 
+_warned: set[str] = set()
 _pem = re.compile(r"-----BEGIN CERTIFICATE-----.*?-----END CERTIFICATE-----", re.DOTALL)
+
+
+def warn_of_clear_text(address: Address) -> None:
+    """Warn, once in a process, that a token is about to be sent to another host without TLS."""
+    if not _warned and address.scheme in ("tcp", "http") and not address.loopback:
+        _warned.add(str(address))
+        secure = {"tcp": "tls", "http": "https"}[address.scheme]
+        logger.warning("the token and all jobs go to %s in clear text, without TLS: use %s://", address, secure)
 
 
 def client_tls(ca_file: str | None) -> ssl.SSLContext | None:

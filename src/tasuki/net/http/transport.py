@@ -33,7 +33,7 @@ from tasuki.errors import (
 )
 from tasuki.net.http.early_response import EARLY_KEPT_S, EarlyResponseTransport, proxy_of
 from tasuki.net.tcp_link import system_words
-from tasuki.net.tls import handshake_words
+from tasuki.net.tls import handshake_words, warn_of_clear_text
 
 ANSWER_S = 35.0  # for a request that does not wait for an event: the server gives its store 30
 WRITE_S = 30.0  # for each piece of a body
@@ -122,7 +122,10 @@ class HttpTransport:
         if self._closed:
             raise NoConnection("the connection is closed")
         timeout = httpx.Timeout(connect=self._connect_timeout_s, write=WRITE_S, read=answer_s, pool=None)
-        bearer = {"Authorization": f"Bearer {self.token}"} if self.token else {}
+        bearer = {}
+        if self.token:
+            warn_of_clear_text(self.address)
+            bearer = {"Authorization": f"Bearer {self.token}"}
         url = f"{self.address}{path}"
         try:
             async with self._client.stream(

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import psycopg
 
-from tasuki.core.address import with_deadlines, without_secrets
+from tasuki.core.address import Address, with_deadlines, without_secrets
 from tasuki.core.election import LOCK_TTL_S
 from tasuki.errors import ConfigError, InterruptCause, TurnInterrupted, Unavailable
 from tasuki.stores.sql.database import NOT_KNOWN, NOTHING_STORED, InDjango
@@ -356,12 +356,21 @@ def check_server(connection: psycopg.Connection[Any], where: str) -> None:
         raise ConfigError(
             f"{where} is encoded in {encoding}; make one with: CREATE DATABASE … ENCODING 'UTF8' TEMPLATE template0"
         )
+    if problem := clear_text_problem(info.host, info.get_parameters().get("sslmode", "prefer")):
+        logger.warning("%s: %s", where, problem)
     names = ("fsync", "synchronous_commit")
     asked = ", ".join(f"current_setting('{name}')" for name in names)
     found = psycopg.RawCursor(connection).execute(f"SELECT {asked}").fetchone()
     for name, value in zip(names, found or (), strict=True):
         if value == "off":
             logger.warning("%s has %s off: a crash of its machine can lose jobs that were acknowledged", where, name)
+
+
+def clear_text_problem(host: str, sslmode: str) -> str:
+    """Return a warning about a connection to another host that may be without TLS; empty if there is none."""
+    if not host or host.startswith(("/", "@")) or Address("tcp", host).loopback or sslmode not in ("disable", "allow", "prefer"):
+        return ""
+    return f"sslmode={sslmode} lets passwords and jobs go to another host in clear text; add ?sslmode=verify-full to the address"
 
 
 def check_rights(connection: psycopg.Connection[Any], where: str) -> None:
