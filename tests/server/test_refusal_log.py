@@ -25,8 +25,8 @@ from tasuki.core.protocol import (
     Request,
     SubmitJobs,
 )
-from tasuki.errors import Forbidden, NotFound, TooLarge
-from tasuki.server.refusal_log import INTERVAL_S, LINES_MAX, PEERS_MAX, RefusalLog, RefusalRate
+from tasuki.errors import Forbidden, NotFound
+from tasuki.server.refusal_log import INTERVAL_S, LINES_MAX, PEERS_MAX, RefusalLog
 from tasuki.server.server import Server
 from tests.server.peers import FakeConnection, client, worker
 from tests.server.test_server import GatedStore, serve
@@ -36,24 +36,41 @@ def lines(caplog: pytest.LogCaptureFixture, code: str) -> list[logging.LogRecord
     return [record for record in caplog.records if getattr(record, "code", "") == code]
 
 
-def test_a_peer_gets_its_lines_and_then_the_number_that_were_left_out() -> None:
-    rate = RefusalRate()
-    # Given a peer that is refused three times more than is logged
-    said = [rate.admit("10.0.0.1", 0.0) for _ in range(LINES_MAX + 3)]
-    assert said == [0] * LINES_MAX + [None] * 3
-    # Then another peer is logged as before, and the first one again after the interval, with the number
-    assert rate.admit("10.0.0.2", 0.0) == 0
-    assert rate.admit("10.0.0.1", INTERVAL_S - 0.1) is None
-    assert rate.admit("10.0.0.1", INTERVAL_S) == 4
-    assert rate.admit("10.0.0.1", INTERVAL_S) == 0
+class Stage:
+    """A log with a clock that stands still until the test moves it."""
+
+    def __init__(self, caplog: pytest.LogCaptureFixture) -> None:
+        caplog.set_level(logging.INFO, "tasuki")
+        self._caplog = caplog
+        self.now_s = 0.0
+        self.log = RefusalLog(logging.getLogger("tasuki.server"), lambda: self.now_s)
+
+    def refuse(self, *peers: str) -> list[str]:
+        """Refuse each of these peers; return the lines."""
+        before = len(self._caplog.records)
+        for peer in peers:
+            self.log.write(peer, "FORBIDDEN", "no")
+        return [record.getMessage() for record in self._caplog.records[before:]]
 
 
-def test_any_number_of_hosts_takes_bounded_memory_and_a_bounded_number_of_lines() -> None:
-    rate = RefusalRate()
-    said = [rate.admit(f"fd00::{number:x}", 0.0) for number in range(3 * PEERS_MAX)]
-    assert len(said) - said.count(None) == PEERS_MAX + LINES_MAX
-    assert len(rate._peers) <= PEERS_MAX + 1
-    assert rate.admit("10.0.0.1", INTERVAL_S) == 0
+def test_a_peer_gets_its_lines_and_then_the_number_that_were_left_out(caplog: pytest.LogCaptureFixture) -> None:
+    stage = Stage(caplog)
+    # Given a host that is refused three times more than is logged, on many ports
+    assert len(stage.refuse(*(f"10.0.0.1:{port}" for port in range(LINES_MAX + 3)))) == LINES_MAX
+    # Then another host is logged as before, and the first one again after the interval, with the number
+    assert stage.refuse("10.0.0.2:1")
+    stage.now_s = INTERVAL_S - 0.1
+    assert not stage.refuse("10.0.0.1:1")
+    stage.now_s = INTERVAL_S
+    assert ["4 more" in line for line in stage.refuse("10.0.0.1:1", "10.0.0.1:2")] == [True, False]
+
+
+def test_any_number_of_hosts_takes_bounded_memory_and_a_bounded_number_of_lines(caplog: pytest.LogCaptureFixture) -> None:
+    stage = Stage(caplog)
+    assert len(stage.refuse(*(f"fd00::{number:x}:1" for number in range(3 * PEERS_MAX)))) == PEERS_MAX + LINES_MAX
+    assert len(stage.log._peers) <= PEERS_MAX + 1
+    stage.now_s = INTERVAL_S
+    assert stage.refuse("10.0.0.1:1")
 
 
 def test_a_line_has_code_peer_and_job_id_and_no_secret(caplog: pytest.LogCaptureFixture) -> None:
@@ -66,14 +83,6 @@ def test_a_line_has_code_peer_and_job_id_and_no_secret(caplog: pytest.LogCapture
     assert (entry["level"], entry["code"], entry["peer"], entry["job_id"]) == ("info", "FORBIDDEN", "10.0.0.1:4711", "job-1")
     assert "s3cret" not in entry["message"]
     assert entry["message"].isprintable()
-
-
-def test_the_ports_of_one_host_share_its_lines(caplog: pytest.LogCaptureFixture) -> None:
-    log = RefusalLog(logging.getLogger("tasuki.server"))
-    with caplog.at_level(logging.INFO, "tasuki"):
-        for port in range(5 * LINES_MAX):
-            log.error(f"10.0.0.1:{port}", TooLarge("too large"))  # noqa: G004 - not a logger
-    assert len(caplog.records) == LINES_MAX
 
 
 def test_a_server_logs_refused_peers_and_fenced_reports(

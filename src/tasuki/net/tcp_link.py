@@ -176,7 +176,7 @@ class TcpLink(asyncio.Protocol):
         self._out.append(data)
         self._out_bytes += len(data)
         if self._out_bytes + self.transport.get_write_buffer_size() > WRITE_HARD_BYTES:
-            self._stalled()
+            self.abort(f"the peer does not read: more than {WRITE_HARD_BYTES} bytes wait for it")
         elif not self._flushing:
             self._flushing = True
             self._loop.call_soon(self._flush)
@@ -192,7 +192,7 @@ class TcpLink(asyncio.Protocol):
     def pause_writing(self) -> None:
         self._writable.clear()
         self.pause_reading("the peer does not read")
-        self._stall_timer = self._loop.call_later(STALL_TIMEOUT_S, self._stalled)
+        self._stall_timer = self._loop.call_later(STALL_TIMEOUT_S, self.abort, "the peer does not read")
 
     def resume_writing(self) -> None:
         self._writable.set()
@@ -200,11 +200,6 @@ class TcpLink(asyncio.Protocol):
             self._stall_timer.cancel()
             self._stall_timer = None
         self.resume_reading("the peer does not read")
-
-    def _stalled(self) -> None:
-        waiting_bytes = self._out_bytes + (self.transport.get_write_buffer_size() if self.transport is not None else 0)
-        self.error = Overloaded(f"the peer does not read: {waiting_bytes} bytes wait for it")
-        self.abort(self.error.message)
 
     @property
     def full(self) -> bool:
@@ -239,6 +234,7 @@ class TcpLink(asyncio.Protocol):
 
     def abort(self, reason: str) -> None:
         """Close without sending the queued messages."""
+        self.error = Overloaded(reason)
         if self.transport is not None:
             self.transport.abort()
         self._finish(reason)

@@ -206,11 +206,10 @@ class Server:
         """Forget a connection that is gone. `error`: the one with which its door ended it."""
         session = self.broker.sessions.get(conn)
         if (link := self._forget(conn)) is not None:
-            if error is not None:
-                self.refusals.error(link.peer.address, error)
-            elif isinstance(session, WorkerSession) and session.deliveries and not self._stopping:
-                held = f"worker {session.worker_id} left, and holds {len(session.deliveries)} leases: {reason}"
-                self.refusals.write(link.peer.address, "WORKER_LOST", held)
+            self._refused(link, error)
+            if isinstance(session, WorkerSession) and session.deliveries and not self._stopping:
+                text = f"worker {session.worker_id} left, and holds {len(session.deliveries)} leases: {reason}"
+                self.refusals.write(link.peer.address, "WORKER_LOST", text)
             self._apply(Closed(conn, reason))
             self._tell_about_clients()
 
@@ -288,16 +287,14 @@ class Server:
             match command:
                 case Send():
                     together.append(command.message)
-                    if type(command.message) is ErrorMessage and (link := self._links.get(command.conn)) is not None:
-                        refusal = command.message
-                        self._refused(link, from_wire(refusal.code, refusal.message, refusal.details))
+                    if type(refusal := command.message) is ErrorMessage:
+                        self._refused(self._links.get(command.conn), from_wire(refusal.code, refusal.message, refusal.details))
                     if not _goes_with(command, following):
                         self._send(command.conn, together)
                         together = []
                 case Hangup():
                     if (link := self._forget(command.conn)) is not None:
-                        if command.error is not None:
-                            self.refusals.error(link.peer.address, command.error)
+                        self._refused(link, command.error)
                         link.close(command.error)
                         self._tell_about_clients()
                 case events.LogFenced():
@@ -321,9 +318,9 @@ class Server:
                 case events.Detach():
                     self._tasks.spawn(self._detach(command))
 
-    def _refused(self, link: Connection, error: TasukiError) -> None:
-        """Log the refusal of a request; the HTTP door logs its own."""
-        if link.peer.transport != "http":
+    def _refused(self, link: Connection | None, error: TasukiError | None) -> None:
+        """Log a refusal; the HTTP door logs its own."""
+        if link is not None and error is not None and link.peer.transport != "http":
             self.refusals.error(link.peer.address, error)
 
     def _send(self, conn: int, messages: list[Message]) -> None:

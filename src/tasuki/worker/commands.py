@@ -125,7 +125,6 @@ IN_A_NAMESPACE = ("unshare", "--fork", "--pid", "--mount-proc", "--kill-child")
 AS_ONESELF = ("--user", "--map-current-user")
 FOUND_MAX = 256
 MATCH_CPU_S = 1  # for all arguments of a job: an ordinary match takes microseconds
-MATCH_TIMEOUT_S = 30.0  # on a machine that gives the process no second of its processors
 _MATCHER = """
 import json, re, resource, sys
 limit_s, patterns, arguments = json.load(sys.stdin)
@@ -238,18 +237,16 @@ def _check_args(exec_: Exec, spec: JobSpec) -> None:
             f"exec {exec_.name!r} takes no arguments from a job, {len(spec.args)} were given; "
             'leave them out, or allow them in the exec (args = "any", or {args} in its command)',
         )
-    argument = _matched_apart(exec_, spec) if matches_apart(exec_, spec) else _first_unmatched(exec_.args, spec.args)
+    if matches_apart(exec_, spec):
+        argument = _matched_apart(exec_, spec)
+    else:
+        argument = next((one for one in spec.args if not any(re.fullmatch(pattern, one) for pattern in exec_.args)), None)
     if argument is not None:
         raise JobRefused(
             "ARGS_NOT_ALLOWED",
             f"argument {quoted(argument)} matches none of the patterns that exec {exec_.name!r} allows; "
             "change it, or add a pattern to the args of the exec",
         )
-
-
-def _first_unmatched(patterns: Iterable[str], arguments: Iterable[str]) -> str | None:
-    """Return the first argument that no pattern matches as a whole. `_MATCHER` does the same."""
-    return next((argument for argument in arguments if not any(re.fullmatch(one, argument) for one in patterns)), None)
 
 
 def matches_apart(exec_: Exec, spec: JobSpec) -> bool:
@@ -265,8 +262,8 @@ def _matched_apart(exec_: Exec, spec: JobSpec) -> str | None:
     question = json.dumps([MATCH_CPU_S, exec_.args, spec.args]).encode()
     try:
         command = (sys.executable, "-I", "-S", "-c", _MATCHER)
-        done = subprocess.run(command, input=question, capture_output=True, timeout=MATCH_TIMEOUT_S, env={}, check=False)
-    except (OSError, subprocess.TimeoutExpired) as error:
+        done = subprocess.run(command, input=question, capture_output=True, env={}, check=False)
+    except OSError as error:
         raise Unavailable(f"the arguments for exec {exec_.name!r} could not be matched: {error}") from None
     if done.returncode:
         raise JobRefused(
