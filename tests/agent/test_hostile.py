@@ -93,11 +93,11 @@ def test_an_id_that_is_none_is_refused(stage: AgentStage, job_id: str) -> None:
     assert (status, error["code"]) == (400, "INVALID_PAYLOAD")
 
 
-def test_a_path_that_climbs_is_not_found(stage: AgentStage) -> None:
+def test_a_path_that_climbs_is_refused(stage: AgentStage) -> None:
     with stage.raw() as sock:
         sock.sendall(b"GET /result/..%2f..%2fetc%2fpasswd HTTP/1.1\r\nHost: localhost\r\n\r\n")
 
-        assert answer_to(sock)[0] == 404
+        assert answer_to(sock)[0] == 400
 
 
 # ---------------------------------------------------------------------------------------------------- forms
@@ -181,9 +181,9 @@ def test_a_small_upload_that_is_refused_before_it_comes_may_still_come(
         sock.sendall(head(job_id, 5_000))
         assert answer_to(sock)[0] == 413
 
-        sock.sendall(bytes(5_000) + head(job_id, 5_000))
+        sock.sendall(bytes(5_000))
 
-        assert answer_to(sock)[0] == 413
+        assert sock.recv(1) == b""
 
 
 def test_the_limit_holds_for_what_comes_in_chunks(make_stage: Callable[..., AgentStage], job_id: str) -> None:

@@ -42,7 +42,8 @@ def agent(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AgentStage]:
 def little_is_taken_over(serving: UvicornServer | None) -> None:
     """By the system, of what nobody reads."""
     assert serving is not None
-    serving._server.servers[0].sockets[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    assert serving._listening is not None
+    serving._listening.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
 
 
 def asking(port: int, job_id: str = "large", tls: ssl.SSLContext | None = None) -> socket.socket:

@@ -45,7 +45,7 @@ class FakeConnection(Watched):
         self.said += self.writes[-1]
         self.changed()
 
-    def trust(self, max_bytes: int) -> None:
+    def trust(self, max_bytes: int, owner: str) -> None:
         self.max_bytes = max_bytes
 
     def close(self, error: TasukiError | None = None) -> None:

@@ -19,13 +19,21 @@ from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import Message, Receive, Scope, Send
 
 from tasuki.core.address import Address
 from tasuki.core.failover import agent_protocol
 from tasuki.core.failover.registry_records import ResultLocation
 from tasuki.doors.http import exchange as http_answers
-from tasuki.doors.http.exchange import REQUESTS_MAX, check_site, discreet, envelope, error_answer, json_answer, secret_of
+from tasuki.doors.http.exchange import (
+    REQUESTS_MAX,
+    EarlyResponse,
+    check_site,
+    discreet,
+    envelope,
+    error_answer,
+    json_answer,
+    secret_of,
+)
 from tasuki.doors.http.uvicorn_server import Handler, UvicornServer, application
 from tasuki.errors import (
     AgentRefusal,
@@ -149,7 +157,6 @@ DRAINED_BODY_BYTES = 1024 * 1024
 """An unread body up to this size is read by uvicorn, and the connection stays open."""
 BODY_READ = "tasuki.body_over"
 """Key in a request's scope: the body was read to its end, though not through the request."""
-DISCARD_S = 2.0
 CLOSE_TIMEOUT_S = 60  # for downloads that are under way at the end
 HURRIED_CLOSE_S = 2
 
@@ -238,6 +245,8 @@ class GuardedServer:
             check_site(request, self._host_names, loopback=self._loopback)
             if self.tokens and not self.tokens.admit(secret_of(request)):
                 raise Unauthorized(f"this token is not one of this {self._who}'s")
+            if self.tokens:
+                http_answers.note_token(request, "token")
             return await handler(request), None
         except TasukiError as error:
             shown = error if isinstance(error, AgentRefusal) else discreet(error)
@@ -256,37 +265,6 @@ def body_was_read(request: Request) -> bool:
     length = request.headers.get("content-length", "0")
     small = length.isdecimal() and len(length) < 8 and int(length) <= DRAINED_BODY_BYTES
     return small and "transfer-encoding" not in request.headers
-
-
-class EarlyResponse(Response):
-    """Response to a client that may still be sending. The rest of the body is discarded for a moment before the connection is
-    closed: a peer whose connection is cut while it sends may never read the response."""
-
-    def __init__(self, answer: Response) -> None:
-        super().__init__(status_code=answer.status_code)
-        answer.headers["Connection"] = "close"
-        self._answer = answer
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        is_unread = True
-
-        async def note_end() -> Message:
-            nonlocal is_unread
-            message = await receive()
-            is_unread = is_unread and bool(message.get("more_body"))  # the end must not be waited for again
-            return message
-
-        async def hold_back(message: Message) -> None:
-            if message["type"] == "http.response.body" and not message.get("more_body"):
-                await send({**message, "more_body": True})
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(DISCARD_S):
-                        while is_unread:
-                            await note_end()
-                message = {"type": "http.response.body", "body": b""}
-            await send(message)
-
-        await self._answer(scope, note_end, hold_back)
 
 
 # ------------------------------------------------------------------------------------------------ the log context

@@ -24,9 +24,9 @@ from tasuki.core.address import Address, parse_url
 from tasuki.core.apps import DEFAULT_APP
 from tasuki.core.election import LOCK_TTL_S
 from tasuki.core.lifecycle import BLOB_GRACE_S, HTTP_LEASE_TTL_S, LEASE_TTL_S, RETENTION_DAYS
-from tasuki.doors.listening import ServerCertificate
+from tasuki.doors.listening import Connections, ServerCertificate
 from tasuki.doors.tcp import TcpDoor
-from tasuki.errors import ConfigError
+from tasuki.errors import ConfigError, Overloaded
 from tasuki.server.assembly import (
     StorageLocations,
     check_redis_driver,
@@ -281,8 +281,12 @@ class RunningServer:
         self._places = options.places
         self.certificate = certificate
         self._tls = certificate.context if certificate is not None else None
-        self._door = TcpDoor(server)
-        self._http = _http_door(server, listen, presigned) if listen.http is not None else None
+        full = Overloaded(
+            "there is no room for all connections; one without a token, or beyond the share of its token, was closed"
+        )
+        connections = Connections(lambda address: server.refusals.error(address, full))
+        self._door = TcpDoor(server, connections)
+        self._http = _http_door(server, listen, presigned, connections) if listen.http is not None else None
         self.http_address: Address | None = None
         self.http_problem = "FastAPI is not installed" if listen.http is not None and self._http is None else ""
 
@@ -318,7 +322,9 @@ class RunningServer:
             await self._http.close()
 
 
-def _http_door(server: Server, listen: ListenOptions, presigned: PresignedTransfers | None) -> HttpDoor | None:
+def _http_door(
+    server: Server, listen: ListenOptions, presigned: PresignedTransfers | None, connections: Connections
+) -> HttpDoor | None:
     """Return the HTTP door. FastAPI is imported here, not before: its import takes longer than all the rest."""
     if not process.http_installed():
         if listen.http_if_free:
@@ -328,7 +334,8 @@ def _http_door(server: Server, listen: ListenOptions, presigned: PresignedTransf
     from tasuki.doors.http.door import HttpDoor
 
     names, ttl_s = listen.tls.host_names, listen.http_lease_ttl_s
-    return HttpDoor(server, HttpConfig(apps=listen.apps, host_names=names, lease_ttl_s=ttl_s, presigned=presigned))
+    config = HttpConfig(apps=listen.apps, host_names=names, lease_ttl_s=ttl_s, presigned=presigned)
+    return HttpDoor(server, config, connections)
 
 
 async def _check_ports(addresses: Iterable[Address]) -> None:

@@ -1,26 +1,43 @@
 """Listeners: may it listen here, how many connections can it hold, a bound socket, and the certificate that it shows.
 
+`ListeningSocket` accepts connections for every door, and `Connections` counts them from accept to the close of the descriptor: a
+TLS handshake that never ends is counted too. A connection whose peer has shown no token is a *stranger*. When there is no room, a
+stranger is closed for each connection that comes: the oldest one of the address that has most. So an address cannot take all,
+peers behind one NAT or proxy are not limited, and a peer with a token needs only the moment to show it.
+
 A certificate lives for weeks, a server for months: `ServerCertificate.renew` reads the files again, for connections from then on.
 Free of the server, so that node agents and dispatchers use this module too.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import os
 import resource
 import socket
 import ssl
+from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 from tasuki.core.address import Address
-from tasuki.errors import ConfigError
+from tasuki.core.protocol import HANDSHAKE_TIMEOUT_S
+from tasuki.core.shares import Shares
+from tasuki.errors import ConfigError, Overloaded
+from tasuki.event_loop import BackgroundTasks
 from tasuki.net.tls import validity_of
 
 CONNECTIONS_MAX = 10_000
 DESCRIPTORS_KEPT = 128  # of the process's limit: for the store, transfers, and the refusal of one connection more
+LOCAL_SHARE = 4  # one in so many connections is kept for the unix socket: the operator, and the workers of this machine
+STRANGERS_MAX = 1024  # each may hold 64 KiB of a first frame: 70 MB in all
+TOKEN_SHARE = 4  # one in so many connections may be of one token; more are closed when others need the room
+BACKLOG = 1024
+ACCEPTED_AT_ONCE = 16  # of one listener, before those who are connected are served again
+ACCEPT_AGAIN_S = 0.1  # when the descriptors are used up
+TLS_CLOSE_TIMEOUT_S = 5.0  # for the peer's answer to the end of TLS; asyncio's own is 30 s
 _LISTENS = "0A"  # TCP_LISTEN in /proc/net/tcp
 EXPIRES_SOON = timedelta(days=14)
 
@@ -68,6 +85,172 @@ def bound(address: Address) -> socket.socket:
         sock.close()
         raise ConfigError(f"cannot listen on {address}: {error.strerror or error}; is another server running there?") from None
     return sock
+
+
+class AcceptedSocket(socket.socket):
+    """A connection that is counted until its descriptor is closed, whoever closes it: asyncio, uvloop or a failed handshake."""
+
+    def __init__(self, accepted: socket.socket, connections: Connections, group: str) -> None:
+        super().__init__(accepted.family, accepted.type, accepted.proto, accepted.detach())
+        self._connections = connections
+        self.group = group
+        """The address of a stranger, the token of a connection beyond the share of that token; empty for a unix socket."""
+        self.owner: str | None = None
+        """The token that was shown; None: a stranger, or a connection beyond the token's share."""
+
+    def trust(self, owner: str) -> None:
+        """Note that the peer has shown a token."""
+        self._connections.trust(self, owner)
+
+    def close(self) -> None:
+        super().close()
+        self._connections.remove(self)
+
+    def detach(self) -> int:
+        self._connections.remove(self)
+        return super().detach()
+
+
+class Connections:
+    """All connections of this process. `on_refused` gets the address of a peer for whom there was no room, or no more."""
+
+    def __init__(self, on_refused: Callable[[str], None] = lambda address: None) -> None:
+        self._on_refused = on_refused
+        self.limit = connections_max()
+        self._network_max = self.limit - self.limit // LOCAL_SHARE
+        self._strangers_max = min(STRANGERS_MAX, max(1, self.limit // 2))
+        self._shares = Shares(max(1, self._network_max // TOKEN_SHARE), "connections")
+        self._all: set[AcceptedSocket] = set()
+        self._local = 0
+        self._strangers: dict[str, dict[AcceptedSocket, None]] = {}
+        """By address, oldest first."""
+        self._beyond: dict[str, dict[AcceptedSocket, None]] = {}
+        """Connections beyond the share of their token, by token."""
+
+    def __len__(self) -> int:
+        return len(self._all)
+
+    def add(self, sock: AcceptedSocket) -> bool:
+        """Count a connection, and close another one if there is no room; return False if none can be closed."""
+        if sock.group:
+            is_full = len(self._all) - self._local >= self._network_max or len(self._all) >= self.limit
+            if is_full or sum(map(len, self._strangers.values())) >= self._strangers_max:
+                crowd = self._strangers or self._beyond
+                if not crowd:
+                    self._on_refused(sock.group)
+                    return False
+                largest = max(crowd, key=lambda group: len(crowd[group]))
+                self._end(next(iter(crowd[largest])))
+            self._strangers.setdefault(sock.group, {})[sock] = None
+        elif len(self._all) >= self.limit:
+            return False
+        else:
+            self._local += 1
+        self._all.add(sock)
+        return True
+
+    def trust(self, sock: AcceptedSocket, owner: str) -> None:
+        if sock.group and sock.owner is None and sock in self._strangers.get(sock.group, ()):
+            _leave(self._strangers, sock.group, sock)
+            try:
+                self._shares.take(owner)
+                sock.owner = owner
+            except Overloaded:
+                sock.group = owner
+                self._beyond.setdefault(owner, {})[sock] = None
+
+    def remove(self, sock: AcceptedSocket) -> None:
+        if sock in self._all:
+            self._all.remove(sock)
+            self._local -= not sock.group
+            _leave(self._strangers, sock.group, sock)
+            _leave(self._beyond, sock.group, sock)
+            if sock.owner is not None:
+                self._shares.give_back(sock.owner)
+
+    def _end(self, sock: AcceptedSocket) -> None:
+        self.remove(sock)
+        self._on_refused(sock.group)
+        with contextlib.suppress(OSError):
+            sock.shutdown(socket.SHUT_RDWR)  # its transport, or its handshake, ends in the next turn of the loop
+
+
+def _leave(groups: dict[str, dict[AcceptedSocket, None]], key: str, sock: AcceptedSocket) -> None:
+    if (group := groups.get(key)) is not None:
+        group.pop(sock, None)
+        if not group:
+            del groups[key]
+
+
+class ListeningSocket:
+    """Accepts the connections of one bound socket. `make` returns the protocol of a connection."""
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        connections: Connections,
+        make: Callable[[AcceptedSocket], asyncio.Protocol],
+        tls: ssl.SSLContext | None = None,
+        refusal: bytes = b"",
+    ) -> None:
+        """`refusal` is sent, without TLS, to a peer for whom there is no room."""
+        self.sock = sock
+        self._connections, self._make, self._tls = connections, make, tls
+        self._refusal = refusal if tls is None else b""
+        self._opening = BackgroundTasks()
+        self._loop = asyncio.get_running_loop()
+        sock.setblocking(False)
+        sock.listen(BACKLOG)
+        self._resume()
+
+    def close(self) -> None:
+        """Accept no more connections; open ones stay."""
+        self._loop.remove_reader(self.sock)
+        self.sock.close()
+        self._opening.cancel()
+
+    def _resume(self) -> None:
+        if self.sock.fileno() >= 0:
+            self._loop.add_reader(self.sock, self._accept)
+
+    def _accept(self) -> None:
+        for _ in range(ACCEPTED_AT_ONCE):
+            try:
+                accepted, address = self.sock.accept()
+            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+                return
+            except OSError as error:
+                logger.warning("connections cannot be accepted: %s", error.strerror or error)
+                self._loop.remove_reader(self.sock)
+                self._loop.call_later(ACCEPT_AGAIN_S, self._resume)
+                return
+            sock = AcceptedSocket(accepted, self._connections, _network_of(address[0]) if isinstance(address, tuple) else "")
+            sock.setblocking(False)
+            if self._connections.add(sock):
+                self._opening.spawn(self._open(sock))
+            else:
+                with contextlib.suppress(OSError):
+                    sock.send(self._refusal)
+                sock.close()
+
+    async def _open(self, sock: AcceptedSocket) -> None:
+        if sock.group:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        timeouts = (
+            {}
+            if self._tls is None
+            else {"ssl_handshake_timeout": HANDSHAKE_TIMEOUT_S, "ssl_shutdown_timeout": TLS_CLOSE_TIMEOUT_S}
+        )
+        try:
+            await self._loop.connect_accepted_socket(lambda: self._make(sock), sock, ssl=self._tls, **timeouts)
+        except OSError as error:  # of TLS too
+            logger.debug("%s: the connection was not made: %s", sock.group, error)
+            sock.close()
+
+
+def _network_of(host: str) -> str:
+    """Return an IPv4 address as it is, and of an IPv6 address the network of 64 bits, which one peer has for itself."""
+    return socket.inet_pton(socket.AF_INET6, host.partition("%")[0])[:8].hex() if ":" in host else host
 
 
 class ServerCertificate:

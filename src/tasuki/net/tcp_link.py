@@ -40,6 +40,7 @@ class TcpLink(asyncio.Protocol):
         on_opened: Callable[[TcpLink], None] | None = None,
         *,
         on_read: Callable[[], None] | None = None,
+        on_trusted: Callable[[str], None] = lambda owner: None,
         max_bytes: int = UNAUTHENTICATED_FRAME_MAX_BYTES,
     ) -> None:
         self.codec: str | None = None
@@ -47,7 +48,7 @@ class TcpLink(asyncio.Protocol):
         self.peer = Peer("tcp")
         self.tag: Any = None
         self._on_message, self._on_closed, self._on_opened = on_message, on_closed, on_opened
-        self._on_read = on_read
+        self._on_read, self._on_trusted = on_read, on_trusted
         self._decoder = FrameDecoder(max_bytes)
         self._from_server = on_opened is None  # a door wants to know of each new link, a caller has it in hand
         self._trusted = max_bytes > UNAUTHENTICATED_FRAME_MAX_BYTES
@@ -78,8 +79,9 @@ class TcpLink(asyncio.Protocol):
         if self._on_opened is not None:
             self._on_opened(self)
 
-    def trust(self, max_bytes: int = FRAME_MAX_BYTES) -> None:
-        """Accept larger frames, and unknown frame types, from a peer that is authenticated."""
+    def trust(self, max_bytes: int, owner: str) -> None:
+        """Accept larger frames, and unknown frame types, from a peer that is authenticated as `owner`."""
+        self._on_trusted(owner)
         self._decoder.max_bytes = max_bytes
         self._trusted = True
 

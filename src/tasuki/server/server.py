@@ -329,7 +329,7 @@ class Server:
             return
         first = messages[0]
         if type(first) is Welcome:
-            link.trust(self.config.frame_max_bytes)
+            link.trust(self.config.frame_max_bytes, first.identity)
             link.codec = first.codecs[0] if first.codecs else link.codec
         if type(first) is Results and link.full:
             self._send_later(conn, link, first)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import socket
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from typing import Any
 
@@ -16,6 +17,7 @@ from tasuki.doors.http.routes import ROUTES, Route
 from tasuki.errors import Forbidden, Unavailable
 from tests.doors.http.stage import ANSWER, Stage, Worker, path_of
 from tests.support.foreign_sites import FOREIGN, OWN
+from tests.support.waiting import until
 
 
 def raw(stage: Stage, data: bytes, timeout: float = 10.0) -> bytes:
@@ -332,3 +334,89 @@ def test_nobody_is_told_what_is_behind_the_server(stage: Stage, monkeypatch: pyt
 
     assert answer.status_code == 503 or not route.kinds
     assert not [word for word in ("redis", "password", "10.1.2.3") if word in answer.text]
+
+
+# ---------------------------------------------------------------------------------------------------- connections
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"GET /healthz HTTP/1.1\r\nHost: x\r\nContent-Length: 10\r\n\r\na",
+        b"POST /v1/jobs HTTP/1.1\r\nHost: x\r\nContent-Length: 10\r\n\r\na",
+        b"GET /nowhere HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n2\r\na",
+    ],
+    ids=["healthz", "no token", "no route"],
+)
+def test_an_answer_before_the_end_of_the_body_closes_the_connection(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch, data: bytes
+) -> None:
+    monkeypatch.setattr(exchange, "DISCARD_S", 0.1)
+
+    answer = raw(stage, data, timeout=3.0)
+
+    assert b"\r\nconnection: close\r\n" in answer.lower()
+
+
+def test_a_poll_whose_peer_has_left_ends(stage: Stage) -> None:
+    job_id = stage.submit()
+    polls = [f"/v1/jobs/{job_id}?wait=60", f"/v1/jobs/{job_id}/result?wait=60", f"/calc/zpe/jobs/{job_id}/result?wait=60"]
+    for path in polls:
+        with socket.create_connection((stage.address.host, stage.address.port)) as sock:
+            sock.sendall(f"GET {path} HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {stage.client}\r\n\r\n".encode())
+            until(lambda: stage.door._under_way == 1)
+
+    until(lambda: stage.door._under_way == 0, 3.0, "no request is under way")
+
+
+def test_no_token_takes_all_requests_and_health_is_always_answered(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stage.door._shares, "limit", 2)
+    job_id, other = stage.submit(), stage.create_token("client")
+    wait = f"/v1/jobs/{job_id}?wait=5"
+    with ThreadPoolExecutor(2) as threads:
+        polls = [threads.submit(stage.get, wait) for _ in range(2)]
+        until(lambda: stage.door._under_way == 2)
+        refused = stage.get(f"/v1/jobs/{job_id}")
+        assert (refused.status_code, refused.json()["error"]["code"]) == (429, "TOO_MANY_REQUESTS")
+        assert refused.headers["Retry-After"] == "1"
+        assert stage.get("/v1/jobs", other).status_code == 200
+        monkeypatch.setattr(exchange, "REQUESTS_MAX", 2)
+        assert stage.get("/v1/jobs", other).status_code == 503
+        assert [stage.call("GET", path).status_code for path in ("/healthz", "/readyz")] == [200, 200]
+        monkeypatch.undo()
+        stage.post("/v1/jobs/cancel", {"job_ids": [job_id]})
+        assert {poll.result().status_code for poll in polls} == {200}
+
+
+# ---------------------------------------------------------------------------------------------------- strictness
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"GET /healthz HTTP/1.1\r\nHost: x\r\n" + b"".join(b"a%d: %b\r\n" % (n, b"x" * 200) for n in range(100)) + b"\r\n",
+        b"GET /healthz HTTP/1.1\r\nHost: x\r\n" + b"a:\r\n" * 2600 + b"\r\n",
+        b"POST /v1/jobs HTTP/1.0\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+        b"GET /healthz HTTP/1.1\r\nHost: x\r\na: b\r\n c\r\n\r\n",
+        b"GET /healthz HTTP/1.1\nHost: x\n\n",
+        b"GET /healthz HTTP/1.1\r\nHost: x\na: b\r\n\r\n",
+        b"GET /calc/zpe%2fjobs HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n",
+        b"GET /calc/zpe%5Cjobs HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n",
+        b"GET /calc/zpe%25252Fjobs HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n",
+    ],
+    ids=["22 KB", "2600 headers", "chunked 1.0", "folded", "bare LF", "one bare LF", "slash", "backslash", "slash thrice"],
+)
+def test_a_request_that_proxies_read_in_another_way_is_400(stage: Stage, data: bytes) -> None:
+    status, error = error_in(raw(stage, data))
+
+    assert (status, error["code"]) == (b"400", "INVALID_PAYLOAD")
+
+
+@pytest.mark.parametrize("path", ["/v1/jobs", "/v1/jobs/no-such-job/result", "/calc/zpe/jobs/no-such-job"])
+def test_no_answer_is_kept_by_a_cache(stage: Stage, path: str) -> None:
+    assert stage.get(path).headers["Cache-Control"] == "no-store"
+
+
+def test_an_unknown_app_asks_for_the_token_first(stage: Stage) -> None:
+    assert stage.call("GET", "/calc/unknown/jobs/j").status_code == 401
+    assert stage.get("/calc/unknown/jobs/j").status_code == 404

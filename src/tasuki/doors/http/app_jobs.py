@@ -10,7 +10,7 @@ from msgspec import Meta
 from tasuki.core.apps import WORDS, result_of, template_of
 from tasuki.core.job import JobSpec
 from tasuki.doors.http.context import RequestContext, detail_of, iso
-from tasuki.doors.http.exchange import BATCH_MAX, Error, JobId, error_of, wait_of, whole_number
+from tasuki.doors.http.exchange import BATCH_MAX, Error, JobId, error_of, whole_number
 from tasuki.doors.http.virtual_connection import TokenConnection
 from tasuki.errors import NoResult, NotFinished, TasukiError, TooLarge
 
@@ -120,9 +120,8 @@ class AppResult(msgspec.Struct, kw_only=True):
 
 async def result(context: RequestContext) -> AppResult:
     """Return the result of a job. With `?wait=25` the answer waits for the job's end."""
-    wait_s = wait_of(context.request)
     async with context.client() as client:
-        view = await client.view(context.job_id, wait_s, result=True, subject=context.subject)
+        view = await client.view(context.job_id, context.request, result=True, subject=context.subject)
         word = WORDS[view["state"]]
         if word in ("queued", "running"):
             raise NotFinished(f"job {context.job_id!r} is {word}; ask again later, or wait for it with ?wait=25")

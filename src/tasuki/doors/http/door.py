@@ -17,6 +17,7 @@ from starlette.responses import Response
 from tasuki.config import check_app
 from tasuki.core.address import Address
 from tasuki.core.job import IdMaker
+from tasuki.core.shares import Shares
 from tasuki.doors.http import exchange
 from tasuki.doors.http.context import Authenticator, HttpConfig, HttpContext, RequestContext
 from tasuki.doors.http.exchange import discreet, error_answer, json_answer
@@ -27,20 +28,21 @@ from tasuki.doors.http.uvicorn_server import Handler, UvicornServer, application
 from tasuki.doors.http.virtual_connection import Clients
 from tasuki.doors.http.worker_sessions import WorkerSessions
 from tasuki.doors.http.workers import Workers
-from tasuki.doors.listening import bound
-from tasuki.errors import InternalError, NotFound, Overloaded, TasukiError, Unauthorized, Unavailable
+from tasuki.doors.listening import Connections, bound
+from tasuki.errors import InternalError, NotFound, Overloaded, TasukiError, TooManyRequests, Unauthorized, Unavailable
 from tasuki.server.server import Server
 
 logger = logging.getLogger("tasuki.http")
 TICK_S = 1.0
 CLOSE_TIMEOUT_S = 3
+TOKEN_SHARE = 4  # one in so many requests under way may be of one token
 CLIENT_GONE = 499  # only in the metrics: there was nobody to answer
 
 
 class HttpDoor:
     """One listener. `listen`, then `close`; it may listen again after that."""
 
-    def __init__(self, server: Server, config: HttpConfig) -> None:
+    def __init__(self, server: Server, config: HttpConfig, connections: Connections | None = None) -> None:
         for app in config.apps:
             check_app(app)
         workers = Workers(server, config.lease_ttl_s)
@@ -49,6 +51,8 @@ class HttpDoor:
         server.on_turn = self._http.metrics.turn
         self._authenticator = Authenticator(server)
         self._bodies = exchange.BodyBudget()
+        self._connections = connections or Connections()
+        self._shares = Shares(exchange.REQUESTS_MAX // TOKEN_SHARE, "requests under way", TooManyRequests)
         self._under_way = 0
         self._closing = self._loopback = False
         self._uvicorn: UvicornServer | None = None
@@ -62,7 +66,7 @@ class HttpDoor:
         sock = bound(address)
         self._loopback = address.loopback
         self._closing = False
-        self._uvicorn = UvicornServer(self.asgi_app, tls, CLOSE_TIMEOUT_S)
+        self._uvicorn = UvicornServer(self.asgi_app, tls, CLOSE_TIMEOUT_S, self._connections)
         await self._uvicorn.open(sock)
         self._ticking = asyncio.ensure_future(self._tick())
         return Address("https" if tls is not None else "http", address.host, sock.getsockname()[1])
@@ -99,13 +103,14 @@ class HttpDoor:
 
     def _endpoint(self, route: Route) -> Handler:
         async def endpoint(request: Request) -> Response:
-            if self._under_way >= exchange.REQUESTS_MAX or self._closing:
+            counted = bool(route.kinds)  # health is asked without a token, and answered also when the door is busy
+            if self._closing or (counted and self._under_way >= exchange.REQUESTS_MAX):
                 why = "going down" if self._closing else f"busy with {self._under_way} requests"
                 busy = Overloaded(f"this server is {why}; try again")
                 self._http.server.refusals.error(_host(request), busy)
                 return error_answer(busy)
             began, status = time.monotonic(), CLIENT_GONE
-            self._under_way += 1
+            self._under_way += counted
             self._http.metrics.began()
             try:
                 answer = await self._answer_or_error(route, request)
@@ -114,7 +119,7 @@ class HttpDoor:
                     answer.headers["Connection"] = "close"  # the unread rest of a body must not be taken for the next request
                 return answer
             finally:
-                self._under_way -= 1
+                self._under_way -= counted
                 self._http.metrics.answered(route.method, route.path, status, time.monotonic() - began)
 
         return endpoint
@@ -136,14 +141,23 @@ class HttpDoor:
         if not route.kinds:
             return _encoded(await route.handle(self._http))
         exchange.check_site(request, self._http.config.host_names, loopback=self._loopback)
+        caller = await self._authenticator.admit(request, route.kinds)
         app = request.path_params.get("app")
         if app is not None and app not in self._http.config.apps:
             raise NotFound(f"there is no app {app[:64]!r} here")
-        context = RequestContext(self._http, request, await self._authenticator.admit(request, route.kinds))
+        owner = caller.identity.name
+        exchange.note_token(request, owner)
+        self._shares.take(owner)
+        try:
+            return await self._read_and_handle(route, RequestContext(self._http, request, caller))
+        finally:
+            self._shares.give_back(owner)
+
+    async def _read_and_handle(self, route: Route, context: RequestContext) -> Response:
         if route.streamed:
             return await self._handled(route, context)
         with self._bodies.share() as reserve:
-            body = await exchange.read_body(request, reserve)
+            body = await exchange.read_body(context.request, reserve)
             if route.body is not None:
                 return await self._handled(route, context, _decoded(route, body))
             return await self._handled(route, context, *((body,) if route.content else ()))

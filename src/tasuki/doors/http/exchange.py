@@ -16,7 +16,7 @@ import msgspec
 from msgspec import Meta
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
-from starlette.types import Receive
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tasuki import errors
 from tasuki.core.address import Address
@@ -40,6 +40,7 @@ BODY_MAX_BYTES = 16 * 1024 * 1024
 BODIES_MAX_BYTES = 256 * 1024 * 1024  # of all requests at once
 REFUSED_MAX_BYTES = 4 * BODY_MAX_BYTES  # a body that is declared larger is not read at all
 DROP_TIMEOUT_S = 5.0
+DISCARD_S = 2.0  # of a body that is still being sent when the answer is given
 BODY_TIMEOUT_S = 30.0
 REQUESTS_MAX = 4096  # at once, waiting ones included
 WAIT_MAX_S = 60.0
@@ -135,7 +136,46 @@ def error_answer(error: TasukiError) -> Response:
     return json_answer(ErrorReply(error_of(error)), status, headers)
 
 
+class EarlyResponse(Response):
+    """Response to a client that may still be sending. The rest of the body is discarded for a moment before the connection is
+    closed: a peer whose connection is cut while it sends may never read the response."""
+
+    def __init__(self, answer: ASGIApp) -> None:
+        super().__init__(status_code=getattr(answer, "status_code", 200))
+        self._answer = answer
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        is_unread = True
+
+        async def note_end() -> Message:
+            nonlocal is_unread
+            message = await receive()
+            is_unread = is_unread and bool(message.get("more_body"))  # the end must not be waited for again
+            return message
+
+        async def hold_back(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                others = [header for header in message["headers"] if header[0].lower() != b"connection"]
+                message = {**message, "headers": [*others, (b"connection", b"close")]}
+            elif not message.get("more_body"):
+                await send({**message, "more_body": True})
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(DISCARD_S):
+                        while is_unread:
+                            await note_end()
+                message = {"type": "http.response.body", "body": b""}
+            await send(message)
+
+        await self._answer(scope, note_end, hold_back)
+
+
 # ---------------------------------------------------------------------------------------------------- requests
+
+
+def note_token(request: Request, owner: str) -> None:
+    """Note that the peer of this connection has shown a token: the connection is not closed to make room for others."""
+    if (connection := request.scope.get("state", {}).get("connection")) is not None:
+        connection.accepted.trust(owner)
 
 
 def secret_of(request: Request) -> str:

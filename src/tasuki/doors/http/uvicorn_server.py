@@ -3,16 +3,18 @@
     server = UvicornServer(application("tasuki agent", routes), tls, close_timeout_s)
     await server.open(sock); server.hurry(2); await server.close()
 
-`LimitedProtocol` is uvicorn's h11 protocol with limits. Request line and headers must come in time. A peer that reads nothing of
-its answer for a minute is disconnected; a slow one is not: a download over a bad connection may take hours, but a program that
-hangs must not hold its connection, a file and a request for ever. `FastRouter` leads a request to its endpoint without the
-framework's middlewares.
+`LimitedProtocol` is uvicorn's h11 protocol with limits. While no request is handled, the connection has one deadline: for request
+line and headers, and for the rest of a body that was answered before its end. A peer that reads nothing of its answer for a
+minute is disconnected; a slow one is not: a download over a bad connection may take hours, but a program that hangs must not
+hold its connection, a file and a request for ever. `FastRouter` leads a request to its endpoint without the framework's
+middlewares.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import socket
 import ssl
 import struct
@@ -23,24 +25,29 @@ import h11
 import msgspec
 import uvicorn
 from fastapi import FastAPI
+from h11._receivebuffer import ReceiveBuffer
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Match, Route
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.server import ServerState
 
-from tasuki.doors.http.exchange import CODES, envelope, json_answer, until_disconnected
-from tasuki.doors.listening import connections_max
+from tasuki.doors.http.exchange import CODES, EarlyResponse, envelope, error_answer, json_answer, until_disconnected
+from tasuki.doors.listening import AcceptedSocket, Connections, ListeningSocket
+from tasuki.errors import InvalidInput, Overloaded
 
 logger = logging.getLogger("tasuki.http")
 HEADERS_MAX_BYTES = 16 * 1024
+HEADERS_MAX = 128
 HEADERS_TIMEOUT_S = 10.0
 KEEP_ALIVE_S = 65  # a worker that polls twice a minute keeps its connection
 STALLED_S = 60.0
 CHECKS = 4  # of a stalled reader in that time
 _ACKED = slice(120, 128)  # tcpi_bytes_acked in Linux' struct tcp_info
 _LENGTHS = {b"content-length", b"transfer-encoding"}
+_encoded_slash = re.compile(rb"%(?:25)*(?:2f|5c)", re.IGNORECASE).search  # encoded twice too: a proxy may decode once
 
 Handler: TypeAlias = Callable[[Request], Awaitable[Response]]
 
@@ -89,68 +96,100 @@ class FastRouter:
                 self._routes.setdefault((method, route.path.count("/")), []).append(route)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        answer = await self._answer(scope, receive, send)
+        if scope["state"]["connection"].conn.their_state is h11.SEND_BODY and not isinstance(answer, EarlyResponse):
+            answer = EarlyResponse(answer)
+        await answer(scope, receive, send)
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> ASGIApp:
+        if _encoded_slash(scope["raw_path"]):
+            return error_answer(InvalidInput("the path has an encoded slash or backslash, which no name here may have"))
         path = scope["path"]
         for route in self._routes.get((scope["method"], path.count("/")), ()):
             if found := route.path_regex.match(path):
                 scope["path_params"] = found.groupdict()
                 endpoint: Handler = route.endpoint
-                answer = await endpoint(Request(scope, receive, send))
-                await answer(scope, receive, send)
-                return
-        await self._app(scope, receive, send)
+                return await endpoint(Request(scope, receive, send))
+        return self._app
 
 
 # ---------------------------------------------------------------------------------------------------- connections
 
 
+class _StrictBuffer(ReceiveBuffer):
+    """h11's buffer, without its tolerance for headers that a proxy could read in another way, and with a strict limit."""
+
+    def maybe_extract_lines(self) -> list[bytearray] | None:
+        before = len(self)
+        lines = super().maybe_extract_lines()
+        if lines:
+            size_bytes = before - len(self)
+            if size_bytes > HEADERS_MAX_BYTES or len(lines) > HEADERS_MAX:
+                raise h11.RemoteProtocolError("the headers are too large")
+            if size_bytes != sum(map(len, lines)) + 2 * len(lines) + 2:
+                raise h11.RemoteProtocolError("a line ends with a bare LF")
+            if any(line.startswith((b" ", b"\t")) for line in lines):
+                raise h11.RemoteProtocolError("a header is folded")
+        return lines
+
+
 class _Connection(h11.Connection):
     """h11's connection, without bodies of two lengths: a proxy could see their end elsewhere, and a request could be smuggled."""
 
+    def __init__(self) -> None:
+        super().__init__(h11.SERVER, HEADERS_MAX_BYTES)
+        self._receive_buffer = _StrictBuffer()
+
     def next_event(self) -> h11.Event | type[h11.NEED_DATA] | type[h11.PAUSED]:
         event = super().next_event()
-        if type(event) is h11.Request and {name for name, _ in event.headers} >= _LENGTHS:
-            raise h11.RemoteProtocolError("Content-Length and Transfer-Encoding at once")
+        if type(event) is h11.Request:
+            names = {name for name, _ in event.headers}
+            if names >= _LENGTHS or (event.http_version < b"1.1" and b"transfer-encoding" in names):
+                raise h11.RemoteProtocolError("Transfer-Encoding beside Content-Length, or in HTTP/1.0")
         return event
 
 
 class LimitedProtocol(H11Protocol):
-    """uvicorn's protocol with a time limit for headers and for stalled readers, and with JSON answers to malformed requests."""
+    """uvicorn's protocol with deadlines, for requests and for stalled readers, and with JSON answers to malformed requests."""
 
     stalled_s = STALLED_S
-    _headers_timer: asyncio.TimerHandle | None = None
+    _deadline: asyncio.TimerHandle | None = None
     _stall_timer: asyncio.TimerHandle | None = None
     _progress: tuple[int, bytes] | None = None
     _progress_at = 0.0
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.conn = _Connection(h11.SERVER, HEADERS_MAX_BYTES)
+    def __init__(self, accepted: AcceptedSocket, config: uvicorn.Config, server_state: ServerState) -> None:
+        super().__init__(config, server_state, {"connection": self})
+        self.accepted = accepted
+        self.conn = _Connection()
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        if len(self.connections) > connections_max() // 2:  # the other half is for TCP
-            transport.close()
-            return
-        self._headers_timer = self.loop.call_later(HEADERS_TIMEOUT_S, self._headers_late)
+        self._watch()
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
-        if self._headers_timer is None and self.conn.their_state is h11.IDLE and self.conn.trailing_data[0]:
-            self._headers_timer = self.loop.call_later(HEADERS_TIMEOUT_S, self._headers_late)
-        elif self._headers_timer is not None and self.conn.their_state is not h11.IDLE:
-            self._headers_timer.cancel()
-            self._headers_timer = None
+        self._watch()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        for timer in (self._headers_timer, self._stall_timer):
+        for timer in (self._deadline, self._stall_timer):
             if timer is not None:
                 timer.cancel()
         super().connection_lost(exc)
 
-    def _headers_late(self) -> None:
-        self._headers_timer = None
-        if self.conn.their_state is h11.IDLE and (self.cycle is None or self.cycle.response_complete):
-            self.transport.close()
+    def _watch(self) -> None:
+        """Set the deadline if no request is handled and one is expected or under way; it is not put off by further bytes."""
+        if self._expects():
+            if self._deadline is None:
+                self._deadline = self.loop.call_later(HEADERS_TIMEOUT_S, self.transport.abort)
+        elif self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+
+    def _expects(self) -> bool:
+        if self.cycle is None or self.transport.is_closing() or not self.cycle.response_complete:
+            return self.cycle is None
+        return self.conn.their_state is not h11.IDLE or bool(self.conn.trailing_data[0])  # else uvicorn's keep-alive counts
 
     def send_400_response(self, msg: str) -> None:
         body = msgspec.json.encode(envelope("INVALID_PAYLOAD", "this is not a valid HTTP request, or its headers are too large"))
@@ -174,6 +213,7 @@ class LimitedProtocol(H11Protocol):
         super().on_response_complete()
         if self.transport.get_write_buffer_size():  # also a transport that is closing waits for the peer to read this
             self._watch_reader()
+        self._watch()
 
     def _watch_reader(self) -> None:
         if self._stall_timer is None:
@@ -237,8 +277,10 @@ async def while_connected(receive: Receive, sending: Coroutine[Any, Any, None]) 
 class UvicornServer:
     """One application on one socket. Event loop and signals belong to the caller."""
 
-    def __init__(self, app: FastAPI, tls: ssl.SSLContext | None, close_timeout_s: int) -> None:
-        """`close_timeout_s`: time that requests under way have at the end."""
+    def __init__(
+        self, app: FastAPI, tls: ssl.SSLContext | None, close_timeout_s: int, connections: Connections | None = None
+    ) -> None:
+        """`close_timeout_s`: time that requests under way have at the end. `connections` are those of the process."""
         config = uvicorn.Config(
             FastRouter(app),
             http=LimitedProtocol,
@@ -249,23 +291,36 @@ class UvicornServer:
             access_log=False,
             server_header=False,
             proxy_headers=False,
+            headers=[("Cache-Control", "no-store")],  # jobs, results, logs and tokens are nobody else's
             h11_max_incomplete_event_size=HEADERS_MAX_BYTES,
             timeout_keep_alive=KEEP_ALIVE_S,
             timeout_graceful_shutdown=close_timeout_s,
         )
         config.load()
-        config.ssl = tls
         self._server = uvicorn.Server(config)
+        self._tls, self._connections = tls, connections or Connections()
+        self._listening: ListeningSocket | None = None
         self._serving: asyncio.Task[None] | None = None
 
     async def open(self, sock: socket.socket) -> None:
         """Serve requests from a bound socket."""
         self._server.lifespan = self._server.config.lifespan_class(self._server.config)
-        await self._server.startup(sockets=[sock])
+        await self._server.startup(sockets=[])
+        busy = error_answer(Overloaded("this server has no room for a connection more; try again later"))
+        refusal = b"HTTP/1.1 503 Service Unavailable\r\nConnection: close\r\n%b\r\n\r\n%b" % (
+            b"\r\n".join(b"%b: %b" % header for header in busy.raw_headers),
+            bytes(busy.body),
+        )
+        self._listening = ListeningSocket(sock, self._connections, self._make_protocol, self._tls, refusal)
         self._serving = asyncio.create_task(self._serve())
+
+    def _make_protocol(self, accepted: AcceptedSocket) -> LimitedProtocol:
+        return LimitedProtocol(accepted, self._server.config, self._server.server_state)
 
     async def _serve(self) -> None:
         await self._server.main_loop()
+        if self._listening is not None:
+            self._listening.close()
         await self._server.shutdown()
 
     def hurry(self, close_timeout_s: int) -> None:

@@ -14,7 +14,7 @@ from starlette.responses import Response, StreamingResponse
 
 from tasuki.core.job import TERMINAL, InputFile, JobSpec, State
 from tasuki.doors.http.context import HttpContext, RequestContext, detail_of
-from tasuki.doors.http.exchange import BATCH_MAX, Error, JobId, error_of, number, wait_of, whole_number
+from tasuki.doors.http.exchange import BATCH_MAX, Error, JobId, error_of, number, whole_number
 from tasuki.errors import InvalidInput, NoResult, NotFinished, TasukiError, Unavailable
 
 LOG_WAIT_MAX_S = 25.0
@@ -123,9 +123,8 @@ async def submit_jobs(context: RequestContext, body: JobBody | JobsBody) -> JobA
 
 async def get_job(context: RequestContext) -> dict[str, Any]:
     """Return a job. With `?wait=25` the answer waits for the job's end."""
-    wait_s = wait_of(context.request)
     async with context.client() as client:
-        return await client.view(context.job_id, wait_s)
+        return await client.view(context.job_id, context.request)
 
 
 async def list_jobs(context: RequestContext) -> Any:
@@ -155,11 +154,10 @@ async def stats(context: RequestContext) -> Any:
 
 async def result(context: RequestContext) -> Response:
     """Return the bytes of a result, of a command a ZIP; also of a failed job, if it left one."""
-    wait_s = wait_of(context.request)
     stack = AsyncExitStack()
     try:
         client = await stack.enter_async_context(context.client())
-        view = await client.view(context.job_id, wait_s, result=True)
+        view = await client.view(context.job_id, context.request, result=True)
         outcome, state = view["outcome"], view["state"]
         if State(state) not in TERMINAL:
             raise NotFinished(f"job {context.job_id!r} is {state}; ask again later, or wait for it with ?wait=25")

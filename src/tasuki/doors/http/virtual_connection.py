@@ -17,6 +17,7 @@ from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
 import msgspec
+from starlette.requests import Request
 
 from tasuki.core import protocol
 from tasuki.core.access import Identity, PeerKind
@@ -25,6 +26,7 @@ from tasuki.core.broker.events import BlobArrived
 from tasuki.core.job import TERMINAL, BlobRef, JobSpec, State
 from tasuki.core.machine import Peer
 from tasuki.core.store_messages import BlobPlace
+from tasuki.doors.http.exchange import disconnected, wait_of
 from tasuki.errors import NotFound, TasukiError, Unavailable, from_wire
 from tasuki.server.server import Server
 
@@ -258,7 +260,7 @@ class VirtualConnection:
         for message in messages:
             self.send(message)
 
-    def trust(self, max_bytes: int) -> None:
+    def trust(self, max_bytes: int, owner: str) -> None:
         """Do nothing: no message is decoded here that could be too large."""
 
     def close(self, error: TasukiError | None = None) -> None:
@@ -385,17 +387,23 @@ class TokenConnection:
             self._watched.difference_update(job_ids)
             raise
 
-    async def view(self, job_id: str, wait_s: float = 0.0, *, result: bool = False, subject: str | None = None) -> dict[str, Any]:
-        """Return a job; NotFound if it is not of `subject`. With `wait_s`: after its end, if that comes in time."""
+    async def view(
+        self, job_id: str, poll: Request | None = None, *, result: bool = False, subject: str | None = None
+    ) -> dict[str, Any]:
+        """Return a job; NotFound if it is not of `subject`.
+
+        With `poll`, a request with `?wait=25`: after the job's end, if that comes in time and the peer does not leave.
+        """
+        wait_s = wait_of(poll) if poll is not None else 0.0
         while True:
             [view] = await self.request("get", job_ids=[job_id], result=result)
             if subject is not None and view["subject"] != subject:
                 raise NotFound(f"there is no job {job_id[:128]!r}, or it is not yours")
-            if not wait_s or State(view["state"]) in TERMINAL:
+            if poll is None or not wait_s or State(view["state"]) in TERMINAL:
                 return view
-            with self.listen([job_id]) as listener:
+            with self.listen([job_id]) as listener, disconnected(poll) as left:
                 await self.request("watch", job_ids=[job_id])
-                await asyncio.wait([listener.woken], timeout=wait_s)
+                await asyncio.wait([listener.woken, left], timeout=wait_s, return_when=asyncio.FIRST_COMPLETED)
                 if self.connection.closed is not None:
                     raise self.connection.closed
             wait_s = 0.0

@@ -1,0 +1,190 @@
+"""Connections are counted from accept on: strangers cannot keep out the peers that have a token, nor the operator."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+import ssl
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import pytest
+
+from tasuki.core.address import Address
+from tasuki.doors import listening
+from tasuki.doors.http.uvicorn_server import UvicornServer, application
+from tasuki.doors.listening import AcceptedSocket, Connections, ListeningSocket, bound
+from tasuki.event_loop import loop_factory
+from tests.support.certificates import TestAuthority
+from tests.support.processes import open_files
+from tests.support.waiting import until_async
+
+LOOPS: list[Callable[[], asyncio.AbstractEventLoop] | None] = [asyncio.new_event_loop, loop_factory()]
+
+
+@pytest.fixture(scope="module")
+def tls(tmp_path_factory: pytest.TempPathFactory) -> ssl.SSLContext:
+    return TestAuthority(tmp_path_factory.mktemp("ca")).serving()
+
+
+@pytest.fixture(autouse=True)
+def few(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(listening, "CONNECTIONS_MAX", 32)  # 24 of the network, 16 strangers
+
+
+class Peer(asyncio.Protocol):
+    def __init__(self, accepted: AcceptedSocket) -> None:
+        self.accepted = accepted
+
+    def data_received(self, data: bytes) -> None:
+        self.accepted.trust(data.decode())
+
+
+@contextlib.asynccontextmanager
+async def accepting(tls: ssl.SSLContext | None = None) -> AsyncIterator[tuple[Connections, int]]:
+    connections = Connections()
+    listener = ListeningSocket(bound(Address("tcp", "127.0.0.1", 0)), connections, Peer, tls, b"full")
+    try:
+        yield connections, listener.sock.getsockname()[1]
+    finally:
+        listener.close()
+
+
+async def dial(port: int, token: bytes = b"") -> socket.socket:
+    sock = socket.socket()
+    sock.setblocking(False)
+    await asyncio.get_running_loop().sock_connect(sock, ("127.0.0.1", port))
+    await asyncio.get_running_loop().sock_sendall(sock, token)
+    return sock
+
+
+async def ended(sock: socket.socket) -> bytes:
+    return await asyncio.wait_for(asyncio.get_running_loop().sock_recv(sock, 100), 5.0)
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_handshakes_that_never_end_take_no_more_descriptors_than_strangers_may(
+    tls: ssl.SSLContext, loop: Callable[[], asyncio.AbstractEventLoop]
+) -> None:
+    async def main() -> None:
+        async with accepting(tls) as (connections, port):
+            before = open_files(os.getpid())
+            peers = [await dial(port) for _ in range(60)]
+            assert await ended(peers[43]) == b""
+            await until_async(lambda: open_files(os.getpid()) - before <= 60 + 16 + 2)  # uvloop opens one more for itself
+            assert len(connections) == 16
+            for peer in peers:
+                peer.close()
+            await until_async(lambda: len(connections) == 0)
+
+    with asyncio.Runner(loop_factory=loop) as runner:
+        runner.run(main())
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_peers_that_have_shown_a_token_stay_when_strangers_come(loop: Callable[[], asyncio.AbstractEventLoop]) -> None:
+    async def main() -> None:
+        async with accepting() as (connections, port):
+            known = [await dial(port, b"token:a") for _ in range(3)]
+            await until_async(lambda: connections._shares.taken("token:a") == 3)
+            strangers = [await dial(port) for _ in range(60)]
+            assert await ended(strangers[40]) == b""
+            assert len(connections) == 19
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(ended(known[0]), 0.1)
+            for peer in [*known, *strangers]:
+                peer.close()
+            await until_async(lambda: len(connections) == len(connections._shares) == 0)
+
+    with asyncio.Runner(loop_factory=loop) as runner:
+        runner.run(main())
+
+
+def test_connections_beyond_the_share_of_a_token_make_room_for_others_and_the_rest_is_refused() -> None:
+    async def main() -> None:
+        async with accepting() as (connections, port):
+            # Given one token with 8 connections, 2 more than its share, and others that take all the rest
+            greedy = []
+            for n in range(8):
+                greedy.append(await dial(port, b"token:greedy"))
+                await until_async(lambda: not connections._strangers and len(connections) == n + 1)  # noqa: B023
+            others = []
+            for n in range(16):
+                others.append(await dial(port, b"token:%d" % (n % 4)))
+                await until_async(lambda: not connections._strangers and len(connections) == n + 9)  # noqa: B023
+            # When more come, then the two are closed, and after them nobody
+            late = []
+            for n in range(2):
+                late.append(await dial(port, b"token:late"))
+                assert await ended(greedy[6 + n]) == b""
+                await until_async(lambda: not connections._strangers)
+            refused = await dial(port)
+            assert await ended(refused) == b"full"
+            for peer in [*greedy, *others, *late, refused]:
+                peer.close()
+            await until_async(lambda: len(connections) == len(connections._shares) == 0)
+
+    asyncio.run(main())
+
+
+def test_the_address_with_most_strangers_loses_one() -> None:
+    connections = Connections()
+    with contextlib.ExitStack() as stack:
+
+        def come(group: str) -> AcceptedSocket:
+            ours, theirs = socket.socketpair()
+            stack.enter_context(theirs)
+            sock = stack.enter_context(contextlib.closing(AcceptedSocket(ours, connections, group)))
+            assert connections.add(sock)
+            return sock
+
+        first = come("10.0.0.1")
+        crowd = [come("10.0.0.2") for _ in range(40)]
+
+        assert first in connections._all
+        assert [sock in connections._all for sock in crowd] == [False] * 25 + [True] * 15
+
+
+def test_the_unix_socket_has_room_when_the_network_has_none(tmp_path: Path) -> None:
+    async def main() -> None:
+        connections = Connections()
+        door = bound(Address("tcp", "127.0.0.1", 0))
+        local = socket.socket(socket.AF_UNIX)
+        local.bind(str(tmp_path / "s"))
+        listeners = [ListeningSocket(sock, connections, Peer) for sock in (door, local)]
+        peers = []
+        for n in range(24):
+            peers.append(await dial(door.getsockname()[1], b"token:%d" % n))
+            await until_async(lambda: not connections._strangers and len(connections) == n + 1)  # noqa: B023
+        _, writer = await asyncio.open_unix_connection(str(tmp_path / "s"))
+        await until_async(lambda: len(connections) == 25)
+        writer.close()
+        for peer in peers:
+            peer.close()
+        for listener in listeners:
+            listener.close()
+
+    asyncio.run(main())
+
+
+def test_half_a_handshake_with_https_is_ended_after_ten_seconds(tls: ssl.SSLContext, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert listening.HANDSHAKE_TIMEOUT_S == 10.0
+    monkeypatch.setattr(listening, "HANDSHAKE_TIMEOUT_S", 0.2)
+
+    async def main() -> None:
+        server = UvicornServer(application("test", []), tls, 1)
+        sock = bound(Address("https", "127.0.0.1", 0))
+        await server.open(sock)
+        assert await ended(await dial(sock.getsockname()[1], b"\x16\x03\x01")) == b""
+        await server.close()
+
+    asyncio.run(main())
+
+
+def test_addresses_of_one_ipv6_network_are_one_peer() -> None:
+    assert (
+        listening._network_of("2001:db8::1%eth0") == listening._network_of("2001:db8::2") != listening._network_of("2001:db9::1")
+    )
+    assert listening._network_of("10.0.0.1") == "10.0.0.1"
