@@ -66,11 +66,8 @@ def test_an_array_has_one_job_per_index(served: Served) -> None:
     assert told == {"array_id": "sweep", "count": 3, "states": {"SUCCEEDED": 3}}
     assert user.run("logs", "sweep.2").stdout == "seed 2\n"
     elements = user.json("list", "--json", "--array", "sweep")["jobs"]
-    assert {view["job_id"]: view["headers"]["array_index"] for view in elements} == {
-        "sweep.1": "1",
-        "sweep.2": "2",
-        "sweep.3": "3",
-    }
+    assert {view["job_id"]: view["header_names"] for view in elements} == {f"sweep.{n}": ["array_index"] for n in (1, 2, 3)}
+    assert user.json("status", "--json", "sweep.2")[0]["headers"] == {"array_index": "2"}
 
 
 def test_each_line_is_a_job_and_is_never_split(served: Served) -> None:

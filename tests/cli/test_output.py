@@ -2,7 +2,7 @@
 
 import pytest
 
-from tasuki.cli.output import ExitCode, exit_code_for
+from tasuki.cli.output import ExitCode, exit_code_for, when
 from tasuki.cli.run import exit_code_of
 from tasuki.core.job import Outcome, State
 from tasuki.core.protocol import JobResult
@@ -55,3 +55,8 @@ def test_every_code_is_explained_in_the_table() -> None:
 )
 def test_run_exits_with_the_code_of_its_job(outcome: Outcome, expected: int) -> None:
     assert exit_code_of(JobResult("job", State.FAILED, 1, outcome)) == expected
+
+
+@pytest.mark.parametrize("number", [float("inf"), float("nan"), 1e300, -1e15, 2.0**63])
+def test_a_number_that_is_no_time_is_shown_as_it_is(number: float) -> None:
+    assert when(number) == f"{number:g}"

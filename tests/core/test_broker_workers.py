@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from tasuki.core.broker.events import DiskSpace, SendBlob, TurnDone, TurnFailed
 from tasuki.core.broker.state import CREDIT_MAX
 from tasuki.core.broker.upkeep import DUTY_INTERVAL_S
 from tasuki.core.broker.worker_messages import REDELIVER_AFTER_S
-from tasuki.core.job import JobSpec, State
+from tasuki.core.job import BlobRef, JobSpec, Outcome, State
 from tasuki.core.machine import Ticked
 from tasuki.core.protocol import (
     AssignJobs,
@@ -19,6 +20,7 @@ from tasuki.core.protocol import (
     CancelJobs,
     CancelLeases,
     Claim,
+    Ending,
     ErrorMessage,
     GiveCredit,
     Heartbeat,
@@ -185,6 +187,45 @@ def test_a_worker_cannot_end_another_workers_attempt(stage: BrokerStage) -> None
     assert stage.job("a").state is State.ASSIGNED  # type: ignore[union-attr]
 
 
+@pytest.mark.parametrize("told", [math.inf, math.nan, 1e300, -1e15, 0.0])
+def test_a_start_is_never_before_the_grant_nor_after_the_report(stage: BrokerStage, told: float) -> None:
+    client, worker = stage.node(), stage.worker(credit=1)
+    stage.submit(client, "a")
+    [grant] = stage.grants(worker)
+    granted_at = stage.now().wall
+    stage.pass_time(1.0)
+    stage.ask(worker, JobsFinished([Ending("a", grant.lease_id, grant.attempt, Outcome(), told)]))
+    job = stage.job("a")
+    assert job is not None
+    assert job.state is State.SUCCEEDED
+    assert job.started_at is not None
+    assert granted_at <= job.started_at <= stage.now().wall
+
+
+@pytest.mark.parametrize(
+    "outcome",
+    [
+        {"error_code": "x" * 65},
+        {"result_sha256": "x" * 1000},
+        {"result_sha256": "A" * 64},
+        {"result_ref": BlobRef("a" * 64, 5), "result_sha256": "b" * 64},
+        {"meta": {"x": {None: 1}}},
+        {"meta": {"x": {1, 2}}},
+        {"meta": {"x": [{}] * 2000}},
+    ],
+    ids=str,
+)
+def test_an_outcome_that_cannot_be_shown_fails_its_own_attempt(stage: BrokerStage, outcome: dict[str, Any]) -> None:
+    client, worker = stage.node(), stage.worker(credit=1)
+    stage.submit(client, "a")
+    [grant] = stage.grants(worker)
+    stage.ask(worker, JobsFinished([ending(grant, **outcome)]))
+    job = stage.job("a")
+    assert job is not None
+    assert job.outcome is not None
+    assert (job.state, job.outcome.error_code, job.outcome.meta) == (State.FAILED, "BAD_OUTCOME", {})
+
+
 def test_an_exact_repeat_is_recorded_again_told_once_and_counted_once(stage: BrokerStage) -> None:
     client, worker = stage.node(), stage.worker(credit=2)
     stage.submit(client, "a", "b")
@@ -197,8 +238,6 @@ def test_an_exact_repeat_is_recorded_again_told_once_and_counted_once(stage: Bro
 
 
 def test_a_result_blob_that_is_not_here_is_not_recorded(stage: BrokerStage) -> None:
-    from tasuki.core.job import BlobRef
-
     client, worker = stage.node(), stage.worker(credit=1)
     stage.submit(client, "a")
     [grant] = stage.grants(worker)

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 
 from tasuki.core.access import Identity, PeerKind
 from tasuki.core.broker.events import Query
-from tasuki.core.job import JobSpec, body_hash
+from tasuki.core.job import InputFile, JobSpec, body_hash
 from tasuki.core.store_messages import LeaseRequest, Report, Submission
-from tasuki.errors import Forbidden, InvalidInput, NotFound
-from tasuki.server.queries import GET_MAX, GET_RESULTS_MAX, PAGE_MAX, answer_query
+from tasuki.errors import Forbidden, InvalidInput, NotFound, TooLarge
+from tasuki.server.queries import GET_MAX, GET_RESULTS_MAX, PAGE_BYTES, PAGE_MAX, answer_query, query_bytes
 from tasuki.stores.memory.store import MemoryStore
 from tasuki.testing.clocks import FakeClock
 
@@ -146,3 +147,53 @@ def test_explain_tells_the_place_in_the_line(store: MemoryStore) -> None:
     assert answer["facts"]["ahead"] == 1
     with pytest.raises(InvalidInput):
         ask(store, ALICE, "explain", job_id=3)
+
+
+def test_lists_show_names_and_counts_and_never_whole_headers_or_file_names(store: MemoryStore) -> None:
+    headers = {f"{number}{'n' * 5000}": "\x1b" * 8000 for number in range(60)}
+    files = tuple(InputFile(name=f"{number}/{'f' * 190}", data=b"") for number in range(1000))
+    for number in range(200):
+        add(store, f"wide-{number}", subject="wide", headers=headers, files=files, env={"SECRET": "x"})
+
+    page = ask(store, ADMIN, "find", limit=200, subject="wide")
+    assert len(msgspec.json.encode(page)) < 8 * 1024 * 1024
+    view = page["jobs"][0]
+    assert (view["files_count"], view["env_count"], len(view["header_names"])) == (1000, 1, 60)
+    assert not {"headers", "files", "env_names"} & view.keys()
+    assert max(map(len, view["header_names"])) == 64
+    several = ask(store, ADMIN, "get", job_ids=["wide-1", "wide-2"])
+    assert "headers" not in several[0]
+    [alone] = ask(store, ADMIN, "get", job_ids=["wide-1"])
+    assert (alone["headers"], len(alone["files"]), alone["env_names"]) == (headers, 1000, ["SECRET"])
+
+
+def test_a_page_ends_at_its_bytes_and_its_cursor_goes_on(store: MemoryStore) -> None:
+    for number in range(300):
+        add(
+            store,
+            f"long-{number:03}",
+            subject="long",
+            exec="x",
+            args=("a" * 200,) * 20,
+            headers={"h" * 60 + str(n): "" for n in range(60)},
+        )
+    found: list[str] = []
+    pages, cursor = 0, None
+    while pages == 0 or cursor is not None:
+        page = ask(store, ADMIN, "find", limit=1000, subject="long", cursor=cursor)
+        assert len(msgspec.msgpack.encode(page)) < 2 * PAGE_BYTES
+        found += [view["job_id"] for view in page["jobs"]]
+        pages, cursor = pages + 1, page["cursor"]
+    assert found == [f"long-{number:03}" for number in reversed(range(300))]
+    assert pages > 1
+
+
+def test_a_get_of_too_much_is_refused_before_all_of_it_is_read(store: MemoryStore) -> None:
+    add(store, "large", exec="x", args=("\U0001f600" * 200,) * 20)
+    with pytest.raises(TooLarge, match="ask for fewer at once"):
+        ask(store, ADMIN, "get", job_ids=["large"] * 1000)
+
+
+def test_queries_that_wait_are_counted_by_their_size() -> None:
+    assert query_bytes(Query(1, 1, "get", {"job_ids": ["x"] * 1000}, ADMIN, [])) == 64_000
+    assert query_bytes(Query(1, 1, "find", {"text": "x" * 1000, "limit": 5, "cursor": None}, ADMIN, [])) == 1000

@@ -152,9 +152,12 @@ def plain(value: object) -> str:
 
 
 def when(unix_time: float | None) -> str:
-    """Return the local time, to the second."""
+    """Return the local time, to the second; of a number that is no time, the number."""
     if unix_time is None:
         return "-"
     from datetime import UTC, datetime
 
-    return datetime.fromtimestamp(unix_time, UTC).astimezone().strftime("%Y-%m-%d %H:%M:%S")
+    try:
+        return datetime.fromtimestamp(unix_time, UTC).astimezone().strftime("%Y-%m-%d %H:%M:%S")
+    except (OverflowError, ValueError, OSError):
+        return f"{unix_time:g}"

@@ -23,14 +23,21 @@ from tasuki.core.machine import Peer
 from tasuki.core.protocol import Message
 from tasuki.core.store_messages import Filter
 from tasuki.core.subject import check_pattern
-from tasuki.errors import InvalidInput, NotFound, TasukiError, Unavailable
+from tasuki.errors import InvalidInput, NotFound, TasukiError, TooLarge, Unavailable
 from tasuki.stores.store import Reader
 
 PAGE_MAX = 1000
 GET_MAX = 1000
+PAGE_BYTES = 1024 * 1024  # a page of a list ends at this size as well as at its number of jobs
+GET_MAX_BYTES = 6 * 1024 * 1024  # of all jobs of one answer, which must fit a frame
+STEP_ROWS = 32  # jobs that are read at once: with their headers and file names each may have 3 MiB
+INCIDENTS_MAX = 1000  # of one answer to `explain`, the latest
 GET_RESULTS_MAX = 64  # results are up to 64 KiB each, and a frame is up to 8 MiB
 ARGS_SHOWN_MAX = 20
+NAME_SHOWN_MAX_CHARS = 64
+MESSAGE_SHOWN_MAX_CHARS = 1000  # in lists
 WAITING_MAX = 256  # queued pieces of one connection; past this it is not read from
+WAITING_MAX_BYTES = 1024 * 1024  # of memory that they take, about
 
 T = TypeVar("T")
 
@@ -47,8 +54,16 @@ def _get(reader: Reader, query: Query) -> Any:
     with_result = bool(query.params.get("result"))
     if with_result and len(job_ids) > GET_RESULTS_MAX:
         raise InvalidInput(f"results of at most {GET_RESULTS_MAX} jobs can be asked for at once, not of {len(job_ids)}")
-    jobs = [_visible(job_id, job, query.identity) for job_id, job in zip(job_ids, reader.get(job_ids), strict=True)]
-    return [describe(job, with_result=with_result) for job in jobs]
+    views: list[dict[str, Any]] = []
+    size = 0
+    for start in range(0, len(job_ids), STEP_ROWS):
+        some = job_ids[start : start + STEP_ROWS]
+        jobs = [_visible(job_id, job, query.identity) for job_id, job in zip(some, reader.get(some), strict=True)]
+        views += [describe(job, with_result=with_result, in_list=len(job_ids) > 1) for job in jobs]
+        size += _size_of(views[start:])
+        if size > GET_MAX_BYTES:
+            raise TooLarge(f"these {len(job_ids)} jobs have more than {GET_MAX_BYTES} bytes; ask for fewer at once")
+    return views
 
 
 def _visible(job_id: str, job: Job | None, identity: Identity) -> Job:
@@ -75,8 +90,22 @@ def _find(reader: Reader, query: Query) -> Any:
         check_pattern(filter.subject)
     if not query.identity.admin:
         filter = msgspec.structs.replace(filter, submitter=query.identity.name, scope=query.identity.scope)
-    page = reader.find(filter, limit=limit, cursor=cursor)
-    return {"jobs": [describe(job) for job in page.jobs], "cursor": page.cursor}
+    views: list[dict[str, Any]] = []
+    size = 0
+    while len(views) < limit and size < PAGE_BYTES:
+        step = min(STEP_ROWS, limit - len(views))
+        page = reader.find(filter, limit=step, cursor=cursor)
+        found = [describe(job, in_list=True) for job in page.jobs]
+        size += _size_of(found)
+        views += found
+        cursor = page.cursor
+        if len(found) < step:  # the end, or the store has looked at enough rows for one request
+            break
+    return {"jobs": views, "cursor": cursor}
+
+
+def _size_of(views: list[dict[str, Any]]) -> int:
+    return len(msgspec.msgpack.encode(views))  # as JSON up to six times as much
 
 
 def _counts(reader: Reader, query: Query) -> Any:
@@ -96,7 +125,7 @@ def _explain(reader: Reader, query: Query) -> Any:
         trouble=query.trouble,
         now_wall=time.time(),
     )
-    return explain(job, reader.incidents(job_id), around)
+    return explain(job, reader.incidents(job_id)[-INCIDENTS_MAX:], around)
 
 
 def _audit(reader: Reader, query: Query) -> Any:
@@ -133,8 +162,11 @@ _PLAIN = (
 )
 
 
-def describe(job: Job, *, with_result: bool = False) -> dict[str, Any]:
-    """Return a job for people and programs outside: no payload, no environment values, the result only if asked for."""
+def describe(job: Job, *, with_result: bool = False, in_list: bool = False) -> dict[str, Any]:
+    """Return a job for people and programs outside: no payload, no environment values, the result only if asked for.
+
+    In a list, headers are shown by their names, files and environment by their number, and a long message is cut.
+    """
     spec, outcome = job.spec, job.outcome
     view: dict[str, Any] = {
         "job_id": job.job_id,
@@ -143,15 +175,17 @@ def describe(job: Job, *, with_result: bool = False) -> dict[str, Any]:
         "exec": spec.exec,
         "args": [argument[:200] for argument in spec.args[:ARGS_SHOWN_MAX]],
         "args_count": len(spec.args),
-        "files": [file.name for file in spec.files],
-        "env_names": sorted(spec.env),
+        "files_count": len(spec.files),
+        "env_count": len(spec.env),
+        "header_names": [name[:NAME_SHOWN_MAX_CHARS] for name in sorted(spec.headers)],
         "payload_bytes": len(spec.payload),
         "timeout_s": spec.timeout_s,
         "max_retries": spec.max_retries,
         "max_losses": spec.max_losses,
-        "headers": spec.headers,
         "array_id": spec.array_id,
     }
+    if not in_list:
+        view |= {"files": [file.name for file in spec.files], "env_names": sorted(spec.env), "headers": spec.headers}
     view.update((name, getattr(job, name)) for name in _PLAIN)
     view["progress"] = job.progress.fraction if job.progress is not None else None
     view["progress_text"] = job.progress.text if job.progress is not None else ""
@@ -161,7 +195,7 @@ def describe(job: Job, *, with_result: bool = False) -> dict[str, Any]:
         view["outcome"] = {
             "exit_code": outcome.exit_code,
             "error_code": outcome.error_code,
-            "message": outcome.message,
+            "message": outcome.message[:MESSAGE_SHOWN_MAX_CHARS] if in_list else outcome.message,
             "result_bytes": size,
             "result_sha256": outcome.result_sha256,
             "result_is_blob": outcome.result_ref is not None,
@@ -231,6 +265,13 @@ class Connection(Protocol):
     async def drain(self) -> None: ...
 
 
+def query_bytes(query: Query) -> int:
+    """Return about how much memory the parameters of a query take."""
+    return sum(
+        len(value) * (64 if isinstance(value, list) else 1) for value in query.params.values() if isinstance(value, list | str)
+    )
+
+
 class PerConnectionQueue(Generic[T]):
     """One kind of work, of which `at_once` pieces run at the same time for one connection that is still open.
 
@@ -243,30 +284,36 @@ class PerConnectionQueue(Generic[T]):
         spawn: Callable[[Coroutine[Any, Any, None]], object],
         *,
         at_once: int,
+        size_of: Callable[[T], int] = lambda piece: 0,
     ) -> None:
-        self._work, self._spawn, self._at_once = work, spawn, at_once
+        self._work, self._spawn, self._at_once, self._size_of = work, spawn, at_once, size_of
         self._waiting: dict[int, deque[T]] = {}
+        self._bytes: dict[int, int] = {}
+        """Size of what waits, by connection."""
         self._running: dict[int, int] = {}
 
     def add(self, conn: int, link: Connection, piece: T) -> None:
         waiting = self._waiting.setdefault(conn, deque())
         waiting.append(piece)
+        self._bytes[conn] = self._bytes.get(conn, 0) + self._size_of(piece)
         running = self._running.get(conn, 0)
         if running < self._at_once:
             self._running[conn] = running + 1
             self._spawn(self._run(conn, link))
-        elif len(waiting) > WAITING_MAX:
+        elif len(waiting) > WAITING_MAX or self._bytes[conn] > WAITING_MAX_BYTES:
             link.pause_reading(self)
 
     def forget(self, conn: int) -> None:
         """Drop the queue of a connection that is gone; pieces that run end by themselves."""
         self._waiting.pop(conn, None)
+        self._bytes.pop(conn, None)
 
     async def _run(self, conn: int, link: Connection) -> None:
         try:
             while waiting := self._waiting.get(conn):
                 piece = waiting.popleft()
-                if len(waiting) <= WAITING_MAX // 2:
+                self._bytes[conn] -= self._size_of(piece)
+                if len(waiting) <= WAITING_MAX // 2 and self._bytes[conn] <= WAITING_MAX_BYTES // 2:
                     link.resume_reading(self)
                 await self._work(link, piece)
                 await link.drain()

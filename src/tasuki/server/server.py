@@ -32,7 +32,7 @@ from tasuki.core.store_messages import Answers, Turn
 from tasuki.errors import Fenced, InternalError, InvalidInput, TasukiError, Unavailable, discreet, from_wire
 from tasuki.event_loop import BackgroundTasks
 from tasuki.server.cluster import Cluster, SingleServer
-from tasuki.server.queries import Connection, PerConnectionQueue, Readers, answer_query
+from tasuki.server.queries import Connection, PerConnectionQueue, Readers, answer_query, query_bytes
 from tasuki.server.refusal_log import RefusalLog
 from tasuki.server.transfers import BlobTransfers
 from tasuki.stores.batching import StoreThread
@@ -88,7 +88,7 @@ class Server:
         self._throttled = False
         self._readers = Readers(open_reader, config.readers)
         self._tasks = BackgroundTasks()
-        self._questions = PerConnectionQueue(self._query, self._tasks.spawn, at_once=config.readers)
+        self._questions = PerConnectionQueue(self._query, self._tasks.spawn, at_once=config.readers, size_of=query_bytes)
         self._downloads = PerConnectionQueue(self._send_blob, self._tasks.spawn, at_once=DOWNLOADS_AT_ONCE)
         self._late = PerConnectionQueue(self._send_late, self._tasks.spawn, at_once=1)
         self._idle = asyncio.Event()

@@ -46,7 +46,7 @@ def received(state: BrokerState, worker: WorkerSession, message: protocol.Messag
     """Take one message of a worker."""
     match message:
         case protocol.JobsFinished():
-            _finished(state, worker, message)
+            _finished(state, worker, message, now)
         case protocol.GiveCredit():
             worker.account.give(message.credit)
             state.look(worker, backlog=True)
@@ -80,19 +80,24 @@ def received(state: BrokerState, worker: WorkerSession, message: protocol.Messag
 # ---------------------------------------------------------------------------------------------------- reports
 
 
-def _finished(state: BrokerState, worker: WorkerSession, message: protocol.JobsFinished) -> None:
+def _finished(state: BrokerState, worker: WorkerSession, message: protocol.JobsFinished, now: Now) -> None:
     protocol.check_attempts(message.endings)
     worker_id, owner, deliveries = worker.worker_id, worker.owner, worker.deliveries
     succeeded: list[Report] = []
     failed: list[Report] = []
     known, reading, size_bytes = 0, worker.reading, 0
     for ending in message.endings:
-        known += deliveries.pop(ending.lease_id, None) is not None
+        delivery = deliveries.pop(ending.lease_id, None)
+        known += delivery is not None
         if reading:
             worker.settled.add(ending.lease_id)
         outcome = protocol.storable(ending)
         size_bytes += len(outcome.result or b"")
-        report = Report(ending.job_id, worker_id, ending.lease_id, ending.attempt, outcome, ending.started_at, owner)
+        started_at = ending.started_at
+        if started_at is not None:  # the word of another clock: not before the attempt was granted, and not after now
+            granted_at = now.wall - (now.monotonic - delivery.sent_at) if delivery is not None else 0.0
+            started_at = min(started_at, now.wall) if started_at >= granted_at else granted_at
+        report = Report(ending.job_id, worker_id, ending.lease_id, ending.attempt, outcome, started_at, owner)
         (succeeded if outcome.error_code is None else failed).append(report)
     worker.account.ended(known)
     builder = state.builder
@@ -180,7 +185,7 @@ def _resume(state: BrokerState, worker: WorkerSession, claims: list[protocol.Cla
     """Take the leases that the worker names as delivered. Others that the store has for it never reached it."""
     worker.resuming = False
     for claim in claims:
-        worker.deliveries.setdefault(claim.lease_id, Delivery(claim, worker.heard_at, acked=True))
+        worker.deliveries.setdefault(claim.lease_id, Delivery(claim, 0.0, acked=True))
     worker.account.running = len(worker.deliveries)
     read_back(state, worker)
 

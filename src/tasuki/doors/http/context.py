@@ -13,7 +13,7 @@ from starlette.requests import Request
 
 from tasuki.core.access import PeerKind, identify, token_sha256
 from tasuki.core.apps import BACKOFF_S, MAX_RETRIES
-from tasuki.core.job import IdMaker
+from tasuki.core.job import TIME_END, IdMaker
 from tasuki.core.lifecycle import HTTP_LEASE_TTL_S
 from tasuki.core.store_messages import TokenRow
 from tasuki.core.subject import app_subject
@@ -169,5 +169,5 @@ def detail_of(view: dict[str, Any]) -> str:
 
 def iso(unix: float | None) -> str:
     """Return a time in ISO 8601, UTC, to the millisecond."""
-    moment = datetime.datetime.fromtimestamp(unix or 0.0, datetime.UTC)
+    moment = datetime.datetime.fromtimestamp(unix if unix and 0 <= unix < TIME_END else 0.0, datetime.UTC)
     return moment.isoformat(timespec="milliseconds").replace("+00:00", "Z")
