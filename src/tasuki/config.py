@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from tasuki.core.address import DEFAULT_PORT, DEFAULT_PORTS, Address, parse_url
+from tasuki.core.address import DEFAULT_PORT, DEFAULT_PORTS, Address, parse_url, shown_address
 from tasuki.errors import ConfigError
 
 SOCKET_PATH_MAX_BYTES = 107  # sun_path of Linux, without its NUL
@@ -25,7 +25,7 @@ def parse_listen(text: str, default_port: int = DEFAULT_PORT) -> Address:
     """Return the address of --tcp: `host:port` or `tcp://host:port`."""
     address = parse_url(text if "://" in text else f"tcp://{text}", default_port, text)[0]
     if address.http:
-        raise ConfigError(f"--tcp {text!r} is an HTTP address; give it with --http")
+        raise ConfigError(f"--tcp {shown_address(text)!r} is an HTTP address; give it with --http")
     return address
 
 
@@ -33,7 +33,7 @@ def parse_http(text: str, default_port: int = DEFAULT_PORTS["http"]) -> Address:
     """Return the address of --http, or of --listen of agents and dispatchers: `host:port` or `http://host:port`."""
     place = re.sub(r"^(?:https?|tcp)://", "", text.rstrip("/"))
     if "://" in place:
-        raise ConfigError(f"address {text!r} is not one for HTTP; write host:port, as in 127.0.0.1:{default_port}")
+        raise ConfigError(f"address {shown_address(text)!r} is not one for HTTP; write host:port, as in 127.0.0.1:{default_port}")
     address = parse_url(f"tcp://{place}", default_port, text)[0]
     return Address("http", address.host, address.port)
 

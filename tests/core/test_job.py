@@ -121,6 +121,7 @@ PAST_THE_LIMIT: list[tuple[type[InvalidInput], str, dict[str, Any]]] = [
     (TooLarge, "headers", {"headers": {str(number): "" for number in range(HEADERS_MAX + 1)}}),
     (TooLarge, "files", {"files": tuple(InputFile(f"f{number}", data=b"") for number in range(FILES_MAX + 1))}),
     (InvalidInput, "two input files", {"files": (InputFile("a", data=b""), InputFile("A", data=b""))}),
+    (InvalidInput, "folder of 'a/b/c'", {"files": tuple(InputFile(name, data=b"") for name in ("a/b/c", "x", "A", "a-b"))}),
     (InvalidInput, "exactly one", {"files": (InputFile("a"),)}),
     (InvalidInput, "exactly one", {"files": (InputFile("a", data=b"", cache_id="c"),)}),
     (InvalidInput, "sha256", {"files": (InputFile("a", sha256=SHA.upper(), size_bytes=1),)}),
@@ -168,7 +169,25 @@ def test_a_plain_relative_path_is_a_file_name(name: str) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["", "/a", "a/", "a//b", ".", "..", "a/../b", "./a", "a\\b", "a\0b", "a\nb", "x" * 201, "/".join(["x" * 199] * 6), "\ud800"],
+    [
+        "",
+        "/a",
+        "a/",
+        "a//b",
+        ".",
+        "..",
+        "a/../b",
+        "./a",
+        "a\\b",
+        "a\0b",
+        "a\nb",
+        "a\x7f",
+        "a\x9b",
+        "a\u202eb",
+        "x" * 201,
+        "/".join(["x" * 199] * 6),
+        "\ud800",
+    ],
     ids=ascii,
 )
 def test_anything_else_is_not(name: str) -> None:

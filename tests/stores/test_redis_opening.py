@@ -63,7 +63,17 @@ def test_rediss_is_tls(tmp_path: Path) -> None:
     assert (options["socket_timeout"], options["socket_connect_timeout"]) == (3.0, 3.0)
 
 
-@pytest.mark.parametrize("url", ["http://host", "redis+sentinel://host:26379", "redis+sentinel://host:26379/"])
+@pytest.mark.parametrize(
+    "url",
+    [
+        "http://host",
+        "redis://host?bogus=1",
+        "redis+sentinel://host/s?bogus=1",
+        "unix:///s?bogus=1",
+        "redis+sentinel://host:26379",
+        "redis+sentinel://host:26379/",
+    ],
+)
 def test_an_address_that_cannot_work_is_refused_with_an_example(url: str) -> None:
     with pytest.raises(ConfigError, match="addresses look like"):
         connect(url, 1.0)

@@ -598,6 +598,7 @@ def test_a_run_folder_that_cannot_be_used_is_the_attempts_end_and_not_the_worker
 
     assert (outcome.error_code, outcome.permanent) == ("RUN_FOLDER", False)
     assert "exists" in outcome.message
+    assert str(tmp_path) not in outcome.message  # it goes to the client
 
 
 def test_a_machine_without_room_for_another_process_gives_the_job_back(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 from tasuki.agent.upload import InputSource
 from tasuki.blobs.blob import BlobStore
 from tasuki.blobs.open_blobs import open_blobs
-from tasuki.core.address import Address, parse_url
+from tasuki.core.address import Address, parse_url, shown_address
 from tasuki.core.ranges import range_headers
 from tasuki.errors import ConfigError, Unavailable
 from tasuki.net.http.transport import HttpTransport
@@ -47,9 +47,8 @@ def open_store(where: str, *, max_blob_bytes: int, floor_free_bytes: int) -> Blo
     if "://" in where:
         parts = urlsplit(where)
         if parts.scheme not in ("s3", "file"):
-            shown = f"{parts.scheme}://{parts.hostname or ''}{parts.path}"  # without a password
             raise ConfigError(
-                f"--inputs {shown!r} is not understood; use s3://bucket/prefix, a folder, or (agents) http://dispatcher:7091"
+                f"--inputs {shown_address(where)!r} is not understood; use s3://bucket/prefix, a folder, or (agents) http://dispatcher:7091"
             )
         place = parts._replace(path=f"{parts.path.rstrip('/')}/{FOLDER}").geturl()
     else:

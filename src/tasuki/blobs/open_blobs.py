@@ -7,6 +7,7 @@ from urllib.parse import unquote, urlsplit
 
 from tasuki.blobs.blob import BlobStore
 from tasuki.blobs.folder import FolderBlobs
+from tasuki.core.address import shown_address
 from tasuki.errors import ConfigError
 
 __all__ = ["open_blobs"]
@@ -28,5 +29,5 @@ def open_blobs(where: str | Path, *, max_blob_bytes: int, floor_free_bytes: int,
         return S3Blobs(where, max_blob_bytes=max_blob_bytes, retry_s=RETRY_S if retry_s is None else retry_s)
     if parts.scheme == "file" and parts.netloc in ("", "localhost") and parts.path not in ("", "/"):
         return FolderBlobs(Path(unquote(parts.path)), max_blob_bytes=max_blob_bytes, floor_free_bytes=floor_free_bytes)
-    shown = f"{parts.scheme}://{parts.hostname or ''}{parts.path}"  # without a password
+    shown = shown_address(where)
     raise ConfigError(f"blobs cannot be kept at {shown!r}; use s3://bucket/prefix, file:///folder, or the path of a folder")

@@ -22,7 +22,7 @@ from tasuki.cli.connect import StoreAddress, guest_places, is_store
 from tasuki.cli.output import ExitCode, Output
 from tasuki.cli.worker import allowed_execs, check_drain_timeout, log_caps
 from tasuki.config import check_app, data_folder, fault_point, find_token, parse_http, parse_size
-from tasuki.core.address import AGENT_PORT, Address, parse_agents, parse_url
+from tasuki.core.address import AGENT_PORT, Address, parse_agents, parse_url, shown_address
 from tasuki.core.failover.agent_protocol import TIMEOUT_S
 from tasuki.core.failover.events import LIMIT_S
 from tasuki.core.lifecycle import LEASE_TTL_S
@@ -78,10 +78,8 @@ class RegistryOptions(NamedTuple):
                 raise ConfigError(f"{name} is for those that share a registry; give --registry URL too")
             return None
         if not is_store(registry):
-            scheme = registry.partition("://")[0][:40]
-            raise ConfigError(
-                f"--registry {scheme}://… is not a registry; use redis://host:6379/0 or postgresql://user@host/database"
-            )
+            shown = shown_address(registry)
+            raise ConfigError(f"--registry {shown!r} is no registry; use redis://host:6379/0 or postgresql://user@host/database")
         check_app(app, "--registry-app")
         least, most = LEASE_TTL_RANGE_S
         if not least <= lease_ttl <= most:
@@ -89,7 +87,8 @@ class RegistryOptions(NamedTuple):
         if advertise is not None:
             places = parse_url(advertise)
             if len(places) != 1 or not places[0].http or places[0].path:
-                raise ConfigError(f"--advertise {advertise[:80]!r} must be one address of this agent, as in https://n1:7090")
+                shown = shown_address(advertise)
+                raise ConfigError(f"--advertise {shown!r} must be one address of this agent, as in https://n1:7090")
             advertise = str(places[0])
         return cls(registry, results or "", app, advertise or "", lease_ttl, tuple(parse_agents(peers)) if peers else ())
 

@@ -21,7 +21,7 @@ from tasuki.cli.command import Destination, command, connection_options, flag, n
 from tasuki.cli.connect import read_token
 from tasuki.cli.output import ExitCode, Output, table
 from tasuki.config import data_folder, default_url
-from tasuki.core.address import AGENTS
+from tasuki.core.address import AGENTS, shown_address
 from tasuki.core.failover.events import WAY_IN
 from tasuki.core.failover.nodes import Ranked
 from tasuki.errors import ConfigError, InvalidInput
@@ -55,7 +55,7 @@ def open_client(place: Destination) -> AsyncAgentsClient:
 
     where = _address_of(place)
     if not where.startswith(AGENTS):
-        raise ConfigError(f"--to {where!r} names no node agents; write --to agents:http://n1:7090,http://n2:7090")
+        raise ConfigError(f"--to {shown_address(where)!r} names no node agents; write --to agents:http://n1:7090,http://n2:7090")
     return AsyncAgentsClient(where, token=read_token(place.token_file), tls_ca=place.tls_ca, notes=data_folder(place.data).root)
 
 

@@ -28,7 +28,7 @@ from tasuki.cli.output import when
 from tasuki.client import AsyncClient
 from tasuki.client.embedded import owner_files, read_owner
 from tasuki.config import TOKEN_MAX_CHARS, DataFolder, check_app, data_folder, default_url, find_token
-from tasuki.core.address import Address, parse_url
+from tasuki.core.address import Address, parse_url, shown_address
 from tasuki.core.apps import DEFAULT_APP
 from tasuki.core.election import LOCK_TTL_S
 from tasuki.core.lifecycle import LEASE_TTL_S
@@ -178,9 +178,9 @@ def guest_places(address: StoreAddress, folder: Path) -> StorageLocations:
     from tasuki.server.assembly import StorageLocations
 
     if not is_store(address.url):
-        scheme = address.url.partition("://")[0][:40]
         raise ConfigError(
-            f"{scheme}://… is not a store that servers share; use redis://host:6379/0 or postgresql://user@host/database"
+            f"{shown_address(address.url)!r} is not a store that servers share; use redis://host:6379/0 or "
+            "postgresql://user@host/database"
         )
     return StorageLocations(
         DataFolder(folder),

@@ -21,7 +21,7 @@ from typing import Any
 import click
 
 from tasuki.cli.command import command, option
-from tasuki.cli.output import Output
+from tasuki.cli.output import Output, write_line
 from tasuki.client import AsyncClient
 from tasuki.core.job import JobSpec
 from tasuki.errors import DeadlineExceeded, NotFound, Unavailable
@@ -216,7 +216,7 @@ class _Table:
         if self._live is not None:
             self._live.update(self._drawn())
         elif not self._output.json:
-            print(text, flush=True)
+            write_line(text)
 
     @contextlib.asynccontextmanager
     async def shown(self, client: Any, job_ids: list[str]) -> AsyncIterator[None]:

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tasuki.cli.command import Destination, command, connection_options, option
-from tasuki.cli.connect import find_server, listening, owner_of
+from tasuki.cli.connect import find_server, is_store, listening, owner_of
 from tasuki.cli.output import ExitCode, Output, table
 from tasuki.client import AsyncClient
 from tasuki.client.embedded import answers
-from tasuki.config import DISK_FLOOR_BYTES, DISK_FLOOR_INODES, DataFolder, data_folder
+from tasuki.config import DISK_FLOOR_BYTES, DISK_FLOOR_INODES, DataFolder, data_folder, default_url
 from tasuki.errors import TasukiError
 
 OK, WARN, FAIL = "ok", "warn", "fail"
@@ -194,6 +194,8 @@ def _socket(folder: DataFolder) -> Finding:
 def _server(place: Destination, folder: DataFolder) -> Finding:
     """Connect as a client would, but never start a server for it."""
 
+    if is_store(named := place.to or default_url()):
+        return _store(str(named))
     try:
         url, token = find_server(place)
         if url is None and answers(folder.socket):

@@ -6,11 +6,12 @@ The modules of all commands would take longer to import than everything else tha
 from __future__ import annotations
 
 from importlib import import_module
+from typing import Any
 
 import click
 
 from tasuki.cli.command import COMMANDS, HELP_NAMES
-from tasuki.cli.output import exit_code_table
+from tasuki.cli.output import exit_code_table, visible
 
 HELP = "Runs commands on many machines, and keeps its promise when machines die."
 EPILOG = f"""\b
@@ -39,6 +40,13 @@ class _LazyGroup(click.Group):
         module, _, name = COMMANDS[cmd_name][0].partition(".")
         command: click.Command = getattr(import_module(f"tasuki.cli.{module}"), name)
         return command
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except click.ClickException as error:  # click prints it, and quotes the argument
+            error.message = visible(error.message)  # type: ignore[misc]
+            raise
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):

@@ -6,6 +6,9 @@ lines for a person to an `Output`, which shows one of them: the lines, the data 
 `run` exits with the code of its job. Errors of tasuki itself are 124 and 125 there, as with `timeout` and `env`, so that a
 script can tell the two apart.
 
+A program's own output (`run`, `logs`, `result`) is passed on as it is. Everything else is printed through `visible`: it may
+quote a job, a peer or a file, and escape sequences could fool the terminal.
+
 Imported for `tasuki --help`, so it imports nothing heavy.
 """
 
@@ -98,13 +101,13 @@ class Output:
         """Print a remark for people to stderr."""
         if not self.json and not self.quiet:
             self.end_progress()
-            print(text, file=sys.stderr)
+            print(visible(text), file=sys.stderr)
 
     def progress(self, text: str) -> None:
         """Replace the line of progress, if stderr is a terminal that a person looks at."""
         if not self.json and not self.quiet and sys.stderr.isatty():
             self._progress = True
-            print(f"{CLEAR_LINE}{text}", end="", file=sys.stderr, flush=True)
+            print(f"{CLEAR_LINE}{visible(text)}", end="", file=sys.stderr, flush=True)
 
     def end_progress(self) -> None:
         if self._progress:
@@ -121,9 +124,9 @@ class Output:
         self.end_progress()
         if self.json:
             body = {"error": {"code": error.code, "message": error.message, "details": error.details()}}
-            print(encode_json(body), file=sys.stderr)
+            print(visible(encode_json(body)), file=sys.stderr)
         else:
-            print(f"tasuki: {error.code}: {error.message}", file=sys.stderr)
+            print(visible(f"tasuki: {error.code}: {error.message}"), file=sys.stderr)
 
 
 def encode_json(data: Any) -> str:
@@ -135,7 +138,16 @@ def encode_json(data: Any) -> str:
 
 def write_line(line: str) -> None:
     """Print a line and flush it, so that the reader of a pipe gets each line at once."""
-    print(line, flush=True)
+    print(visible(line), flush=True)
+
+
+def visible(text: str) -> str:
+    """Return the text with control characters as escapes, in the form of JSON, whose strings stay equal by it."""
+    if text.isprintable():
+        return text
+    from tasuki.core.job import CONTROL_CHARACTERS
+
+    return CONTROL_CHARACTERS.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str]:
@@ -146,9 +158,8 @@ def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str]:
 
 
 def plain(value: object) -> str:
-    """Return the text of a cell: `-` for an empty value, control characters as escapes, since they could fool a terminal."""
-    text = "-" if value is None or value == "" else str(value)
-    return text if text.isprintable() else text.encode("unicode_escape").decode()
+    """Return the text of a cell: `-` for an empty value, control characters as escapes."""
+    return "-" if value is None or value == "" else visible(str(value))
 
 
 def when(unix_time: float | None) -> str:

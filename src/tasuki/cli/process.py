@@ -16,7 +16,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tasuki.cli.output import ExitCode, encode_json, write_line
+from tasuki.cli.output import ExitCode, encode_json, visible, write_line
 from tasuki.errors import ConfigError
 from tasuki.event_loop import loop_factory
 
@@ -43,7 +43,11 @@ class _PlainFormatter(logging.Formatter):
         job_id = getattr(record, "job_id", "")
         if job_id and job_id not in record.message:  # most messages about a job name it themselves
             record.message = f"job {job_id}: {record.message}"
+        record.message = visible(record.message)
         return super().formatMessage(record)
+
+    def formatException(self, ei: Any) -> str:
+        return "\n".join(map(visible, super().formatException(ei).split("\n")))
 
 
 class JsonFormatter(logging.Formatter):
@@ -54,7 +58,7 @@ class JsonFormatter(logging.Formatter):
         entry |= {name: value for name in ("job_id", "code", "peer") if (value := getattr(record, name, ""))}
         if record.exc_info:
             entry["traceback"] = self.formatException(record.exc_info)
-        return encode_json(entry)
+        return visible(encode_json(entry))
 
 
 def configure_log(level: str, *, json: bool, tag: logging.Filter | None = None) -> None:

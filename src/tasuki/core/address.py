@@ -16,6 +16,7 @@ HOST_MAX_CHARS = 253  # of a name in DNS
 HOST_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 AGENTS = "agents:"
 AGENT_PORT = 7090
+_HOST = re.compile(r"[^\s=@/?#]+").fullmatch  # names, numbers, and nothing in which a password may stand
 HTTP_PLACE = re.compile(r"[A-Za-z0-9._~/:\[\]-]*")
 
 
@@ -59,23 +60,32 @@ class Address(msgspec.Struct, frozen=True):
             return len(self.host) <= HOST_MAX_CHARS and HOST_NAME.fullmatch(self.host) is not None
 
 
+def shown_address(url: str) -> str:
+    """Return an address as messages show it: the scheme, and the place behind the last @. Nothing in it can be a password."""
+    scheme, separator, rest = url.partition("://") if "://" in url else ("", "", url)
+    place, question, query = rest.partition("?")
+    if "@" in query or "=" in scheme + place:  # a ? in the password, one in the query, or libpq's `password=… host=…`
+        return f"{scheme if scheme.replace('+', '').isalnum() else ''}{separator}…"
+    return f"{scheme[:40]}{separator}{place.rpartition('@')[2][:200]}{question and '?…'}"
+
+
 def parse_url(url: str, default_port: int | None = None, given: str | None = None) -> list[Address]:
     """Parse `tcp://a:7000,b:7000`, `tls://a:7000`, `unix:///path`, `http://a:7080,b:7080` or `https://a/prefix`.
 
     `given` is the text that an error quotes, where the caller has built `url` from it.
     """
-    given = given or url
+    given = shown_address(given or url)
     if url.startswith(AGENTS):
-        raise ConfigError(f"address {url!r} names node agents, which have no server; only tasuki run and tasuki nodes take it")
+        raise ConfigError(f"address {given!r} names node agents, which have no server; only tasuki run and tasuki nodes take it")
     scheme, separator, rest = url.partition("://")
     if not separator or scheme not in (*DEFAULT_PORTS, "unix"):
         raise ConfigError(
-            f"address {url!r} is not understood; use tcp://host:7000[,host2:7000], tls://host:7000, http://host:7080, "
+            f"address {given!r} is not understood; use tcp://host:7000[,host2:7000], tls://host:7000, http://host:7080, "
             "https://host or unix:///path"
         )
     if scheme == "unix":
         if not rest.startswith("/"):
-            raise ConfigError(f"address {url!r}: a unix socket needs an absolute path, as in unix:///run/tasuki/socket")
+            raise ConfigError(f"address {given!r}: a unix socket needs an absolute path, as in unix:///run/tasuki/socket")
         return [Address("unix", path=rest)]
     if "@" in rest:  # what stands before it may be a password, which is not repeated here
         raise ConfigError(f"an address such as {scheme}://host has no user or password in it; give the token with --token-file")
@@ -93,20 +103,20 @@ def parse_agents(url: str) -> list[Address]:
         place = rest if separator else own
         scheme = own if separator else scheme
         if scheme not in ("http", "https") or not place or "@" in place:
-            shown = part.rpartition("@")[2][:80]  # without the text before an @, which may be a password
+            shown = shown_address(part)
             raise ConfigError(f"address of node agents is not understood at {shown!r}; use agents:http://n1:7090,https://n2:7090")
-        places[_place(scheme, place, url, AGENT_PORT)] = None
+        places[_place(scheme, place, shown_address(url), AGENT_PORT)] = None
     return list(places)
 
 
 def _place(scheme: str, text: str, url: str, default_port: int | None = None) -> Address:
-    """Parse one http or https address: host, port and prefix; each of several may repeat the scheme."""
+    """Parse one http or https address: host, port and prefix; each of several may repeat the scheme. Errors quote `url`."""
     own, separator, rest = text.partition("://")
     if separator and own != scheme:
         raise ConfigError(f"address {url!r} mixes {scheme} with {own[:20]!r}; give servers of one kind")
     place = rest if separator else text
     if not HTTP_PLACE.fullmatch(place):
-        raise ConfigError(f"address {url!r}: {text!r} has more than a host, a port and a path")
+        raise ConfigError(f"address {url!r}: {shown_address(text)!r} has more than a host, a port and a path")
     host_port, slash, path = place.partition("/")
     address = _host_port(scheme, host_port, url, default_port)
     return Address(scheme, address.host, address.port, (slash + path).rstrip("/"))
@@ -117,8 +127,8 @@ def _host_port(scheme: str, text: str, url: str, default_port: int | None = None
     if not separator or host.endswith(":") or (":" in host and not host.startswith("[")):
         host, port = text, str(default_port or DEFAULT_PORTS[scheme])
     host = host.removeprefix("[").removesuffix("]")
-    if not host or not (port.isascii() and port.isdigit()) or not 0 <= int(port) <= 65535:
-        which = f"{url!r}: {text!r}" if text != url else repr(url)
+    if not _HOST(host) or not (port.isascii() and port.isdigit()) or not 0 <= int(port) <= 65535:
+        which = repr(url) if text == url else f"{url!r}: {shown_address(text)!r}"
         raise ConfigError(f"address {which} is not host:port with a port from 0 to 65535")
     return Address(scheme, host, int(port))
 

@@ -9,6 +9,7 @@ import enum
 import hashlib
 import re
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import msgspec
@@ -306,6 +307,8 @@ class IdMaker:
 
 # ---------------------------------------------------------------------------------------------------- checks of a spec
 
+CONTROL_CHARACTERS = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+"""C0, DEL, C1, line and bidi controls, lone surrogates: on a terminal they move, hide or reorder text."""
 _SHA256 = re.compile(r"[0-9a-f]{64}\Z").match
 _ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z").match
 
@@ -386,12 +389,14 @@ def _check_lists(spec: JobSpec) -> None:
         if _ENV_NAME(name) is None:
             raise InvalidInput(f"environment name {name[:40]!r} must be letters, digits and _, not starting with a digit")
         _check_text(value, f"the value of environment name {name}")
-    names: set[str] = set()
     for file in spec.files:
         _check_file(file)
-        if file.name.casefold() in names:
-            raise InvalidInput(f"two input files are named {file.name[:80]!r} (compared without case)")
-        names.add(file.name.casefold())
+    # With a / at the end, a name sorts right before those of files that would be inside it.
+    for first, second in pairwise(sorted(f"{file.name.casefold()}/" for file in spec.files)):
+        if first == second:
+            raise InvalidInput(f"two input files are named {first[:-1][:80]!r} (compared without case)")
+        if second.startswith(first):
+            raise InvalidInput(f"input file {first[:-1][:80]!r} cannot also be the folder of {second[:-1][:80]!r}; rename one")
 
 
 def _check_text(text: str, what: str) -> None:
@@ -432,12 +437,7 @@ def check_file_name(name: str) -> str:
     parts = name.split("/")
     if len(name.encode("utf-8", "surrogatepass")) > 1024 or any(len(part) > 200 for part in parts):
         raise InvalidInput(f"file name {name[:80]!r}… is too long; it may have 1024 bytes, and 200 characters between two '/'")
-    if (
-        not name
-        or any(part in ("", ".", "..") for part in parts)
-        or "\\" in name
-        or any(ord(character) < 32 or 0xD800 <= ord(character) < 0xE000 for character in name)
-    ):
+    if not name or any(part in ("", ".", "..") for part in parts) or "\\" in name or CONTROL_CHARACTERS.search(name):
         raise InvalidInput(
             f"file name {name[:80]!r} must be a relative path without '..', empty parts, backslash or control characters"
         )

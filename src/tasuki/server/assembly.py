@@ -31,6 +31,7 @@ from tasuki.blobs.folder import FolderBlobs, FolderWriter
 from tasuki.blobs.open_blobs import open_blobs
 from tasuki.config import DataFolder
 from tasuki.core.access import TOKEN_PREFIXES, token_sha256
+from tasuki.core.address import shown_address
 from tasuki.core.apps import DEFAULT_APP
 from tasuki.core.broker.events import Publish
 from tasuki.core.cluster_messages import Hint
@@ -261,10 +262,8 @@ def check_store(url: str) -> None:
     if is_redis(url):
         check_redis_driver()
     elif not url.startswith(("postgresql://", "postgres://")):
-        scheme = url.partition("://")[0][:40]
-        raise ConfigError(
-            f"--store {scheme}://…: use postgresql://user@host/database or redis://host:6379/0, or none for the data folder"
-        )
+        shown = shown_address(url)
+        raise ConfigError(f"--store {shown!r}: use postgresql://user@host/database or redis://host:6379/0, or none")
 
 
 def check_redis_driver() -> None:

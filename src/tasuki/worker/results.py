@@ -34,7 +34,7 @@ from msgspec.structs import replace
 from tasuki.blobs.files import disk_full_as_error
 from tasuki.blobs.zip.reader import NAME_MAX_BYTES, NAME_MAX_DEPTH, ArchiveNames
 from tasuki.blobs.zip.writer import Pieces, ZipMember, small_zip, write_zip
-from tasuki.core.job import RESULT_INLINE_MAX_BYTES, BlobRef, Outcome, body_hash
+from tasuki.core.job import CONTROL_CHARACTERS, RESULT_INLINE_MAX_BYTES, BlobRef, Outcome, body_hash
 from tasuki.errors import InvalidInput
 from tasuki.worker.attempt import MESSAGE_MAX_CHARS, Attempt, RunResult
 from tasuki.worker.folder import RunFolder
@@ -66,7 +66,6 @@ _ENTRY_BYTES = 46  # of the archive's directory, besides the name
 _OPEN_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 # NONBLOCK: a FIFO put in the file's place after the check must not block until a writer comes.
 _OPEN_FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
-_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 
 
 class OutputRules(msgspec.Struct, frozen=True, kw_only=True):
@@ -164,7 +163,7 @@ class OutputCollector:
             return "is a link"
         if not stat.S_ISREG(found.st_mode):
             return "is not a regular file"
-        if _CONTROL.search(name):
+        if CONTROL_CHARACTERS.search(name):
             return "has a control character in its name"
         if size_bytes > rules.max_file_bytes:
             return f"has {size_bytes} bytes, the limit for one file is {rules.max_file_bytes}"

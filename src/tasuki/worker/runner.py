@@ -145,7 +145,8 @@ class CommandRunner:
             return RunResult(Outcome(error_code=error.code, message=error.message))
         except OSError as error:  # a broken disk, or a run folder that was removed
             logger.error("job %s: its run folder cannot be used: %s", attempt.spec.job_id, error)
-            return RunResult(Outcome(error_code="RUN_FOLDER", message=f"the worker cannot use the job's run folder: {error}"))
+            why = error.strerror or type(error).__name__  # without the path, which is the worker's own business
+            return RunResult(Outcome(error_code="RUN_FOLDER", message=f"the worker cannot use the job's run folder: {why}"))
 
     async def cleanup(self, attempt: Attempt) -> None:
         """Remove the attempt's folder."""

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, NoReturn, TypeVar
 from urllib.parse import parse_qsl, urlsplit
 
 from tasuki.blobs.blob import name_of
+from tasuki.core.address import shown_address
 from tasuki.core.backoff import Backoff
 from tasuki.errors import ConfigError, DiskFull, NotFound, TasukiError, Unavailable
 
@@ -83,13 +84,13 @@ class S3Address(NamedTuple):
 def parse_s3_url(url: str) -> S3Address:
     """Parse an address; ConfigError if it is none, or has credentials in it: URLs end up in process lists and logs."""
     parts = urlsplit(url)
-    if parts.username is not None or parts.password is not None:
+    if "@" in parts.netloc or ":" in parts.netloc:  # the second: a / in the secret ends the netloc before its @
         raise ConfigError(
             "an s3:// url must not contain credentials; put them into AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, "
             "or into a profile (AWS_PROFILE)"
         )
     if parts.scheme != "s3" or not parts.netloc:
-        raise ConfigError(f"not an S3 address: {url!r}; use s3://bucket/prefix?endpoint=https://host:port")
+        raise ConfigError(f"not an S3 address: {shown_address(url)!r}; use s3://bucket/prefix?endpoint=https://host:port")
     options = dict(parse_qsl(parts.query, keep_blank_values=True))
     unknown = sorted(set(options) - {"endpoint", "region"})
     if unknown:

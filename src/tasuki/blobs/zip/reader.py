@@ -22,6 +22,7 @@ from typing import BinaryIO
 
 import msgspec
 
+from tasuki.core.job import CONTROL_CHARACTERS
 from tasuki.errors import InvalidInput, TooLarge
 
 PIECE_BYTES = 64 * 1024  # read, inflated or written at once
@@ -30,7 +31,6 @@ PART_MAX_BYTES = 255  # of one part between slashes; what ext4, xfs and NTFS can
 NAME_MAX_DEPTH = 32  # parts; bounds what the folders implied by hostile names cost
 
 _DRIVE = re.compile(r"[A-Za-z]:")
-_SURROGATE = re.compile(r"[\ud800-\udfff]")
 
 
 def _check_name(name: str) -> str:
@@ -46,7 +46,7 @@ def _check_name(name: str) -> str:
         (_DRIVE.match(name), "begins like a drive of Windows"),
         (".." in parts, "has a '..' part"),
         ("" in parts or "." in parts, "has an empty or '.' part"),
-        (_SURROGATE.search(path), "is not valid Unicode"),
+        (CONTROL_CHARACTERS.search(path), "has a control character, or is not valid Unicode"),
         (name_bytes > NAME_MAX_BYTES, f"has a name of {name_bytes} bytes (limit {NAME_MAX_BYTES})"),
         (len(parts) > NAME_MAX_DEPTH, f"is {len(parts)} levels deep (limit {NAME_MAX_DEPTH})"),
         (max(sizes_bytes) > PART_MAX_BYTES, f"has a part of more than {PART_MAX_BYTES} bytes"),

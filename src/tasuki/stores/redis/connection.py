@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import random
+import re
 from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any, NamedTuple
 from urllib.parse import parse_qsl, unquote, urlsplit
@@ -65,21 +66,25 @@ def connect_async(url: str, timeout_s: float) -> redis.asyncio.Redis:
 def _client(url: str, timeout_s: float, kind: Any, sentinels: Any, retry: Any) -> Any:
     options: dict[str, Any] = {
         "socket_timeout": timeout_s,
-        "socket_connect_timeout": min(timeout_s, CONNECT_TIMEOUT_S),
-        "socket_keepalive": True,
         # `scripts.RedisSession` decides whether a command may be sent twice.
         "retry": retry(NoBackoff(), 0),
         "protocol": 2,
     }
+    if not url.startswith("unix:"):  # a socket file has neither
+        options |= {"socket_connect_timeout": min(timeout_s, CONNECT_TIMEOUT_S), "socket_keepalive": True}
     try:
         if "+sentinel" in urlsplit(url).scheme:
-            return _behind_sentinels(url, options, sentinels)
-        return kind.from_url(url, **options)
-    except ValueError:
+            client = _behind_sentinels(url, options, sentinels)
+        else:
+            client = kind.from_url(url, **options)
+        pool = client.connection_pool
+        pool.connection_class(**pool.connection_kwargs)  # connects nowhere; the driver looks at parameters only here
+        return client
+    except (ValueError, TypeError, redis.RedisError):
         # The driver's text may quote a part of the password.
         raise ConfigError(
             f"the address of {name_of(url)} is not understood; addresses look like redis://user:password@host:6379/0, and "
-            "/ ? # @ : % in a password are written as %2F %3F %23 %40 %3A %25"
+            "/ ? # @ : % in a password are written as %2F %3F %23 %40 %3A %25; parameters behind a ? are those of redis-py"
         ) from None
 
 
@@ -113,7 +118,7 @@ def name_of(url: str) -> str:
         parts = urlsplit(url)
     except ValueError:
         return "Redis"
-    if "@" in parts.path + parts.query + parts.fragment:  # a / ? or # was in the password, and the part before it is no host
+    if re.search("[@=]", parts.path) or "@" in parts.query + parts.fragment:  # a / ? or # in the password: no host before it
         return "Redis"
     return f"Redis at {parts.netloc.rpartition('@')[2] or parts.path}"
 
