@@ -61,6 +61,12 @@ def require_fixture() -> Require:
     return require
 
 
+@pytest.fixture(scope="session", autouse=True)
+def own_state(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Processes of tests keep their user's key in a folder of the test run."""
+    os.environ["XDG_STATE_HOME"] = str(tmp_path_factory.mktemp("state"))
+
+
 @pytest.fixture(scope="session")
 def postgres() -> Iterator[PostgresService]:
     """A PostgreSQL server of this process's own; a test that stops it starts it again."""

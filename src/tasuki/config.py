@@ -1,14 +1,23 @@
-"""Addresses, folders and limits from options and the environment.
+"""Addresses, folders, secrets and limits from options and the environment.
 
-Only this module and the commands read the environment, when asked, not at import. Nothing here opens anything. The configuration
-of a process (`ServerConfig`, `AgentConfig`, `DispatcherConfig`) is built once by its command and passed down.
+Only this module and the commands read the environment, when asked, not at import. The configuration of a process (`ServerConfig`,
+`AgentConfig`, `DispatcherConfig`) is built once by its command and passed down.
+
+Nothing is trusted because it lies in the folder where a user works: a clone, an archive or another user of the machine may have
+put it there. A data folder counts only if this user owns it and nobody else can write to it (`check_folder`), a file with a
+secret only if others cannot read it either (`read_secret`). Files of an archive belong to the user who unpacks it: the right to
+run any program therefore hangs on a key that is in no data folder (`user_key`).
 """
 
 from __future__ import annotations
 
 import os
 import re
+import secrets
+import stat
+from contextlib import suppress
 from pathlib import Path
+from typing import Self
 
 import msgspec
 
@@ -19,6 +28,10 @@ SOCKET_PATH_MAX_BYTES = 107  # sun_path of Linux, without its NUL
 DISK_FLOOR_BYTES = 64 * 1024 * 1024
 DISK_FLOOR_INODES = 1000
 TOKEN_MAX_CHARS = 512
+KEY_BYTES = 32
+SECRET_FILE_MAX_BYTES = 1024 * 1024  # of a token file or a PEM file; a thousand tokens are half of it
+OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
+OTHERS_READ = stat.S_IRGRP | stat.S_IROTH
 
 
 def parse_listen(text: str, default_port: int = DEFAULT_PORT) -> Address:
@@ -89,18 +102,164 @@ class DataFolder(msgspec.Struct, frozen=True):
             )
         return self.runtime / f"tasuki-{name}.socket"
 
+    def make(self) -> Self:
+        """Make the folder, for this user only; ConfigError if that fails, or if one that is there cannot be trusted.
 
-def data_folder(given: str | os.PathLike[str] | None = None) -> DataFolder:
-    """Return the folder of --data, else TASUKI_DATA, else ./tasuki-data if it exists, else $XDG_DATA_HOME/tasuki."""
+        An own one is closed to others. A folder of another name with files in it keeps its mode: it may be a home.
+        """
+        try:
+            self.root.mkdir(parents=True, exist_ok=True, mode=0o700)
+            check_folder(self.root)
+            is_open = stat.S_IMODE(self.root.stat().st_mode) & 0o077
+            if is_open and (self.root.name.startswith("tasuki") or not any(self.root.iterdir())):
+                self.root.chmod(0o700)
+        except OSError as error:
+            raise ConfigError(
+                f"the data folder {self.root} cannot be made or written to: {error.strerror or error}; "
+                "choose another with --data or TASUKI_DATA"
+            ) from None
+        return self
+
+
+def data_folder(given: str | os.PathLike[str] | None = None, default: Path | None = None) -> DataFolder:
+    """Return the folder of --data, else TASUKI_DATA, else `default`, else ./tasuki-data if it exists, else $XDG_DATA_HOME/tasuki.
+
+    One that is there must belong to this user, and be closed to others. A folder that was named may be a volume that belongs to
+    a group or to root: then it is this user's own folder in it.
+    """
     chosen = str(given) if given else os.environ.get("TASUKI_DATA")
     if chosen:
-        root = Path(chosen)
-    elif Path("tasuki-data").is_dir():
-        root = Path("tasuki-data")
+        root = _own_folder(Path(chosen).absolute())
+    elif default is not None or Path("tasuki-data").is_dir():
+        root = (default or Path("tasuki-data")).absolute()
     else:
-        root = Path(os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share") / "tasuki"
+        root = Path(os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share").absolute() / "tasuki"
+    if os.path.lexists(root):
+        check_folder(root)
     runtime = os.environ.get("XDG_RUNTIME_DIR")
-    return DataFolder(root.absolute(), Path(runtime) if runtime else None)
+    return DataFolder(root, Path(runtime) if runtime else None)
+
+
+def _own_folder(named: Path) -> Path:
+    """Return a folder that was named; if others own it or can write to it, the folder in it that is this user's own."""
+    root = named.resolve() if os.path.islink(named) else named  # noqa: PTH114 - Path raises for a folder that is closed to us
+    own = root / f"tasuki-{_user()}"
+    if os.path.lexists(own):
+        return own
+    if not os.path.isdir(root) or not _ownership_problem(root.stat()):  # noqa: PTH112
+        return root
+    if os.path.lexists(root / "tasuki.sqlite3"):  # not to be passed over in silence
+        check_folder(root)
+    return own
+
+
+# ---------------------------------------------------------------------------------------------------- ownership
+
+
+def _user() -> int | None:
+    """Return the effective uid; None on Windows, where only clients run."""
+    return os.geteuid() if hasattr(os, "geteuid") else None
+
+
+def _ownership_problem(found: os.stat_result, *, root_may_own: bool = False) -> str:
+    """Return the reason why others decide what is in a file or folder, or ""."""
+    mode, user = stat.S_IMODE(found.st_mode), _user()
+    if user is None:
+        return ""
+    if stat.S_ISLNK(found.st_mode):
+        return "is a symbolic link, which may lead anywhere; put the file itself there"
+    if found.st_uid != user and not (root_may_own and found.st_uid == 0):
+        return f"belongs to user {found.st_uid} (mode {mode:04o}), and this process runs as user {user}"
+    if mode & OTHERS_WRITE:
+        return f"of user {found.st_uid} can be changed by others (mode {mode:04o}); chmod go-w it if nobody has"
+    return ""
+
+
+def check_folder(path: Path) -> None:
+    """Raise ConfigError unless the folder belongs to this user, its files to this user or root, and others cannot write there."""
+    try:
+        problem = _ownership_problem(path.lstat()) or _problem_inside(path)
+    except OSError as error:
+        problem = f"cannot be used: {error.strerror or error}"
+    if problem:
+        raise ConfigError(f"the data folder {path} {problem}; use a folder of your own: --data FOLDER, or TASUKI_DATA")
+
+
+def _problem_inside(folder: Path) -> str:
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            with suppress(FileNotFoundError):  # removed since it was listed
+                if problem := _ownership_problem(entry.stat(follow_symlinks=False), root_may_own=True):
+                    return f"cannot be trusted: {entry.name!r} in it {problem}"
+    return ""
+
+
+def secret_problem(found: os.stat_result, user: int | None, readable: int) -> str:
+    """Return the reason why a file must not hold a secret of this user, or "". `readable` has the bits of reading that it may not
+    have."""
+    mode = stat.S_IMODE(found.st_mode)
+    if user is None:
+        return ""
+    if found.st_uid not in (user, 0):
+        return f"belongs to user {found.st_uid}; it must belong to this process's user ({user}) or to root"
+    if mode & OTHERS_WRITE:
+        return f"can be changed by others (mode {mode:04o}); chmod 600 it"
+    if mode & readable:
+        return f"can be read by others (mode {mode:04o}); chmod 600 it"
+    return ""
+
+
+def read_secret(path: str | os.PathLike[str], what: str) -> bytes:
+    """Return the contents of a file with a secret; ConfigError if it cannot be read, or others can read or change it.
+
+    The group may read a file of root's: systemd, Kubernetes and the group ssl-cert hand secrets to one service that way.
+    """
+    try:
+        with Path(path).open("rb") as file:
+            found = os.fstat(file.fileno())
+            if problem := secret_problem(found, _user(), OTHERS_READ if found.st_uid else stat.S_IROTH):
+                raise ConfigError(f"{what} {os.fspath(path)!r} {problem}")
+            return file.read(SECRET_FILE_MAX_BYTES)
+    except OSError as error:
+        raise ConfigError(f"{what} {os.fspath(path)!r} cannot be read: {error.strerror or error}") from None
+
+
+def user_key() -> bytes:
+    """Return the key of this user, $XDG_STATE_HOME/tasuki/key; it is made at the first call.
+
+    With it a server marks the commands that its own user submits, and a worker with --any-program knows them.
+    """
+    try:
+        folder = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "tasuki"
+        path = DataFolder(folder.absolute()).make().root / "key"
+        if not path.exists():
+            _make_key(path)
+    except (OSError, RuntimeError, ConfigError) as error:  # RuntimeError: a user without a home
+        raise ConfigError(
+            f"the key by which this user's jobs may run any program cannot be kept: {error}; "
+            "set XDG_STATE_HOME to a folder of your own"
+        ) from None
+    key = read_secret(path, "the key")
+    if len(key) != KEY_BYTES:
+        raise ConfigError(f"the key {str(path)!r} has {len(key)} bytes instead of {KEY_BYTES}; remove it, and a new one is made")
+    return key
+
+
+def _make_key(path: Path) -> None:
+    """Make the key, whole and durable or not at all; of several processes one wins."""
+    new = path.with_name(f"key.{secrets.token_hex(8)}")
+    with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb") as file:
+        file.write(secrets.token_bytes(KEY_BYTES))
+        file.flush()
+        os.fsync(file.fileno())
+    with suppress(FileExistsError):
+        os.link(new, path)
+    new.unlink()
+    descriptor = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def default_url() -> str | None:
@@ -113,8 +272,8 @@ def find_token(token_file: str | os.PathLike[str] | None = None) -> str:
     if token_file is None:
         return os.environ.get("TASUKI_TOKEN", "").strip()
     try:
-        token = Path(token_file).read_text("utf-8").strip()
-    except (OSError, UnicodeDecodeError) as error:
+        token = read_secret(token_file, "the token file").decode().strip()
+    except UnicodeDecodeError as error:
         raise ConfigError(f"the token file {os.fspath(token_file)!r} cannot be read: {error}") from None
     if not token or len(token) > TOKEN_MAX_CHARS or not token.isprintable():
         lines = len(token.splitlines())

@@ -25,7 +25,8 @@ class AgentProcess(ChildProcess):
     """`tasuki agent` with a token."""
 
     def __init__(self, folder: Path) -> None:
-        (folder / "tokens").write_text("# of the test\nsecret-one\n\nsecret-two\n")
+        (folder / "tokens").touch(mode=0o600)
+        (folder / "tokens").write_text("# of the test\nsecret-one-0123456789\n\nsecret-two-0123456789\n")
         command = (
             *TASUKI,
             "agent",
@@ -41,7 +42,7 @@ class AgentProcess(ChildProcess):
         super().__init__([*command, "--token-file", folder / "tokens", "--log-format", "json"], folder / "log", {})
         output = self.wait_for_output("ready ")
         url = next(line.split()[1] for line in output.splitlines() if line.startswith("listening "))
-        self.http = httpx.Client(base_url=url, headers={"Authorization": "Bearer secret-two"}, timeout=20.0)
+        self.http = httpx.Client(base_url=url, headers={"Authorization": "Bearer secret-two-0123456789"}, timeout=20.0)
 
     def post(self, job_id: str, script: str) -> httpx.Response:
         return self.http.post(f"/run/{job_id}", files={"file": ("job.sh", script.encode())})
@@ -138,7 +139,7 @@ def test_what_cannot_work_is_refused_at_the_start(options: list[str], words: str
 def test_beyond_this_machine_a_token_is_not_enough_without_tls(tmp_path: Path, capsys, monkeypatch) -> None:
     from tasuki.cli.main import root
 
-    monkeypatch.setenv("TASUKI_TOKEN", "secret")
+    monkeypatch.setenv("TASUKI_TOKEN", "0123456789abcdef")
     words = ["agent", "--listen", "0.0.0.0:0", "--exec", "x=/bin/true", "--data", str(tmp_path / "data")]
     with pytest.raises(SystemExit):
         root(args=words, prog_name="tasuki")
@@ -148,13 +149,15 @@ def test_beyond_this_machine_a_token_is_not_enough_without_tls(tmp_path: Path, c
 
 def test_token_files_have_a_token_on_each_line(tmp_path: Path) -> None:
     path = tmp_path / "tokens"
-    path.write_text("\n# comment\n one \ntwo\n")
-    assert read_tokens(str(path)) == ("one", "two")
-    for wrong in ("", "# only\n", "two words\n", "\x01\n", "é\n", "x" * 513):
+    path.touch(mode=0o600)
+    one, two = "one" * 6, "x" * 16
+    path.write_text(f"\n# comment\n {one} \n{two}\n")
+    assert read_tokens(str(path)) == (one, two)
+    for wrong in ("", "# only\n", "two words of a token\n", "\x01" * 16, "é" * 16, "x" * 513, "x" * 15):
         path.write_text(wrong)
         with pytest.raises(ConfigError):
             read_tokens(str(path))
-    with pytest.raises(ConfigError, match="without spaces, of up to 512 characters"):  # the last of them
+    with pytest.raises(ConfigError, match="without spaces, of 16 to 512 characters; it has 15"):  # the last of them
         read_tokens(str(path))
     with pytest.raises(ConfigError, match="cannot be read"):
         read_tokens(str(tmp_path / "missing"))

@@ -202,6 +202,7 @@ def test_over_tcp_the_token_goes_only_to_the_folders_own_server(user: User, serv
 
 def test_a_worker_over_tcp_runs_what_it_allows_and_nothing_else(user: User) -> None:
     with running(user, "server", "--tcp", "127.0.0.1:0") as server:
+        (user.home / "worker.token").touch(mode=0o600)
         (user.home / "worker.token").write_text(user.run("token", "create", "--kind", "worker").stdout)
         flags = ["--token-file", "worker.token", "--subject", "render.*", "--worker-id", "renderer", "--any-program"]
         worker = user.start("worker", "--to", server.url, *flags, "--exec", "say=echo said")

@@ -15,6 +15,7 @@ def test_a_token_opens_the_door_until_it_is_revoked(served: Served, tmp_path) ->
     user, server = served
     made = user.json("token", "create", "--kind", "client", "--label", "for the test", "--json")
     stranger = User(tmp_path)
+    (tmp_path / "token").touch(mode=0o600)
     (tmp_path / "token").write_text(made["token"])
 
     before = stranger.run("list", "--to", server.url, "--token-file", "token")

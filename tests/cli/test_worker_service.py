@@ -83,6 +83,7 @@ def home(tmp_path: Path, inside: Inside, monkeypatch: pytest.MonkeyPatch) -> Hom
 
 def test_the_unit_runs_the_same_worker_with_paths_made_absolute(home: Home) -> None:
     (home.folder / "execs.toml").write_text('[exec.render]\ncommand = "render"\n')
+    (home.folder / "worker.token").touch(mode=0o600)
     (home.folder / "worker.token").write_text("tsk_w_x\n")
 
     done = home.install(*TO, "--config", "execs.toml", "--token-file", "worker.token", "--data", "data", "--worker-id", "w1")
@@ -183,6 +184,7 @@ def test_systemd_can_read_the_unit(home: Home, tmp_path: Path) -> None:
 
 
 def test_no_secret_is_ever_in_the_unit(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+    (home.folder / "worker.token").touch(mode=0o600)
     (home.folder / "worker.token").write_text(SECRET)
     monkeypatch.setenv("TASUKI_TOKEN", SECRET)
     monkeypatch.setenv("TASUKI_ENROLL", SECRET)

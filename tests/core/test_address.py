@@ -83,6 +83,7 @@ def test_a_listener_of_http_is_nothing_else(text: str) -> None:
 )
 def test_a_clients_token_file_has_one_token(text: str, has: str, tmp_path: Path) -> None:
     path = tmp_path / "token"
+    path.touch(mode=0o600)
     path.write_text(" one \n")
     assert find_token(path) == "one"
 

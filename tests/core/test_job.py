@@ -267,7 +267,7 @@ def test_nothing_else_counts(fields: dict[str, Any]) -> None:
 
 def test_the_body_and_the_rest_are_all_fields() -> None:
     times, codes = {"not_before", "not_after"}, {"permanent_exit_codes", "retry_exit_codes"}
-    rest = {"job_id", "priority", "headers", "array_id", "delay_first_loss"} | times | codes
+    rest = {"job_id", "priority", "headers", "array_id", "delay_first_loss", "mac"} | times | codes
 
     assert set(BODY) | rest == set(JobSpec.__struct_fields__)
 

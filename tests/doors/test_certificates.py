@@ -65,6 +65,7 @@ def test_a_file_that_is_not_there_is_named(authority: TestAuthority, tmp_path: P
 
 def test_a_file_that_is_something_else_is_named(authority: TestAuthority, tmp_path: Path) -> None:
     junk = tmp_path / "junk.pem"
+    junk.touch(mode=0o600)
     junk.write_text("nothing of that kind")
     cert, key = authority.issue()
 

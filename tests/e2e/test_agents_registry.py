@@ -34,7 +34,8 @@ class AgentProcess(ChildProcess):
 
     def __init__(self, folder: Path, node: str, environment: dict[str, str], *arguments: str) -> None:
         tokens = folder / "tokens"
-        tokens.write_text("secret-of-all\n")
+        tokens.touch(mode=0o600)
+        tokens.write_text("secret-of-all-agents\n")
         command = [*TASUKI, "agent", "--listen", "127.0.0.1:0", "--exec", "sh=/bin/sh {file}", "--node", node]
         command += ["--data", str(folder / node), "--token-file", str(tokens), "--slots", "4", *arguments]
         super().__init__(command, folder / f"{node}.log", environment)
@@ -42,7 +43,7 @@ class AgentProcess(ChildProcess):
     def wait_until_ready(self) -> None:
         output = self.wait_for_output("ready ")
         url = next(line.split()[1] for line in output.splitlines() if line.startswith("listening "))
-        self.http = httpx.Client(base_url=url, headers={"Authorization": "Bearer secret-of-all"}, timeout=20.0)
+        self.http = httpx.Client(base_url=url, headers={"Authorization": "Bearer secret-of-all-agents"}, timeout=20.0)
 
     def post(self, job_id: str, script: str) -> httpx.Response:
         """NO_ANSWER, if the agent is killed before it has one."""

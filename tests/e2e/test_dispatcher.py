@@ -41,6 +41,7 @@ class Listener(ChildProcess):
             free.bind(("127.0.0.1", 0))
             self.url = f"http://127.0.0.1:{free.getsockname()[1]}"
         self.name = name
+        (folder / "tokens").touch(mode=0o600)
         (folder / "tokens").write_text(TOKEN)
         common = ["--listen", self.url.removeprefix("http://"), "--token-file", str(folder / "tokens"), "--log-format", "json"]
         super().__init__([*TASUKI, *arguments, *common], folder / f"{name}.log", {"HOME": str(folder)})

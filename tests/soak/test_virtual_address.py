@@ -65,6 +65,7 @@ class Place:
             stack.callback(keepalived.stop)  # killed, it would leave its child to end by itself
 
     def _agent(self, name: str) -> ChildProcess:
+        (self._folder / "tokens").touch(mode=0o600)
         (self._folder / "tokens").write_text(TOKEN)
         script = self._folder / f"pricer-{name}.sh"
         script.write_text(

@@ -43,7 +43,9 @@ def runner_in(data: Path, *execs: Exec, any_program_for: str | None = OWNER, **o
     options.setdefault("grace_s", 0.3)
     options.setdefault("floor_free_bytes", 0)
     options.setdefault("incarnation", f"incarnation-{os.getpid()}-{next(_incarnations)}")
-    runner = CommandRunner(data, {found.name: found for found in execs}, any_program_for=lambda: any_program_for, **options)
+    runner = CommandRunner(
+        data, {found.name: found for found in execs}, may_run_any=lambda attempt: attempt.submitter == any_program_for, **options
+    )
     opened.append(runner)
     return runner
 

@@ -150,7 +150,9 @@ def test_a_folder_that_a_job_has_changed_is_not_used_again(tmp_path: Path, trace
 
 def test_spare_folders_go_with_their_worker(tmp_path: Path) -> None:
     async def scenario() -> None:
-        runner = CommandRunner(tmp_path, {}, incarnation="short", fetch=no_fetch, any_program_for=lambda: OWNER)
+        runner = CommandRunner(
+            tmp_path, {}, incarnation="short", fetch=no_fetch, may_run_any=lambda attempt: attempt.submitter == OWNER
+        )
         for job_id in ("a", "b"):
             await run_async(runner, shell("true", job_id=job_id))
             assert runner.folders.recycle(shell("true", job_id=job_id))

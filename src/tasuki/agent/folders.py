@@ -36,6 +36,7 @@ import msgspec
 
 from tasuki.agent.upload import UploadFolder
 from tasuki.blobs.files import disk_full_as_error, disk_full_or
+from tasuki.config import DataFolder
 from tasuki.core.failover.agent_protocol import AgentOutcome, EndedMarker, InterruptedMarker, Marker, RunningMarker
 from tasuki.core.job import check_job_id
 from tasuki.errors import ConfigError, DiskFull, InvalidInput
@@ -477,7 +478,7 @@ class AgentRunFolders(RunFolders):
 
 def _lock(data: Path) -> int:
     try:
-        data.mkdir(mode=0o700, parents=True, exist_ok=True)
+        DataFolder(data).make()
         descriptor = os.open(data / "agent.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError as error:
         raise ConfigError(f"the data folder {data} cannot be used: {error.strerror or error}") from None

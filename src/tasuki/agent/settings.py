@@ -8,13 +8,14 @@ from pathlib import Path
 
 import msgspec
 
-from tasuki.config import TOKEN_MAX_CHARS
+from tasuki.config import TOKEN_MAX_CHARS, read_secret
 from tasuki.core.failover.agent_protocol import TIMEOUT_S, default_slots
 from tasuki.errors import ConfigError
 from tasuki.worker.execs import Exec
 from tasuki.worker.logs import DEFAULT_CAPS, LogCaps
 
 TOKENS_MAX = 1_000
+TOKEN_MIN_CHARS = 16  # 64 bits if they are hex digits: nobody guesses that over a network
 KEEP_DAYS = 7.0
 
 
@@ -37,19 +38,25 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True):
 def read_tokens(path: str) -> tuple[str, ...]:
     """Return the tokens of a file, one on each line; empty lines and lines that begin with # are skipped."""
     try:
-        lines = Path(path).read_text("utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
+        lines = read_secret(path, "the token file").decode().splitlines()
+    except UnicodeDecodeError as error:
         raise ConfigError(f"the token file {path!r} cannot be read: {error}") from None
     tokens = tuple(line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#"))
     if not tokens or len(tokens) > TOKENS_MAX:
         raise ConfigError(f"the token file {path!r} must have 1 to {TOKENS_MAX} tokens, one on each line; it has {len(tokens)}")
     for number, token in enumerate(tokens, 1):
-        if len(token) > TOKEN_MAX_CHARS or not token.isascii() or not token.isprintable() or " " in token:
-            raise ConfigError(
-                f"token {number} of the token file {path!r} must be printable ASCII without spaces, "
-                f"of up to {TOKEN_MAX_CHARS} characters"
-            )
+        check_token(token, f"token {number} of the token file {path!r}")
     return tokens
+
+
+def check_token(token: str, what: str) -> str:
+    """Return the token if it may let peers in, else raise ConfigError: the shortest that nobody can guess has 16 characters."""
+    if not TOKEN_MIN_CHARS <= len(token) <= TOKEN_MAX_CHARS or not token.isascii() or not token.isprintable() or " " in token:
+        raise ConfigError(
+            f"{what} must be printable ASCII without spaces, of {TOKEN_MIN_CHARS} to {TOKEN_MAX_CHARS} characters; it has "
+            f"{len(token)}. Make one with: openssl rand -hex 32"
+        )
+    return token
 
 
 def slots_of_this_machine() -> int:

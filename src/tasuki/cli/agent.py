@@ -15,7 +15,7 @@ import secrets
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from tasuki.agent.settings import KEEP_DAYS, AgentConfig, choose_default, read_tokens, slots_of_this_machine
+from tasuki.agent.settings import KEEP_DAYS, AgentConfig, check_token, choose_default, read_tokens, slots_of_this_machine
 from tasuki.cli import command as cli
 from tasuki.cli import process
 from tasuki.cli.connect import StoreAddress, guest_places, is_store
@@ -133,7 +133,7 @@ def _tokens(token_file: str | None) -> tuple[str, ...]:
     if token_file is not None:
         return read_tokens(token_file)
     token = find_token()
-    return (token,) if token else ()
+    return (check_token(token, "TASUKI_TOKEN"),) if token else ()
 
 
 def _check_timeout(timeout_s: float) -> None:

@@ -120,7 +120,7 @@ def note_listening(folder: DataFolder, addresses: list[Address]) -> None:
     if not addresses:
         path.unlink(missing_ok=True)
         return
-    durable_write(path, "".join(f"{address}\n" for address in addresses).encode(), mode=0o666)
+    durable_write(path, "".join(f"{address}\n" for address in addresses).encode())
 
 
 def owner_of(folder: DataFolder) -> str:

@@ -19,7 +19,7 @@ from tasuki.cli import command as cli
 from tasuki.cli import process
 from tasuki.cli.connect import note_listening
 from tasuki.cli.output import Output
-from tasuki.config import check_app, data_folder, fault_point, parse_http, parse_listen, parse_size
+from tasuki.config import check_app, data_folder, fault_point, parse_http, parse_listen, parse_size, user_key
 from tasuki.core.address import Address, parse_url
 from tasuki.core.apps import DEFAULT_APP
 from tasuki.core.election import LOCK_TTL_S
@@ -158,12 +158,22 @@ def server(
     places = StorageLocations(folder, store or "", blobs or "", lead_ttl, coordination or "", app_of_keys, strict)
     config = process.server_config(
         folder.root,
+        key=b"" if store or not unix else _key(),
         lease_ttl_s=lease_ttl,
         retention_s=retention_days * 86400.0,
         blob_grace_s=blob_grace,
         blob_budget_bytes=parse_size(blob_budget) if blob_budget else None,
     )
     return process.run_loop(_main(ServerOptions(listen, places, config), process.Events(json=output.json)))
+
+
+def _key() -> bytes:
+    """Return the key of this user; empty if it cannot be kept: most servers have no workers that need it."""
+    try:
+        return user_key()
+    except ConfigError as error:
+        logger.warning("workers with --any-program will run nothing that is submitted here: %s", error.message)
+        return b""
 
 
 async def _main(options: ServerOptions, events: process.Events) -> int:

@@ -32,7 +32,7 @@ from tasuki.cli.server import (
 )
 from tasuki.cli.worker import allowed_execs, check_drain_timeout, log_caps
 from tasuki.client.embedded import answers
-from tasuki.config import DataFolder, data_folder, parse_http, parse_listen
+from tasuki.config import DataFolder, data_folder, parse_http, parse_listen, user_key
 from tasuki.core.apps import DEFAULT_APP
 from tasuki.core.backoff import Backoff
 from tasuki.core.broker.state import WorkerSession
@@ -115,7 +115,7 @@ def up(
     process.configure_log(log_level, json=output.json)
     if workers < 0:
         raise ConfigError(f"--workers must be 0 or more, got {workers}")
-    folder = data_folder(data or os.environ.get("TASUKI_DATA") or DEFAULT_FOLDER)
+    folder = data_folder(data, DEFAULT_FOLDER)
     given = tuple(parse_listen(text) for text in tcp)
     default = () if no_tcp or until_idle else (parse_listen(DEFAULT_TCP),)
     without_http = no_http or no_tcp or until_idle
@@ -128,7 +128,9 @@ def up(
         apps=apps,
     )
     options = ServerOptions(
-        listen, StorageLocations(folder, app=apps[0] if apps else DEFAULT_APP), process.server_config(folder.root)
+        listen,
+        StorageLocations(folder, app=apps[0] if apps else DEFAULT_APP),
+        process.server_config(folder.root, key=user_key()),
     )
     return process.run_loop(_main(options, process.Events(json=output.json), workers, arguments, until_idle))
 

@@ -13,19 +13,23 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tasuki.config import DataFolder
+from tasuki.core.address import Address
 from tasuki.errors import ConfigError, Unavailable
+from tasuki.net.tcp_link import stranger
 
 START_TIMEOUT_S = 20.0
 POLL_S = 0.02
 
 
 def answers(path: Path) -> bool:
-    """Return if a process listens on this unix socket."""
+    """Return if a process of this user or root listens on this unix socket; ConfigError if it is another user's."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         try:
             probe.connect(os.fspath(path))
         except OSError:
             return False
+        if problem := stranger(probe, Address("unix", path=os.fspath(path))):
+            raise ConfigError(problem)
     return True
 
 
@@ -39,15 +43,15 @@ def ensure_server(folder: DataFolder) -> str:
 def _start(folder: DataFolder) -> None:
     log = folder.root / "embedded.log"
     command = [sys.executable, "-m", "tasuki", "up", "--data", os.fspath(folder.root), "--until-idle"]
+    folder.make()
     try:
-        folder.root.mkdir(parents=True, exist_ok=True, mode=0o700)
-        with os.fdopen(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as out:
+        with os.fdopen(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600), "wb") as out:
             process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True, cwd=folder.root
             )
     except OSError as error:
         raise ConfigError(
-            f"the data folder {folder.root} cannot be made or written to: {error.strerror or error}; "
+            f"the data folder {folder.root} cannot be written to: {error.strerror or error}; "
             "choose another with --data or TASUKI_DATA"
         ) from None
     # It may end long before this process does, and would stay a zombie if nobody waited for it.

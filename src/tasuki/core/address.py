@@ -14,6 +14,7 @@ DEFAULT_PORT = 7000
 DEFAULT_PORTS = {"tcp": DEFAULT_PORT, "tls": DEFAULT_PORT, "http": 7080, "https": 443}
 HOST_MAX_CHARS = 253  # of a name in DNS
 HOST_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+UNIX_USER = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*@")
 AGENTS = "agents:"
 AGENT_PORT = 7090
 _HOST = re.compile(r"[^\s=@/?#]+").fullmatch  # names, numbers, and nothing in which a password may stand
@@ -29,10 +30,12 @@ class Address(msgspec.Struct, frozen=True):
     port: int = 0
     path: str = ""
     """Path of a unix socket; for http and https the prefix before the server's own paths: nothing, or /prefix."""
+    user: str = ""
+    """Name or number of the user whose server on a unix socket is trusted, beside this user's own and root's."""
 
     def __str__(self) -> str:
         if self.scheme == "unix":
-            return f"unix://{self.path}"
+            return f"unix://{self.user}{'@' if self.user else ''}{self.path}"
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"{self.scheme}://{host}:{self.port}{self.path}"
 
@@ -70,7 +73,7 @@ def shown_address(url: str) -> str:
 
 
 def parse_url(url: str, default_port: int | None = None, given: str | None = None) -> list[Address]:
-    """Parse `tcp://a:7000,b:7000`, `tls://a:7000`, `unix:///path`, `http://a:7080,b:7080` or `https://a/prefix`.
+    """Parse `tcp://a:7000,b:7000`, `tls://a:7000`, `unix:///path`, `unix://user@/path`, `http://a:7080` or `https://a/prefix`.
 
     `given` is the text that an error quotes, where the caller has built `url` from it.
     """
@@ -84,9 +87,13 @@ def parse_url(url: str, default_port: int | None = None, given: str | None = Non
             "https://host or unix:///path"
         )
     if scheme == "unix":
-        if not rest.startswith("/"):
-            raise ConfigError(f"address {given!r}: a unix socket needs an absolute path, as in unix:///run/tasuki/socket")
-        return [Address("unix", path=rest)]
+        user, slash, path = rest.partition("/")
+        if not slash or (user and UNIX_USER.fullmatch(user) is None):
+            raise ConfigError(
+                f"address {given!r}: a unix socket needs an absolute path, as in unix:///run/tasuki/socket, or with the "
+                "user whose server it is, as in unix://tasuki@/run/tasuki/socket"
+            )
+        return [Address("unix", path=slash + path, user=user.removesuffix("@"))]
     if "@" in rest:  # what stands before it may be a password, which is not repeated here
         raise ConfigError(f"an address such as {scheme}://host has no user or password in it; give the token with --token-file")
     if scheme in ("http", "https"):

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import enum
 import hashlib
+import hmac
 import re
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
 from tasuki.core.subject import DEFAULT_SUBJECT, check_subject
 from tasuki.errors import InvalidInput, TooLarge, quoted
@@ -130,6 +132,9 @@ class JobSpec(msgspec.Struct, frozen=True, gc=False, omit_defaults=True, kw_only
     """The array that this job is an element of. Not part of the body."""
     delay_first_loss: bool = False
     """True: the job waits also after its first lost attempt; else only after later ones. Not part of the body."""
+    mac: bytes = b""
+    """Mark of the server that its own user submitted this command (`mark`). A submitter's own value is dropped. Not part of the
+    body."""
 
 
 class Lease(msgspec.Struct, frozen=True, gc=False):
@@ -467,6 +472,17 @@ def body_hash(spec: JobSpec) -> bytes:
             )
         )
     ).digest()
+
+
+def mark(spec: JobSpec, submitter: str, key: bytes) -> JobSpec:
+    """Return the spec with the MAC of all its fields and its submitter; without a MAC if the key is empty."""
+    bare = replace(spec, mac=b"") if spec.mac else spec
+    return replace(bare, mac=hmac.digest(key, _body_encoder.encode((submitter, bare)), "sha256")) if key else bare
+
+
+def is_marked(spec: JobSpec, submitter: str, key: bytes) -> bool:
+    """Return whether the spec has the MAC that `mark` gave it."""
+    return bool(key) and hmac.compare_digest(spec.mac, mark(spec, submitter, key).mac)
 
 
 _COMPARED = ("subject", "exec", "args", "env", "payload", "timeout_s", "max_retries", "max_losses", "backoff_s")

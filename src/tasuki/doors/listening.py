@@ -22,6 +22,7 @@ from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
+from tasuki.config import read_secret
 from tasuki.core.address import Address
 from tasuki.core.protocol import HANDSHAKE_TIMEOUT_S
 from tasuki.core.shares import Shares
@@ -281,11 +282,11 @@ class ServerCertificate:
 
 def server_tls(cert: str, key: str) -> ssl.SSLContext:
     """Return TLS for a listener; ConfigError names the file that cannot be used."""
-    for kind, path in (("certificate", cert), ("key", key)):
-        try:
-            Path(path).read_bytes()
-        except OSError as error:
-            raise ConfigError(f"the {kind} {path!r} cannot be read: {error.strerror or error}") from None
+    try:
+        Path(cert).read_bytes()
+    except OSError as error:
+        raise ConfigError(f"the certificate {cert!r} cannot be read: {error.strerror or error}") from None
+    read_secret(key, "the key")
     validity_of(cert)
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
 

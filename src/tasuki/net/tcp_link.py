@@ -7,6 +7,7 @@ WRITE_SOFT_BYTES the peer is not read from, past WRITE_HARD_BYTES the link is ab
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import socket
 import ssl
@@ -274,12 +275,34 @@ def encode_answer(message: Message, codec: str | None) -> bytes:
 def _peer_of(transport: asyncio.Transport) -> Peer:
     sock = transport.get_extra_info("socket")
     if sock is not None and sock.family == getattr(socket, "AF_UNIX", None):
-        uid = None
-        if hasattr(socket, "SO_PEERCRED"):
-            _, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-        return Peer("unix", uid, "unix socket")
+        return Peer("unix", _uid_of(sock), "unix socket")
     name = transport.get_extra_info("peername")
     return Peer("tcp", None, f"{name[0]}:{name[1]}" if isinstance(name, tuple) else str(name))
+
+
+def _uid_of(sock: socket.socket) -> int | None:
+    """Return the user of the process at the other end of a unix socket; None where the system cannot tell."""
+    if not hasattr(socket, "SO_PEERCRED"):
+        return None
+    _, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    return int(uid)
+
+
+def stranger(sock: socket.socket, address: Address) -> str:
+    """Return the reason why nothing is sent to a unix socket's server; "" for one of this user, root or the address's user."""
+    uid = _uid_of(sock)
+    if uid in (None, 0, os.geteuid()) or address.user == str(uid):
+        return ""
+    import pwd
+
+    with contextlib.suppress(KeyError):
+        if address.user and uid == pwd.getpwnam(address.user).pw_uid:
+            return ""
+    wanted = f"not of {address.user}" if address.user else f"not of this one ({os.geteuid()}) or root"
+    return (
+        f"{address} is a server of user {uid}, {wanted}; nothing was sent to it. If you trust that user, "
+        f"write unix://{uid}@{address.path}"
+    )
 
 
 async def connect(
@@ -299,7 +322,7 @@ async def connect(
     try:
         async with asyncio.timeout(timeout_s):
             if address.scheme == "unix":
-                _, link = await loop.create_unix_connection(make, address.path)
+                _, link = await loop.create_unix_connection(make, sock=await _dial_unix(address))
             else:
                 secure = (tls or ssl.create_default_context()) if address.scheme == "tls" or tls is not None else None
                 _, link = await loop.create_connection(make, address.host, address.port, ssl=secure)
@@ -314,6 +337,20 @@ async def connect(
     except OSError as error:  # a connection that ends within the handshake has no text
         raise Unavailable(f"no connection to {address}: {system_words(error) or CUT_SHORT}") from None
     return link
+
+
+async def _dial_unix(address: Address) -> socket.socket:
+    """Return a connected socket, before anything was sent; Unavailable if its server is a stranger's."""
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        sock.setblocking(False)
+        await asyncio.get_running_loop().sock_connect(sock, address.path)
+        if problem := stranger(sock, address):
+            raise Unavailable(problem)
+    except BaseException:
+        sock.close()
+        raise
+    return sock
 
 
 def system_words(error: OSError) -> str:

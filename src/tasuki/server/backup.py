@@ -230,10 +230,7 @@ def finish_publishing(folder: DataFolder) -> bool:
 
 def prepare_folder(folder: DataFolder) -> None:
     """Make the folder, for this user only, and finish a restore that was killed."""
-    try:
-        folder.root.mkdir(parents=True, exist_ok=True, mode=0o700)
-    except OSError as error:
-        raise ConfigError(f"the data folder {folder.root} cannot be made: {error.strerror or error}") from None
+    folder.make()
     finish_publishing(folder)
 
 

@@ -16,12 +16,13 @@ import shutil
 import stat
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import cast
 
 import msgspec
 
+from tasuki.config import OTHERS_READ, secret_problem
 from tasuki.core.job import JobSpec
 from tasuki.errors import ConfigError, Unavailable, quoted
 from tasuki.worker.attempt import Attempt, JobRefused
@@ -32,8 +33,6 @@ from tasuki.worker.logs import PROGRESS_VARIABLE
 from tasuki.worker.redaction import NOTHING_SECRET, Redactor
 
 SECRET_MAX_BYTES = 64 * 1024  # Linux takes 128 KiB for one variable, its name included
-_OTHERS_READ = stat.S_IRGRP | stat.S_IROTH
-_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
 class SecretProblem(Exception):
@@ -102,19 +101,12 @@ def _read(path: str, *, allow_loose: bool) -> bytes:
 
 def problem_of(found: os.stat_result, uid: int, *, allow_loose: bool) -> str:
     """Return the reason why a file of this kind, owner and mode must not hold a secret of this user, or ""."""
-    mode = stat.S_IMODE(found.st_mode)
     if not stat.S_ISREG(found.st_mode):
         return "is not a regular file"
-    if found.st_uid not in (uid, 0):
-        return f"belongs to user {found.st_uid}; it must belong to the worker's user ({uid}) or to root"
-    if mode & _OTHERS_WRITE:
-        return f"can be changed by others (mode {mode:04o}); chmod 600 it"
-    if mode & _OTHERS_READ and not allow_loose:
-        return (
-            f"can be read by others (mode {mode:04o}); chmod 600 it, or set allow_loose_permissions = true "
-            "where nobody else uses the machine"
-        )
-    return ""
+    problem = secret_problem(found, uid, 0)
+    if not problem and not allow_loose and (problem := secret_problem(found, uid, OTHERS_READ)):
+        return f"{problem}, or set allow_loose_permissions = true where nobody else uses the machine"
+    return problem
 
 
 MARK = "TASUKI_MARK"
@@ -153,12 +145,12 @@ class Command(msgspec.Struct, frozen=True, kw_only=True):
     """Name of the exec whose warm interpreter forks it."""
 
 
-def choose_exec(execs: Mapping[str, Exec], attempt: Attempt, any_program_for: str | None) -> Exec:
+def choose_exec(execs: Mapping[str, Exec], attempt: Attempt, may_run_any: Callable[[Attempt], bool]) -> Exec:
     """Return the exec that the job names, or any program if its submitter may run that; else refuse with EXEC_NOT_ALLOWED."""
     name = attempt.spec.exec
     if name in execs:
         return execs[name]
-    if name and any_program_for is not None and attempt.submitter == any_program_for:
+    if name and may_run_any(attempt):
         return any_program(name)
     allowed = ", ".join(sorted(execs)) or "none"
     raise JobRefused(

@@ -82,7 +82,7 @@ class CommandRunner:
         *,
         incarnation: str,
         fetch: Fetch,
-        any_program_for: Callable[[], str | None] = lambda: None,
+        may_run_any: Callable[[Attempt], bool] = lambda attempt: False,
         grace_s: float = GRACE_S,
         log_caps: LogCaps = DEFAULT_CAPS,
         floor_free_bytes: int = DISK_FLOOR_BYTES,
@@ -93,8 +93,8 @@ class CommandRunner:
         log_follow: LogFollow | None = None,
         folders: RunFolders | None = None,
     ) -> None:
-        """`any_program_for()` returns the submitter whose jobs may run any program, or None: it is the worker's own user
-        on its own machine. `lease_deadline(lease_id)` returns the boot time at which the attempt must be over, None: never.
+        """`may_run_any(attempt)` returns whether this job may run any program: the worker's own user submitted it on its own
+        machine. `lease_deadline(lease_id)` returns the boot time at which the attempt must be over, None: never.
         Without a `keeper` one is forked at the first start. `folders` replaces a worker's run folders (agents)."""
         check_secrets(execs.values())
         self.folders = folders or RunFolders(data, incarnation, floor_free_bytes=floor_free_bytes)
@@ -102,7 +102,7 @@ class CommandRunner:
         self._environment = base_environment()
         self._incarnation = incarnation
         self._fetch = fetch
-        self._any_program_for = any_program_for
+        self._may_run_any = may_run_any
         self._default_grace_s = grace_s
         self._log_caps = log_caps
         self._keeper = keeper
@@ -125,7 +125,7 @@ class CommandRunner:
         if stop.done():
             return _not_begun(stop.result())
         try:
-            exec_ = choose_exec(self._execs, attempt, self._any_program_for())
+            exec_ = choose_exec(self._execs, attempt, self._may_run_any)
             quick = self.folders.is_quick(attempt)
             folder = self.folders.create(attempt) if quick else await asyncio.to_thread(self.folders.create, attempt)
             if not await self._fetch_inputs(attempt, folder, stop):

@@ -172,7 +172,9 @@ class StatusFile:
         for folder in (self._path.parent.parent, self._path.parent):  # `mode` is for the last one alone
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         new = self._path.with_name(f".{self._path.name}.new")
-        new.write_bytes(content)
+        new.unlink(missing_ok=True)  # left by a process that was killed
+        with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb") as file:
+            file.write(content)
         new.replace(self._path)
 
     def _clear(self) -> None:

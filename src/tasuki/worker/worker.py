@@ -33,9 +33,9 @@ import msgspec
 from msgspec.structs import replace
 
 from tasuki.clocks import now
-from tasuki.config import data_folder, default_url, find_token
+from tasuki.config import DataFolder, data_folder, default_url, find_token, user_key
 from tasuki.core.address import parse_url
-from tasuki.core.job import RESULT_INLINE_MAX_BYTES, BlobRef, JobSpec, OnDisconnect, Outcome
+from tasuki.core.job import RESULT_INLINE_MAX_BYTES, BlobRef, JobSpec, OnDisconnect, Outcome, is_marked
 from tasuki.core.lifecycle import HTTP_LEASE_TTL_S
 from tasuki.core.machine import Closed, Hangup, Opened, Received, Send, Ticked
 from tasuki.core.protocol import Ending, HeartbeatAnswer, Message, Welcome
@@ -49,7 +49,7 @@ from tasuki.event_loop import BackgroundTasks, loop_factory
 from tasuki.net import ServerConnection, client_tls
 from tasuki.version import __version__
 from tasuki.wire.compression import CODECS
-from tasuki.worker.attempt import Attempt, HandlerJob, RunResult, StopReason, worker_failure
+from tasuki.worker.attempt import Attempt, HandlerJob, JobRefused, RunResult, StopReason, worker_failure
 from tasuki.worker.credentials import CredentialFile, Rotation
 from tasuki.worker.execs import Exec
 from tasuki.worker.handlers import FunctionProcesses, Handler, Handlers
@@ -127,12 +127,14 @@ class Worker:
         self._concurrency = check_slots(concurrency)
         self._execs = dict(execs or {})
         self._any_program = any_program
+        self._key = b""
+        """This user's key, where jobs may run any program."""
         self._policy = functools.partial(disconnect_policy, on_disconnect, reconnect_grace_s, lease_ttl_s)
         self._policy(over_http=False)  # raises for a bad value
         self._drain_timeout_s = drain_timeout_s
         self._handlers = Handlers()
         self._connection = ServerConnection(self._heard, client_tls(tls_ca), is_worker=True)
-        self._folder = None if data is None else Path(data)
+        self._folder = None if data is None else data_folder(data).root
         self._transfers = WorkerTransfers(self._connection.blobs, self._folder)
         self._log_follow = LogFollow(self._send)
         self._log_caps = log_caps
@@ -196,7 +198,8 @@ class Worker:
         if self.url is None:
             self.url = default_url() or f"unix://{data_folder(None).socket}"
         addresses = parse_url(self.url)
-        self._local = all(address.scheme == "unix" for address in addresses)
+        if self._any_program and all(address.scheme == "unix" for address in addresses):
+            self._key = user_key()
         remote = any(not address.loopback for address in addresses)
         on_disconnect, grace_s, ttl_s = self._policy(over_http=all(address.http for address in addresses))
         only_async = bool(self._handlers) and not self._handlers.plain and not self._execs
@@ -240,12 +243,13 @@ class Worker:
 
     async def _prepare(self, folder: Path) -> None:
         """Open the parts that use the data folder, and sweep the files and processes that dead workers left."""
+        DataFolder(folder).make()
         self._runner = CommandRunner(
             folder,
             self._execs,
             incarnation=self.incarnation,
             fetch=self._transfers.fetch,
-            any_program_for=self._any_program_for,
+            may_run_any=self._may_run_any,
             keeper=self._keeper,
             lease_deadline=self._machine.lease_deadline,
             on_keeper_lost=self.stop,
@@ -530,11 +534,20 @@ class Worker:
         held = self._machine.held.get(lease_id)
         return held.started_at if held is not None else None
 
-    def _any_program_for(self) -> str | None:
-        """Return the submitter whose jobs may run any program: this process's user, and only where the socket proves it."""
-        if self._any_program and self._local and self._welcome is not None and hasattr(os, "getuid"):
-            return f"uid:{os.getuid()}"
-        return None
+    def _may_run_any(self, attempt: Attempt) -> bool:
+        """Return whether a job may run any program: this process's user submitted it over the socket, as its MAC proves.
+
+        The store alone is no proof: its rows travel with a copy of the data folder.
+        """
+        if not self._key or self._welcome is None or attempt.submitter != f"uid:{os.getuid()}":
+            return False
+        if is_marked(attempt.spec, attempt.submitter, self._key):
+            return True
+        raise JobRefused(
+            "UNPROVEN",
+            f"nothing proves that this user submitted job {attempt.spec.job_id!r} on this machine: it came with the data folder, "
+            "or this user's key was replaced since; if it is yours, submit it again under another job_id",
+        )
 
     async def _offer(self, record: OutboxRecord) -> None:
         try:

@@ -14,7 +14,7 @@ from tasuki.core.access import Identity, PeerKind
 from tasuki.core.broker import authentication, events
 from tasuki.core.broker.log_reads import question_of
 from tasuki.core.broker.state import BrokerState, ClientSession, Session, TransferSession, TurnEffects, WorkerSession, ignore
-from tasuki.core.job import TERMINAL, Job, Outcome, State, body_hash, check_name, check_sha256, check_spec
+from tasuki.core.job import TERMINAL, Job, Outcome, State, body_hash, check_name, check_sha256, check_spec, mark
 from tasuki.core.machine import Send
 from tasuki.core.store_messages import BlobClaim, BlobPlace, Canceled, MissingBlobs, Requeued, RequeueOrder, Submission, Submitted
 from tasuki.errors import Conflict, DiskFull, Forbidden, InvalidInput, NotFound, ProtocolError, TasukiError, Unavailable, discreet
@@ -61,6 +61,7 @@ def submit(state: BrokerState, client: ClientSession, identity: Identity, messag
     if len(message.specs) > SPECS_MAX:
         raise InvalidInput(f"{len(message.specs)} jobs in one frame are too many, the limit is {SPECS_MAX}; send several frames")
     submitter, builder = identity.name, state.builder
+    key = state.config.key if submitter.startswith("uid:") else b""
     subjects = builder.subjects
     submissions: list[Submission] = []
     rejected: list[protocol.Acceptance] = []
@@ -77,6 +78,8 @@ def submit(state: BrokerState, client: ClientSession, identity: Identity, messag
             continue
         if indexes is not None:
             indexes.append(index)
+        if spec.mac or (key and spec.exec):
+            spec = mark(spec, submitter, key)
         subjects[spec.subject] = None
         builder.size_bytes += len(spec.payload)
         if spec.args or spec.env or spec.files or spec.headers:

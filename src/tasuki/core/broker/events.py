@@ -27,6 +27,8 @@ class BrokerConfig(msgspec.Struct, frozen=True, kw_only=True):
     shared: bool = False
     """Other servers may work on the same store."""
     own_uid: int | None = None
+    key: bytes = b""
+    """Key of the server's own user, whose commands it marks: that user's workers may run any program for them."""
     host: str = ""
     lease_ttl_s: float = LEASE_TTL_S
     retention_s: float = RETENTION_DAYS * 86400.0
