@@ -12,6 +12,7 @@ from tasuki.core.machine import Peer
 from tasuki.core.protocol import (
     HANDSHAKE_TIMEOUT_S,
     PROTOCOL_VERSION,
+    ErrorMessage,
     GiveCredit,
     Heartbeat,
     HelloClient,
@@ -221,3 +222,41 @@ def test_what_a_peer_sent_before_it_noticed_the_hang_up_is_not_heard(stage: Brok
     stage.tell(conn, hello_client(token=stage.token("alice", "client")))
     stage.turns()
     assert conn not in stage.sent
+
+
+def test_one_token_has_a_share_of_the_workers_and_the_others_have_theirs(
+    stage: BrokerStage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stage.broker._worker_shares, "limit", 3)
+    secret, other = stage.token("many", "worker"), stage.token("other", "worker")
+    workers = [stage.worker(f"m{number}", peer=TCP, token=secret) for number in range(3)]
+    refused = stage.open(TCP)
+    stage.ask(refused, HelloWorker(msg_id=1, worker_id="m3", incarnation="i", token=secret))
+    error = stage.hung_up[refused]
+    assert error is not None
+    assert (error.code, "token:many has 3 workers" in error.message) == ("OVERLOADED", True)
+    stage.worker("o1", peer=TCP, token=other)
+    stage.worker("m0", peer=TCP, token=secret, incarnation="m0-2")  # in the place of the first
+    stage.close(workers[1])
+    stage.worker("m4", peer=TCP, token=secret)
+
+
+def test_patterns_that_could_all_match_one_subject_are_few_for_one_token(stage: BrokerStage) -> None:
+    secret = stage.token("wide", "worker")
+    mixed = [".".join("*" if number >> place & 1 else "a" for place in range(10)) for number in range(1, 1024)]
+    first = stage.worker("w1", peer=TCP, token=secret, patterns=tuple(mixed[:200]))
+    stage.worker("w2", peer=TCP, token=secret, patterns=tuple(mixed[:200]))  # the same ones: they count once
+    refused = stage.open(TCP)
+    hello = HelloWorker(msg_id=1, worker_id="w3", incarnation="i", token=secret, patterns=tuple(mixed[200:400]))
+    stage.ask(refused, hello)
+    error = stage.hung_up[refused]
+    assert error is not None
+    assert error.code == "OVERLOADED"
+    stage.broker.trie.match(".".join("a" * 10))
+    assert stage.broker.trie.nodes_visited < 200 * 10
+    stage.ask(first, Subscribe(7, tuple(mixed[200:400])))
+    answer = stage.last(first, ErrorMessage)
+    assert (answer.corr_id, answer.code) == (7, "OVERLOADED")
+    stage.close(first)
+    stage.worker("w3", peer=TCP, token=secret, patterns=tuple(mixed[200:256]))
+    stage.worker("w4", peer=TCP, token=secret, patterns=tuple(f"to.w{number}" for number in range(200)))

@@ -120,7 +120,10 @@ def _welcome(
     elif isinstance(hello, protocol.HelloWorker):
         worker = _new_worker(state, common, hello, identity)
         commands += _replace_worker(state, worker)
-        state.add_worker(worker)
+        try:
+            state.add_worker(worker)
+        except TasukiError as error:
+            return [*commands, *state.hang_up(session.conn, error)]
         ttl_s = worker.ttl_s
         worker.resuming = hello.resumed  # its first Heartbeat names the leases that it holds
         state.cluster.moved.append((worker.worker_id, worker.incarnation))

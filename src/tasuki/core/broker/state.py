@@ -12,7 +12,7 @@ one small struct, however many items it has.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from itertools import filterfalse, islice
 from operator import attrgetter
@@ -26,6 +26,7 @@ from tasuki.core.cluster_messages import Hint, ServerInfo, WorkerInfo
 from tasuki.core.job import OnDisconnect
 from tasuki.core.machine import Hangup, Now, Peer, Send
 from tasuki.core.protocol import Claim, JobResult, Message, ReadLog, Reply, Results, batches, error_message, outcome_bytes
+from tasuki.core.shares import Shares
 from tasuki.core.store_messages import Answers, Takes, Turn
 from tasuki.core.subject import SubjectTrie
 from tasuki.errors import InvalidInput, TasukiError, discreet
@@ -173,6 +174,10 @@ class TurnBuilder:
 
 
 CREDIT_MAX = 100_000  # jobs for one worker: far above any real concurrency, below what would make a turn unbounded
+WORKERS_MAX = 4096  # of one token at this server; a worker with a token of its own is alone
+# Of one token at this server, each counted once: all of them may match one subject (`a.*.b`, `*.a.b`, …), and a new subject then
+# costs the event loop 2 µs for each.
+MIXED_PATTERNS_MAX = 256
 CHOICE_MIN = 8  # idle workers beyond two for each new job, among which the least busy are asked
 READY_SUBJECTS_MAX = 64  # more subjects in one turn are told to other servers as "everything"
 
@@ -427,6 +432,10 @@ class BrokerState:
         self.generations: dict[str, int] = {}
         """Generations of the watched jobs that were requeued."""
         self.trie: SubjectTrie[int] = SubjectTrie()
+        self._worker_shares = Shares(WORKERS_MAX, "workers at this server")
+        self._pattern_shares = Shares(MIXED_PATTERNS_MAX, "patterns with `*` at this server")
+        self._mixed: Counter[tuple[str, str]] = Counter()
+        """Workers by owner and pattern, of patterns with `*`."""
         self._idle: dict[int, WorkerSession] = {}
         """Workers that may have credit, by connection; the one that was served last is at the end."""
         self.looking: dict[int, WorkerSession] = {}
@@ -452,17 +461,38 @@ class BrokerState:
 
     # -- connections ----------------------------------------------------------------------------------------------
     def add_worker(self, worker: WorkerSession) -> None:
+        """Add the session; Overloaded if its token has too many workers or patterns already."""
+        patterns, worker.patterns = worker.patterns, ()
+        self._worker_shares.take(worker.owner)
+        try:
+            self._subscribe(worker, patterns)
+        except TasukiError:
+            self._worker_shares.give_back(worker.owner)
+            raise
         self.sessions[worker.conn] = self.workers[worker.worker_id] = worker
         self.note_live_workers()
-        for pattern in worker.patterns:
-            self.trie.add(pattern, worker.conn)
 
-    def change_patterns(self, worker: WorkerSession, patterns: tuple[str, ...]) -> None:
+    def _subscribe(self, worker: WorkerSession, patterns: tuple[str, ...]) -> None:
+        """Replace the patterns of a worker. Each one with `*` that no other of its owner has uses up a part of the share."""
+        owner = worker.owner
+        mixed = {(owner, pattern) for pattern in patterns if "*" in pattern}
+        before = {(owner, pattern) for pattern in worker.patterns if "*" in pattern}
+        self._pattern_shares.take(owner, sum(1 for pair in mixed - before if not self._mixed[pair]))
+        self._mixed.update(mixed - before)
+        gone = before - mixed
+        self._mixed.subtract(gone)
+        for pair in gone:
+            if not self._mixed[pair]:
+                del self._mixed[pair]
+                self._pattern_shares.give_back(owner)
         for pattern in worker.patterns:
             self.trie.remove(pattern, worker.conn)
         worker.patterns = patterns
         for pattern in patterns:
             self.trie.add(pattern, worker.conn)
+
+    def change_patterns(self, worker: WorkerSession, patterns: tuple[str, ...]) -> None:
+        self._subscribe(worker, patterns)
         self.note_live_workers()
         self.look_everywhere()  # the worker for what it takes now, others for what it no longer keeps from them
 
@@ -475,8 +505,8 @@ class BrokerState:
         """Remove a connection and everything that is kept for it."""
         session = self.sessions.pop(conn, None)
         if isinstance(session, WorkerSession):
-            for pattern in session.patterns:
-                self.trie.remove(pattern, conn)
+            self._subscribe(session, ())
+            self._worker_shares.give_back(session.owner)
             self.looking.pop(conn, None)
             self._idle.pop(conn, None)
             if self.workers.get(session.worker_id) is session:
