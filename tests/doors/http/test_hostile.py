@@ -420,3 +420,18 @@ def test_no_answer_is_kept_by_a_cache(stage: Stage, path: str) -> None:
 def test_an_unknown_app_asks_for_the_token_first(stage: Stage) -> None:
     assert stage.call("GET", "/calc/unknown/jobs/j").status_code == 401
     assert stage.get("/calc/unknown/jobs/j").status_code == 404
+
+
+@pytest.mark.parametrize("inside", [b"{},", b"[],", b'"a",'])
+def test_a_body_of_many_small_values_is_413_before_they_are_made(stage: Stage, inside: bytes) -> None:
+    body = b'{"a":[' + inside * 5_000_000
+    body = body[: exchange.BODY_MAX_BYTES - 2 - len(body[: exchange.BODY_MAX_BYTES - 2]) % len(inside)]
+    answer = stage.call("POST", "/calc/zpe/jobs", stage.client, content=body)
+
+    assert (answer.status_code, "too many values" in answer.text) == (413, True)
+
+
+def test_a_large_result_of_numbers_in_rows_is_taken(stage: Stage) -> None:
+    rows = json.dumps([[0.123456, 1.234567, -2.345678]] * 400_000).encode()
+    assert len(rows) > exchange.BODY_MAX_BYTES * 3 // 4
+    assert exchange.decoded_bytes(rows) <= exchange.DECODED_MAX_BYTES

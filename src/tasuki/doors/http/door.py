@@ -159,6 +159,7 @@ class HttpDoor:
         with self._bodies.share() as reserve:
             body = await exchange.read_body(context.request, reserve)
             if route.body is not None:
+                reserve(exchange.decoded_bytes(body))
                 return await self._handled(route, context, _decoded(route, body))
             return await self._handled(route, context, *((body,) if route.content else ()))
 

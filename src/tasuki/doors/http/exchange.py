@@ -37,7 +37,8 @@ JSON = "application/json"
 RETRY_AFTER_S = 1
 SECRET_MAX_CHARS = 512
 BODY_MAX_BYTES = 16 * 1024 * 1024
-BODIES_MAX_BYTES = 256 * 1024 * 1024  # of all requests at once
+DECODED_MAX_BYTES = 6 * BODY_MAX_BYTES  # values of a JSON body: enough for 16 MB of numbers in rows of three
+BODIES_MAX_BYTES = 256 * 1024 * 1024  # of all requests at once, with the values of JSON ones
 REFUSED_MAX_BYTES = 4 * BODY_MAX_BYTES  # a body that is declared larger is not read at all
 DROP_TIMEOUT_S = 5.0
 DISCARD_S = 2.0  # of a body that is still being sent when the answer is given
@@ -267,6 +268,19 @@ async def _drop(request: Request) -> None:
         async with asyncio.timeout(DROP_TIMEOUT_S):
             async for _ in request.stream():
                 """Kept nowhere."""
+
+
+def decoded_bytes(body: bytes) -> int:
+    """Return about how much memory the values of a JSON body take; TooLarge if that is too much.
+
+    Counting marks bounds the number of values before one of them is made: 16 MB of `{}` would become 400 MB.
+    """
+    size = 64 * (body.count(b"{") + body.count(b"[")) + 32 * (body.count(b",") + body.count(b'"'))
+    if size > DECODED_MAX_BYTES:
+        raise TooLarge(
+            f"the JSON of {len(body)} bytes has too many values: about {size} bytes in memory, the limit is {DECODED_MAX_BYTES}"
+        )
+    return size
 
 
 def decode(body: bytes, kind: type[T]) -> T:
