@@ -77,7 +77,7 @@ class Node:
 
     def start(self) -> None:
         command = [sys.executable, "-m", "tasuki", "agent", "--listen", self._listen, "--data", str(self._data)]
-        command += ["--slots", str(self._slots), "--log-level", "warning"]
+        command += ["--slots", str(self._slots), "--log-level", "warning", "--no-token"]
         for name, template in self._execs.items():
             command += ["--exec", f"{name}={template}"]
         self.process = Process(command, ready="ready", env={"TASUKI_TOKEN": ""})

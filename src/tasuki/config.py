@@ -88,6 +88,11 @@ class DataFolder(msgspec.Struct, frozen=True):
         return self.root / "token"
 
     @property
+    def agent_token_file(self) -> Path:
+        """The token that agents and dispatchers of this folder make; not the server's, whose token may do more."""
+        return self.root / "agent-token"
+
+    @property
     def socket(self) -> Path:
         path = self.root / "socket"
         if len(os.fsencode(path)) <= SOCKET_PATH_MAX_BYTES:
@@ -233,7 +238,7 @@ def user_key() -> bytes:
         folder = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "tasuki"
         path = DataFolder(folder.absolute()).make().root / "key"
         if not path.exists():
-            _make_key(path)
+            _make_key(path, secrets.token_bytes(KEY_BYTES))
     except (OSError, RuntimeError, ConfigError) as error:  # RuntimeError: a user without a home
         raise ConfigError(
             f"the key by which this user's jobs may run any program cannot be kept: {error}; "
@@ -245,11 +250,18 @@ def user_key() -> bytes:
     return key
 
 
-def _make_key(path: Path) -> None:
-    """Make the key, whole and durable or not at all; of several processes one wins."""
-    new = path.with_name(f"key.{secrets.token_hex(8)}")
+def ensure_agent_token(folder: DataFolder) -> str:
+    """Return the token that agents and dispatchers of this folder share; it is made at the first start."""
+    if not folder.make().agent_token_file.exists():
+        _make_key(folder.agent_token_file, f"{secrets.token_hex(32)}\n".encode())
+    return find_token(folder.agent_token_file)
+
+
+def _make_key(path: Path, key: bytes) -> None:
+    """Make the file of a key or a token, whole and durable or not at all; of several processes one wins."""
+    new = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
     with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb") as file:
-        file.write(secrets.token_bytes(KEY_BYTES))
+        file.write(key)
         file.flush()
         os.fsync(file.fileno())
     with suppress(FileExistsError):

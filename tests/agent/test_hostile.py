@@ -16,6 +16,7 @@ import pytest
 
 from tasuki.agent import jobs, upload
 from tasuki.errors import DiskFull
+from tasuki.server.refusal_log import LINES_MAX
 from tests.agent.stage import BOUNDARY, AgentStage, Started, answer_to, code_of, form, head, members, part
 from tests.support.foreign_sites import FOREIGN, OWN
 from tests.support.waiting import until
@@ -45,6 +46,46 @@ def test_a_web_page_of_another_site_starts_no_job_and_reads_no_result(
 @pytest.mark.parametrize("headers", OWN, ids=str)
 def test_a_listener_on_loopback_has_the_names_of_loopback(stage: AgentStage, headers: dict[str, str]) -> None:
     assert stage.http.get("/capacity", headers=headers).status_code == 200
+
+
+# ---------------------------------------------------------------------------------------------------- refusals in the log
+
+
+def test_each_refusal_is_one_line_with_its_peer_and_without_a_secret(
+    make_stage: Callable[..., AgentStage], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "tasuki.agent")
+    with make_stage(tokens=("the-right-token",), max_upload_bytes=1000) as stage:
+        bearer = "Authorization: Bearer the-right-token\r\n"
+        stage.http.post("/run/a", headers={"Authorization": "Bearer a-wrong-token"})
+        stage.http.get("/jobs/b", headers={"Host": "evil.example"})
+        stage.http.get("/jobs/unknown")  # an answer, and no refusal
+        stage.run("c", "x" * 2000)
+        stage.run("d", "true", exec="nothing")
+        with stage.raw() as sock:
+            sock.sendall(head("e", 500, more=bearer) + part("file", b"cut", "job.sh"))
+        until(lambda: any(getattr(line, "job_id", "") == "e" for line in caplog.records), what="the cut upload is logged")
+
+    lines = [line for line in caplog.records if line.message.startswith("refused ")]
+    assert [(line.code, line.job_id) for line in lines] == [
+        ("UNAUTHORIZED", "a"),
+        ("FORBIDDEN", "b"),
+        ("TOO_LARGE", "c"),
+        ("EXEC_NOT_ALLOWED", "d"),
+        ("INVALID", "e"),
+    ]
+    assert all(line.levelname == "INFO" and line.peer.startswith("127.0.0.1:") and line.node == "n1" for line in lines)
+    assert "token" not in "".join(line.message for line in lines if line.code != "UNAUTHORIZED")
+    assert "a-wrong-token" not in caplog.text
+
+
+def test_refusals_of_one_peer_fill_no_log(make_stage: Callable[..., AgentStage], caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "tasuki.agent")
+    with make_stage(tokens=("the-right-token",)) as stage:
+        for _ in range(50):
+            assert stage.http.get("/jobs/a", headers={"Authorization": "Bearer wrong"}).status_code == 401
+
+    assert len([line for line in caplog.records if line.message.startswith("refused ")]) == LINES_MAX
 
 
 # ---------------------------------------------------------------------------------------------------- names

@@ -108,8 +108,9 @@ def test_a_forged_record_leads_no_agent_anywhere(
 
 
 def test_the_proof_of_one_result_is_none_for_another_address(
-    nodes: tuple[SharingStage, SharingStage], job_id: str, listener: Listener
+    nodes: tuple[SharingStage, SharingStage], job_id: str, listener: Listener, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level("INFO", "tasuki.agent")
     one, two = nodes
     one.run(job_id, LARGE)
     [job] = one.execute(Turn(get=[job_id])).get
@@ -123,6 +124,9 @@ def test_the_proof_of_one_result_is_none_for_another_address(
 
     assert code_of(fetched) == (503, "UNAVAILABLE")
     assert "--peers" in fetched.text
+    [line] = (line for line in caplog.records if getattr(line, "code", "") == "UNAVAILABLE")
+    assert (line.peer, line.job_id, line.node) == (listener.url, f"{job_id}-copied", "n2")
+    assert TOKEN not in caplog.text
     assert listener.requests == []
     assert two.result(job_id).status_code == 200
 

@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
+import socket
+import stat
+import subprocess
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
 import pytest
 
 from tasuki.agent.settings import choose_default, read_tokens
+from tasuki.cli import agents
+from tasuki.config import DataFolder, ensure_agent_token
 from tasuki.errors import ConfigError
 from tests.agent.stage import AgentStage, Started, code_of, members
 from tests.support.certificates import TestAuthority
@@ -102,6 +109,63 @@ def test_without_its_keeper_an_agent_ends(agent: AgentProcess, tmp_path: Path) -
     assert (tmp_path / "data/jobs/one/.interrupted").exists()
 
 
+def test_without_a_token_file_an_agent_makes_a_token_which_the_same_users_client_finds(tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    options = ["--listen", "127.0.0.1:0", "--exec", "sh=/bin/sh {file}", "--data", data]
+    with ChildProcess([*TASUKI, "agent", *options], tmp_path / "log", {"TASUKI_TOKEN": ""}) as agent:
+        url = re.findall(r"listening (http://\S+)", agent.wait_for_output("ready "))[0]
+        path = data / "agent-token"
+        bearer = {"Authorization": f"Bearer {path.read_text().strip()}"}
+        (tmp_path / "job.sh").write_text("echo found")
+
+        refused = httpx.post(f"{url}/run/one", files={"file": ("job.sh", b"true")})
+        admitted = httpx.get(f"{url}/capacity", headers=bearer)
+        command = [*TASUKI, "run", "--to", f"agents:{url}", "--data", data, "--file", tmp_path / "job.sh", "sh"]
+        ran = subprocess.run(command, capture_output=True, text=True, timeout=60, env={**os.environ, "TASUKI_TOKEN": ""})
+
+        assert (refused.status_code, admitted.status_code) == (401, 200)
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        assert (ran.returncode, ran.stdout) == (0, "found\n"), ran.stderr
+        assert path.read_text().strip() not in agent.output()
+
+
+def test_the_token_of_a_folder_is_made_once_by_whoever_is_first(tmp_path: Path) -> None:
+    folder = DataFolder(tmp_path / "data")
+
+    with ThreadPoolExecutor(8) as pool:
+        made = set(pool.map(lambda _: ensure_agent_token(folder), range(8)))
+
+    assert len(made) == 1
+    assert [left.name for left in folder.root.iterdir()] == ["agent-token"]
+
+
+def test_the_token_of_a_folder_is_not_sent_to_a_listener_of_another_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = DataFolder(tmp_path)
+    token = ensure_agent_token(folder)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        assert agents._own_token(folder, f"agents:{url}") == token
+        assert agents._own_token(folder, f"agents:{url},http://n2:7090") == ""
+        assert agents._own_token(folder, f"agents:{url}/prefix") == ""
+
+        monkeypatch.setattr(os, "geteuid", lambda: 12345)
+        assert agents._own_token(folder, f"agents:{url}") == ""
+
+
+def test_without_any_token_an_agent_says_so_at_its_start(tmp_path: Path) -> None:
+    options = ["--listen", "127.0.0.1:0", "--exec", "x=/bin/true", "--data", tmp_path / "data", "--no-token"]
+    options += ["--host-name", "Jobs.Example"]
+    with ChildProcess([*TASUKI, "agent", *options], tmp_path / "log", {"TASUKI_TOKEN": "unused"}) as agent:
+        output = agent.wait_for_output("ready ")
+        url = re.findall(r"listening (http://\S+)", output)[0]
+
+        assert httpx.get(f"{url}/capacity").status_code == 200
+        assert httpx.get(f"{url}/capacity", headers={"Host": "jobs.example"}).status_code == 200
+        assert httpx.get(f"{url}/capacity", headers={"Host": "other.example"}).status_code == 403
+        assert "there is no token (--no-token): every user" in output
+        assert not (tmp_path / "data" / "agent-token").exists()
+
+
 def test_programs_hear_which_execs_there_are(tmp_path: Path) -> None:
     options = ["--listen", "127.0.0.1:0", "--exec", "b=/bin/true", "--exec", "a=/bin/true", "--slots", "2", "--json"]
     with ChildProcess([*TASUKI, "agent", *options, "--data", tmp_path / "data"], tmp_path / "log", {}) as agent:
@@ -115,6 +179,7 @@ def test_programs_hear_which_execs_there_are(tmp_path: Path) -> None:
     ("options", "words"),
     [
         (["--listen", "0.0.0.0:0", "--exec", "x=/bin/true"], "--token-file"),
+        (["--listen", "0.0.0.0:0", "--exec", "x=/bin/true", "--no-token"], "--token-file"),
         (["--exec", "x=/bin/true", "--slots", "0"], "--slots must be 1 or more"),
         (["--exec", "x=/bin/true", "--timeout", "0"], "--timeout"),
         (["--exec", "x=/bin/true", "--default-exec", "y"], "none of the execs"),

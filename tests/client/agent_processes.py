@@ -42,7 +42,7 @@ class ListeningProcess(ChildProcess):
     def __init__(self, words: Iterable[str], log: Path, env: Mapping[str, str], *, name: str, port: int = 0) -> None:
         self.name = name
         self.kind, *_ = words = list(words)
-        super().__init__([*TASUKI, *words, "--listen", f"127.0.0.1:{port}"], log, env)
+        super().__init__([*TASUKI, *words, "--no-token", "--listen", f"127.0.0.1:{port}"], log, env)
         self.url = re.findall(r"listening (http://\S+)", self.wait_for_output("ready"))[0]
         self.command[-1] = self.url.removeprefix("http://")
 

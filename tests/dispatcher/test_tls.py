@@ -26,7 +26,7 @@ class DispatcherProcess(ChildProcess):
 
     def __init__(self, folder: Path, tls_ca: str, *agents: str) -> None:
         files = ["--tls-cert", str(folder / "cert.pem"), "--tls-key", str(folder / "key.pem"), "--tls-ca", tls_ca]
-        command = [*TASUKI, "dispatcher", "--listen", "127.0.0.1:0", "--agents", ",".join(agents), *files]
+        command = [*TASUKI, "dispatcher", "--listen", "127.0.0.1:0", "--agents", ",".join(agents), "--no-token", *files]
         super().__init__(command, folder / "log", {})
         output = self.wait_for_output("ready ")
         self.url = next(line.split()[1] for line in output.splitlines() if line.startswith("listening "))

@@ -58,6 +58,7 @@ class DispatcherProcess(ChildProcess):
 
     def __init__(self, folder: Path, node: str, environment: dict[str, str]) -> None:
         command = [*TASUKI, "dispatcher", "--listen", "127.0.0.1:0", "--agents", node, "--inputs", str(folder / "inputs")]
+        command += ["--no-token"]
         super().__init__(command, folder / "dispatcher.log", environment)
 
     def wait_until_ready(self) -> str:

@@ -12,7 +12,7 @@ import logging
 import re
 import ssl
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -88,11 +88,11 @@ class Agent:
             ("GET", "/capacity", self._capacity),
             ("GET", "/metrics", self._scrape),
         )
-        self.http = GuardedServer("agent", config.tokens, routes, self._health, self._count_refusal)
+        self.http = GuardedServer("agent", config.tokens, routes, self._health, self._count_refusal, node=config.node)
 
     # ------------------------------------------------------------------------------------------------ life
 
-    async def start(self, address: Address, tls: ssl.SSLContext | None = None, host_names: Collection[str] = ()) -> Address:
+    async def start(self, address: Address, tls: ssl.SSLContext | None = None, host_names: tuple[str, ...] = ()) -> Address:
         """Recover what an earlier agent left, and listen; return the address with the port that was bound."""
         sock = bound(address)
         level = await self._runner.keeper_level()

@@ -14,12 +14,13 @@ import hmac
 import logging
 import socket
 import ssl
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
+from tasuki import errors
 from tasuki.core.address import Address
 from tasuki.core.failover import agent_protocol
 from tasuki.core.failover.registry_records import ResultLocation
@@ -32,19 +33,12 @@ from tasuki.doors.http.exchange import (
     envelope,
     error_answer,
     json_answer,
+    peer_of,
     secret_of,
 )
 from tasuki.doors.http.uvicorn_server import Handler, UvicornServer, application
-from tasuki.errors import (
-    AgentRefusal,
-    InternalError,
-    NotFound,
-    Overloaded,
-    RegistryUnavailable,
-    TasukiError,
-    Unauthorized,
-    quoted,
-)
+from tasuki.errors import AgentRefusal, InternalError, NotFound, Overloaded, RegistryUnavailable, TasukiError, Unauthorized
+from tasuki.server.refusal_log import RefusalLog
 
 RETRY_AFTER_S = 1
 LOCKED = 423
@@ -106,10 +100,8 @@ def registry_away() -> RegistryUnavailable:
 
 
 def no_peer(place: ResultLocation, why: str) -> AgentRefusal:
-    message = (
-        f"the registry says that the result is at {quoted(place.address)}, which {why}; if it is an agent of yours, name it "
-    )
-    return unavailable(message + "with --peers URL", job_id=place.ended.job_id)
+    message = f"the registry says that the result is at {errors.quoted(place.address)}, which {why}; if it is an agent of yours, "
+    return unavailable(message + "name it with --peers URL", job_id=place.ended.job_id)
 
 
 def result_away(job_id: str, node: str, why: TasukiError) -> AgentRefusal:
@@ -188,6 +180,7 @@ class GuardedServer:
         on_post: Callable[[Response, str | None], None],
         *,
         results_end_uploads: bool = False,
+        node: str = "",
     ) -> None:
         """`who`: the process, in words. `on_post` is called with the response to each POST, and the code if it is a refusal.
         `results_end_uploads`: not only a refusal is an EarlyResponse, but every response."""
@@ -196,6 +189,7 @@ class GuardedServer:
         self._on_post = on_post
         self._results_end_uploads = results_end_uploads
         self._logger = logging.getLogger(f"tasuki.{who}")
+        self._refusals = RefusalLog(self._logger, node=node or socket.gethostname())
         self._under_way = 0
         self.idle = asyncio.Event()
         self.idle.set()
@@ -203,7 +197,7 @@ class GuardedServer:
         self._app = application(f"tasuki {who}", [*guarded, ("GET", "/health", health)])
         self.serving: UvicornServer | None = None
 
-    async def open(self, sock: socket.socket, tls: ssl.SSLContext | None, host_names: Collection[str] = ()) -> None:
+    async def open(self, sock: socket.socket, tls: ssl.SSLContext | None, host_names: tuple[str, ...] = ()) -> None:
         """`host_names`: names by which it is called, beside those of loopback."""
         self._host_names, self._loopback = host_names, Address("http", sock.getsockname()[0]).loopback
         self.serving = UvicornServer(self._app, tls, CLOSE_TIMEOUT_S)
@@ -222,7 +216,9 @@ class GuardedServer:
     def _guarded(self, handler: Handler) -> Handler:
         async def endpoint(request: Request) -> Response:
             if self._under_way >= REQUESTS_MAX:
-                return refusal_answer(Overloaded(f"this {self._who} is busy with {self._under_way} requests; try again"))
+                busy = Overloaded(f"this {self._who} is busy with {self._under_way} requests; try again")
+                self._refusals.error(peer_of(request), busy)
+                return refusal_answer(busy)
             self._under_way += 1
             self.idle.clear()
             try:
@@ -249,6 +245,7 @@ class GuardedServer:
                 http_answers.note_token(request, "token")
             return await handler(request), None
         except TasukiError as error:
+            self._refusals.error(peer_of(request), error, str(request.path_params.get("job_id", "")))
             shown = error if isinstance(error, AgentRefusal) else discreet(error)
             if shown is not error:
                 self._logger.warning("%s %s: %s", request.method, request.url.path[:200], error.message)

@@ -31,8 +31,9 @@ from tasuki.core.store_messages import BlobPlace
 from tasuki.doors.http.exchange import envelope, json_answer
 from tasuki.doors.http.uvicorn_server import while_connected
 from tasuki.doors.listening import is_listener_ours
-from tasuki.errors import ConfigError, Corrupt, NotFound, TasukiError, Unavailable
+from tasuki.errors import AgentRefusal, ConfigError, Corrupt, NotFound, TasukiError, Unavailable
 from tasuki.net.streams import FileSource, pieces_from
+from tasuki.server.refusal_log import RefusalLog
 
 if TYPE_CHECKING:
     from tasuki.net.http.transport import HttpTransport
@@ -156,11 +157,12 @@ class Peers:
     that it knows the token already and nobody can listen on the way.
     """
 
-    def __init__(self, tokens: Sequence[str], tls: ssl.SSLContext | None, told: Iterable[Address] = ()) -> None:
+    def __init__(self, tokens: Sequence[str], tls: ssl.SSLContext | None, told: Iterable[Address] = (), node: str = "") -> None:
         self._tokens = tokens
         self._tls = tls
         self._told = frozenset(told)
         self._transports: dict[Address, HttpTransport] = {}
+        self._refusals = RefusalLog(logger, node=node)
 
     def location(self, ended: EndedMarker, address: str) -> ResultLocation:
         """Return the record of a result at this node, with the proof for the others."""
@@ -171,7 +173,11 @@ class Peers:
         """Return the connection to the node that has a result; AgentRefusal if it may not be sent the token."""
         from tasuki.net.http.transport import HttpTransport
 
-        address = self._checked(place)
+        try:
+            address = self._checked(place)
+        except AgentRefusal as refusal:
+            self._refusals.write(place.address[:80], refusal.code, refusal.message, place.ended.job_id)
+            raise
         if address not in self._transports:
             transport = HttpTransport(address, self._tls, CONNECT_TIMEOUT_S, stop_when_answered=True)
             transport.token = self._tokens[0] if self._tokens else ""

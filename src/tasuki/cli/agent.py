@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import logging
 import os
 import secrets
 from pathlib import Path
@@ -21,7 +22,7 @@ from tasuki.cli import process
 from tasuki.cli.connect import StoreAddress, guest_places, is_store
 from tasuki.cli.output import ExitCode, Output
 from tasuki.cli.worker import allowed_execs, check_drain_timeout, log_caps
-from tasuki.config import check_app, data_folder, fault_point, find_token, parse_http, parse_size
+from tasuki.config import check_app, data_folder, ensure_agent_token, fault_point, find_token, parse_http, parse_size
 from tasuki.core.address import AGENT_PORT, Address, parse_agents, parse_url, shown_address
 from tasuki.core.failover.agent_protocol import TIMEOUT_S
 from tasuki.core.failover.events import LIMIT_S
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from tasuki.dispatcher.app import Dispatcher
     from tasuki.dispatcher.registry import DispatcherRegistry
 
+logger = logging.getLogger("tasuki.agent")
 DISPATCHER_PORT = 7091
 DEFAULT_LISTEN = f"127.0.0.1:{DISPATCHER_PORT}"
 REGISTRY_APP = "tasuki-agents"  # not that of servers, which may use the same Redis
@@ -93,8 +95,13 @@ class RegistryOptions(NamedTuple):
         return cls(registry, results or "", app, advertise or "", lease_ttl, tuple(parse_agents(peers)) if peers else ())
 
 
-tokens_option = cli.option(
-    "--token-file", metavar="FILE", help="Tokens that may come in, one on each line. Default: TASUKI_TOKEN."
+tokens_options = cli.options(
+    cli.option(
+        "--token-file",
+        metavar="FILE",
+        help="Tokens that may come in, one on each line. Default: TASUKI_TOKEN, else (on 127.0.0.1) agent-token in --data, made.",
+    ),
+    cli.flag("--no-token", help="On 127.0.0.1: let every user and every program of this machine come in."),
 )
 log_format_option = cli.option("--log-format", metavar="pretty|json", default="pretty", help="How lines look on stderr.")
 registry_options = cli.options(
@@ -128,12 +135,15 @@ registry_options = cli.options(
 )
 
 
-def _tokens(token_file: str | None) -> tuple[str, ...]:
-    """Return the tokens of --token-file, else the one of TASUKI_TOKEN, else none."""
+def _tokens(token_file: str | None, no_token: bool, address: Address, data: Path | None) -> tuple[str, ...]:
+    """Return the tokens of --token-file, else the one of TASUKI_TOKEN, else on loopback that of the folder, which is made."""
     if token_file is not None:
         return read_tokens(token_file)
-    token = find_token()
-    return (check_token(token, "TASUKI_TOKEN"),) if token else ()
+    if no_token:
+        return ()
+    if token := find_token():
+        return (check_token(token, "TASUKI_TOKEN"),)
+    return (ensure_agent_token(data_folder(data)),) if address.loopback else ()
 
 
 def _check_timeout(timeout_s: float) -> None:
@@ -145,7 +155,9 @@ def _check_timeout(timeout_s: float) -> None:
 
 
 def agent_config(
+    listen: str,
     token_file: str | None,
+    no_token: bool,
     slots: int | None,
     exec_: tuple[str, ...],
     config: Path | None,
@@ -178,7 +190,7 @@ def agent_config(
         timeout_s=timeout,
         max_upload_bytes=parse_size(max_upload) if max_upload else None,
         keep_days=keep_days,
-        tokens=_tokens(token_file),
+        tokens=_tokens(token_file, no_token, parse_http(listen, AGENT_PORT), data),
         log_caps=log_caps(log_head, log_tail),
     )
 
@@ -186,7 +198,7 @@ def agent_config(
 @cli.command(
     "agent",
     examples=[
-        "tasuki agent --exec pricer='/opt/pricer/run {file}'      # on http://127.0.0.1:7090, without a token",
+        "tasuki agent --exec pricer='/opt/pricer/run {file}'      # on http://127.0.0.1:7090",
         "tasuki agent --listen 0.0.0.0:7090 --tls-cert cert.pem --tls-key key.pem --token-file tokens --slots 4 "
         "--exec pricer='/opt/pricer/run {file}' --data /var/lib/tasuki",
         "tasuki agent --config execs.toml --default-exec pricer --timeout 300 --log-format json",
@@ -195,7 +207,7 @@ def agent_config(
 )
 @cli.option("--listen", metavar="HOST:PORT", default=f"127.0.0.1:{AGENT_PORT}", help="Listen here; port 0: any.")
 @cli.tls_options
-@tokens_option
+@tokens_options
 @cli.number("--slots", metavar="N", type=int, help="Jobs at once. Default: one per core, if each has 1 GiB of memory.")
 @cli.exec_options
 @cli.option("--default-exec", metavar="NAME", help="For requests that name none. Default: the only one, if it is.")
@@ -268,15 +280,18 @@ def agent(
 
 
 def dispatcher_config(
+    listen: str,
     agents: str,
     mode: str,
     inputs: str | None,
     token_file: str | None,
+    no_token: bool,
     agent_token_file: str | None,
     tls_ca: str | None,
     max_upload: str | None,
     keep_inputs: float,
     timeout: float,
+    data: Path | None,
 ) -> DispatcherConfig:
     """Return the settings of a dispatcher, checked."""
     if mode not in set(Mode):
@@ -284,7 +299,7 @@ def dispatcher_config(
     _check_timeout(timeout)
     if not 0 <= keep_inputs < float("inf"):
         raise ConfigError(f"--keep-inputs must be 0 (for ever) or more days, got {keep_inputs:g}")
-    tokens = _tokens(token_file)
+    tokens = _tokens(token_file, no_token, parse_http(listen, DISPATCHER_PORT), data)
     own = tokens[0] if tokens else ""
     return DispatcherConfig(
         agents=tuple(parse_agents(agents)),
@@ -302,7 +317,7 @@ def dispatcher_config(
 @cli.command(
     "dispatcher",
     examples=[
-        "tasuki dispatcher --agents http://n1:7090,http://n2:7090      # on http://127.0.0.1:7091, without a token",
+        "tasuki dispatcher --agents http://n1:7090,http://n2:7090      # on http://127.0.0.1:7091",
         "tasuki dispatcher --listen 0.0.0.0:7091 --tls-cert cert.pem --tls-key key.pem --token-file tokens "
         "--agents https://n1:7090,https://n2:7090 --inputs s3://bucket/prefix",
         "tasuki dispatcher --agents http://n1:7090,http://n2:7090 --mode redirect --log-format json",
@@ -313,7 +328,7 @@ def dispatcher_config(
 @cli.option("--listen", metavar="HOST:PORT", default=DEFAULT_LISTEN, help="Listen here; port 0: any.")
 @cli.option("--mode", metavar="proxy|redirect", default="proxy", help="Pass jobs through, or tell clients where to go.")
 @cli.option("--inputs", metavar="WHERE", help="Keep uploads here first: s3://bucket/prefix, or a folder that all share.")
-@tokens_option
+@tokens_options
 @cli.option("--agent-token-file", metavar="FILE", help="The token for the agents. Default: the first of --token-file.")
 @cli.tls_options
 @cli.tls_ca_option
@@ -326,6 +341,7 @@ def dispatcher_config(
 @cli.drain_option
 @log_format_option
 @cli.log_level_option
+@cli.data_option
 @cli.gather("config", dispatcher_config)
 def dispatcher(
     output: Output,
@@ -375,8 +391,12 @@ class HttpListener(NamedTuple):
         check_drain_timeout(drain_timeout_s)
         if not tokens and not address.loopback:
             raise ConfigError(f"{address} can be reached from other machines: give --token-file, or listen on 127.0.0.1")
+        if not tokens:
+            logger.warning(
+                "there is no token (--no-token): every user and program of this machine can run the programs of agents"
+            )
         tls.check(address, tokens=bool(tokens))
-        return cls(address, tls.certificate(), drain_timeout_s, tls.host_names)
+        return cls(address, tls.certificate(), drain_timeout_s, tls.host_name)
 
 
 def _configure_log(who: str, level: str, format: str, output: Output) -> None:
@@ -429,7 +449,7 @@ def make_agent_registry(shared: RegistryOptions, config: AgentConfig, incarnatio
         node=config.node,
         incarnation=incarnation,
         ttl_s=shared.lease_ttl_s,
-        peers=Peers(config.tokens, client_tls(tls_ca), shared.peers),
+        peers=Peers(config.tokens, client_tls(tls_ca), shared.peers, config.node),
         advertised=shared.advertised,
     )
 

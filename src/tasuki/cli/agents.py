@@ -20,8 +20,8 @@ from tasuki.cli import result
 from tasuki.cli.command import Destination, command, connection_options, flag, number
 from tasuki.cli.connect import read_token
 from tasuki.cli.output import ExitCode, Output, table
-from tasuki.config import data_folder, default_url
-from tasuki.core.address import AGENTS, shown_address
+from tasuki.config import DataFolder, data_folder, default_url, find_token
+from tasuki.core.address import AGENTS, parse_agents, shown_address
 from tasuki.core.failover.events import WAY_IN
 from tasuki.core.failover.nodes import Ranked
 from tasuki.errors import ConfigError, InvalidInput
@@ -56,7 +56,19 @@ def open_client(place: Destination) -> AsyncAgentsClient:
     where = _address_of(place)
     if not where.startswith(AGENTS):
         raise ConfigError(f"--to {shown_address(where)!r} names no node agents; write --to agents:http://n1:7090,http://n2:7090")
-    return AsyncAgentsClient(where, token=read_token(place.token_file), tls_ca=place.tls_ca, notes=data_folder(place.data).root)
+    folder = data_folder(place.data)
+    token = read_token(place.token_file) or _own_token(folder, where)
+    return AsyncAgentsClient(where, token=token, tls_ca=place.tls_ca, notes=folder.root)
+
+
+def _own_token(folder: DataFolder, agents: str) -> str:
+    """Return the token that the folder's agents made, if this user's processes listen on all the addresses, else ""."""
+    if not folder.agent_token_file.exists():
+        return ""
+    from tasuki.doors.listening import is_listener_ours  # of Linux, as agents are
+
+    ours = all(at.loopback and not at.path and is_listener_ours(at.port) for at in parse_agents(agents))
+    return find_token(folder.agent_token_file) if ours else ""
 
 
 # ---------------------------------------------------------------------------------------------------- run

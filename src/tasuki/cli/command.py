@@ -160,14 +160,18 @@ log_size_options = options(
 
 
 def gather(name: str, make: Callable[..., Any]) -> Callable[[Function], Callable[..., Any]]:
-    """Call `make` with the options that it takes; the command gets its result as the argument `name`, instead of them."""
+    """Call `make` with the options that it takes; the command gets its result as the argument `name`, and of them only those
+    that it takes itself."""
     taken = inspect.signature(make).parameters
 
     def decorate(function: Function) -> Callable[..., Any]:
+        kept = inspect.signature(function).parameters.keys() - {name}
+
         @functools.wraps(function)
         def gathered(*args: Any, **given: Any) -> Any:
-            made = make(**{option: given.pop(option) for option in taken if option in given})
-            return function(*args, **{name: made}, **given)
+            made = make(**{option: given[option] for option in taken if option in given})
+            left = {option: value for option, value in given.items() if option not in taken or option in kept}
+            return function(*args, **{name: made}, **left)
 
         return gathered
 
@@ -199,6 +203,7 @@ class TlsOptions(NamedTuple):
 
     def check(self, *addresses: Address, tokens: bool = True) -> None:
         """Raise ConfigError for a certificate without its key, and for addresses that need a certificate or tokens."""
+        from tasuki.core.address import Address
         from tasuki.doors.listening import check_listener
 
         if (self.tls_cert is None) != (self.tls_key is None):
@@ -208,10 +213,6 @@ class TlsOptions(NamedTuple):
                 raise ConfigError(f"--host-name {name[:80]!r} must be a name without scheme and port, as in control.example")
         for address in addresses:
             check_listener(address, tls=self.tls_cert is not None, tokens=tokens, insecure=self.insecure)
-
-    @property
-    def host_names(self) -> tuple[str, ...]:
-        return tuple(name.lower() for name in self.host_name)
 
     def certificate(self) -> ServerCertificate | None:
         """Read the certificate, if there is one."""

@@ -343,7 +343,7 @@ def _http_door(
     from tasuki.doors.http.context import HttpConfig
     from tasuki.doors.http.door import HttpDoor
 
-    names, ttl_s = listen.tls.host_names, listen.http_lease_ttl_s
+    names, ttl_s = listen.tls.host_name, listen.http_lease_ttl_s
     config = HttpConfig(apps=listen.apps, host_names=names, lease_ttl_s=ttl_s, presigned=presigned)
     return HttpDoor(server, config, connections)
 

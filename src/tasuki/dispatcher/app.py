@@ -12,7 +12,6 @@ import contextlib
 import hashlib
 import logging
 import ssl
-from collections.abc import Collection
 from urllib.parse import quote
 
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
@@ -82,7 +81,7 @@ class Dispatcher:
 
     # ------------------------------------------------------------------------------------------------ life
 
-    async def start(self, address: Address, tls: ssl.SSLContext | None = None, host_names: Collection[str] = ()) -> Address:
+    async def start(self, address: Address, tls: ssl.SSLContext | None = None, host_names: tuple[str, ...] = ()) -> Address:
         """Listen; return the address with the port that was bound."""
         sock = bound(address)
         if self._inputs is not None:

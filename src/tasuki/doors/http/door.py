@@ -107,7 +107,7 @@ class HttpDoor:
             if self._closing or (counted and self._under_way >= exchange.REQUESTS_MAX):
                 why = "going down" if self._closing else f"busy with {self._under_way} requests"
                 busy = Overloaded(f"this server is {why}; try again")
-                self._http.server.refusals.error(_host(request), busy)
+                self._http.server.refusals.error(exchange.peer_of(request), busy)
                 return error_answer(busy)
             began, status = time.monotonic(), CLIENT_GONE
             self._under_way += counted
@@ -131,7 +131,7 @@ class HttpDoor:
             shown = discreet(error)  # on every route: the caller may not be authenticated yet
             if shown is not error:
                 logger.warning("%s %s: %s", route.method, route.path, error.message)
-            self._http.server.refusals.error(_host(request), error, str(request.path_params.get("job_id", "")))
+            self._http.server.refusals.error(exchange.peer_of(request), error, str(request.path_params.get("job_id", "")))
             return error_answer(shown)
         except Exception:
             logger.exception("%s %s failed", route.method, route.path)
@@ -170,10 +170,6 @@ class HttpDoor:
             # The server closed a virtual connection: the token has ended meanwhile, and the store knows how.
             await self._authenticator.admit(context.request, route.kinds)
             raise Unavailable("the connection was renewed; try again") from None
-
-
-def _host(request: Request) -> str:
-    return f"{request.client.host}:{request.client.port}" if request.client is not None else "http"
 
 
 def _decoded(route: Route, body: bytes) -> Any:

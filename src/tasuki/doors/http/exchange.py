@@ -7,8 +7,9 @@ node agents and dispatchers use this module too.
 from __future__ import annotations
 
 import asyncio
+import functools
 import re
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Annotated, Any, TypeVar
 
@@ -20,18 +21,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tasuki import errors
 from tasuki.core.address import Address
-from tasuki.errors import (
-    Forbidden,
-    InternalError,
-    InvalidInput,
-    Overloaded,
-    TasukiError,
-    TooLarge,
-    Unauthorized,
-    UnknownSession,
-    from_wire,
-    quoted,
-)
+from tasuki.errors import InternalError, InvalidInput, Overloaded, TasukiError, TooLarge, Unauthorized, UnknownSession, from_wire
 
 JSON = "application/json"
 RETRY_AFTER_S = 1
@@ -193,26 +183,43 @@ def secret_of(request: Request) -> str:
     return secret
 
 
-def check_site(request: Request, names: Collection[str], *, loopback: bool) -> None:
+def peer_of(request: Request) -> str:
+    return f"{request.client.host}:{request.client.port}" if request.client is not None else "http"
+
+
+def check_site(request: Request, names: tuple[str, ...], *, loopback: bool) -> None:
     """Raise Forbidden for a request that a web page of another site caused, or whose Host is no name of this listener.
 
     A browser sends such requests without asking anybody; by a name that leads to 127.0.0.1 its page reads the answers too. A
     listener that is not on loopback may have any name, unless `names` are given (--host-name).
     """
-    host, origin, site = (request.headers.get(name, "").lower() for name in ("host", "origin", "sec-fetch-site"))
-    if host and (loopback or names) and not (Address("http", name := _name_of(host)).loopback or name in names):
-        raise Forbidden(
-            f"the Host {quoted(host)} is no name of this listener; use its address, or start it with --host-name NAME"
-        )
-    place = origin.partition("://")[2]
-    if site not in ("", "same-origin", "none") or (origin and place != host and _name_of(place) not in names):
-        raise Forbidden(f"this request comes from a web page of another site ({quoted(origin or site)}), which may not ask here")
+    host = origin = site = b""
+    for name, value in request.scope["headers"]:
+        if name == b"host":
+            host = value
+        elif name == b"origin":
+            origin = value
+        elif name == b"sec-fetch-site":
+            site = value
+    if problem := _site_problem(host.decode("latin-1"), origin.decode("latin-1"), site.decode("latin-1"), names, loopback):
+        raise errors.Forbidden(problem)
+
+
+@functools.lru_cache
+def _site_problem(host: str, origin: str, site: str, names: tuple[str, ...], loopback: bool) -> str:
+    own, names = _name_of(host), tuple(map(str.lower, names))
+    if host and (loopback or names) and not (Address("http", own).loopback or own in names):
+        return f"the Host {errors.quoted(host)} is no name of this listener; use its address, or start it with --host-name NAME"
+    place = origin.lower().partition("://")[2]
+    if site not in ("", "same-origin", "none") or (origin and place != host.lower() and _name_of(place) not in names):
+        return f"this request comes from a web page of another site ({errors.quoted(origin or site)}), which may not ask here"
+    return ""
 
 
 def _name_of(place: str) -> str:
     """Return the host of `host:port`."""
     name, colon, port = place.rpartition(":")
-    return (name if colon and port.isdecimal() else place).removeprefix("[").removesuffix("]").removesuffix(".")
+    return (name if colon and port.isdecimal() else place).removeprefix("[").removesuffix("]").removesuffix(".").lower()
 
 
 class BodyBudget:
