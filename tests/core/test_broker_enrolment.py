@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
+
+import pytest
 
 from tasuki.core.access import ENROL_TOKEN_S, WORKER_TOKEN_S, token_sha256
 from tasuki.core.broker.events import SomeRevoked
@@ -204,12 +207,32 @@ def test_only_an_administrator_revokes_workers() -> None:
 def test_an_enrol_token_must_end_soon() -> None:
     stage = BrokerStage()
     row = {"token_id": "e1", "kind": "enrol", "sha256": token_sha256("x"), "created_at": 0.0}
+    longest = stage.now().wall + ENROL_TOKEN_S
 
-    answers = [
-        stage.request(stage.node(), "token.create", **row, expires_at=at) for at in (None, ENROL_TOKEN_S + 1, ENROL_TOKEN_S)
-    ]
+    answers = [stage.request(stage.node(), "token.create", **row, expires_at=at) for at in (None, longest + 61, longest)]
 
     assert [type(answer) for answer in answers] == [ErrorMessage, ErrorMessage, Reply]
+
+
+@pytest.mark.parametrize("at", [math.nan, math.inf, -1.0, 1e300])
+def test_a_token_ends_at_a_time_or_not_at_all(at: float) -> None:
+    stage = BrokerStage()
+
+    answer = stage.request(stage.node(), "token.create", token_id="c1", kind="client", sha256=token_sha256("x"), expires_at=at)
+
+    assert isinstance(answer, ErrorMessage)
+    assert "expires_at" in answer.message
+
+
+def test_the_life_of_an_enrol_token_is_counted_by_the_servers_clock() -> None:
+    stage = BrokerStage()
+    far = stage.now().wall + 1_000_000.0
+
+    row = {"token_id": "e1", "kind": "enrol", "sha256": token_sha256("x"), "created_at": far, "expires_at": far + 60.0}
+    answer = stage.request(stage.node(), "token.create", **row)
+
+    assert isinstance(answer, ErrorMessage)
+    assert "15 minutes" in answer.message
 
 
 def test_a_worker_can_ask_for_nothing_but_its_next_token() -> None:

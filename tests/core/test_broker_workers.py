@@ -173,7 +173,10 @@ def test_endings_are_recorded_or_fenced_after_the_commit(stage: BrokerStage) -> 
     assert recorded.recorded == [good.lease_id]
     [(lease_id, reason)] = recorded.fenced
     assert lease_id == "not-the-lease"
-    assert "does not hold the lease" in reason
+    assert "is not held" in reason
+    stage.tell(worker, JobsFinished([Ending("no-such-job", "invented", 1, Outcome(exit_code=0))]))
+    stage.turns()
+    assert stage.last(worker, JobsRecorded).fenced == [("invented", reason)]  # a job that exists looks like one that does not
     [results] = stage.all(client, Results)
     assert [(item.job_id, item.outcome.result) for item in results.items] == [("a", b"yes")]
 

@@ -36,6 +36,7 @@ GET_RESULTS_MAX = 64  # results are up to 64 KiB each, and a frame is up to 8 Mi
 ARGS_SHOWN_MAX = 20
 NAME_SHOWN_MAX_CHARS = 64
 MESSAGE_SHOWN_MAX_CHARS = 1000  # in lists
+QUICK_READS = ("get", "logs")  # by job_id; the others may look at 20,000 rows, and run one at a time for each token
 WAITING_MAX = 256  # queued pieces of one connection; past this it is not read from
 WAITING_MAX_BYTES = 1024 * 1024  # of memory that they take, about
 

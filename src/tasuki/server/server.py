@@ -14,6 +14,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
+from weakref import WeakValueDictionary
 
 import msgspec
 
@@ -32,7 +33,7 @@ from tasuki.core.store_messages import Answers, Turn
 from tasuki.errors import Fenced, InternalError, InvalidInput, TasukiError, Unavailable, discreet, from_wire
 from tasuki.event_loop import BackgroundTasks
 from tasuki.server.cluster import Cluster, SingleServer
-from tasuki.server.queries import Connection, PerConnectionQueue, Readers, answer_query, query_bytes
+from tasuki.server.queries import QUICK_READS, Connection, PerConnectionQueue, Readers, answer_query, query_bytes
 from tasuki.server.refusal_log import RefusalLog
 from tasuki.server.transfers import BlobTransfers
 from tasuki.stores.batching import StoreThread
@@ -87,6 +88,9 @@ class Server:
         self._pumping = False
         self._throttled = False
         self._readers = Readers(open_reader, config.readers)
+        self._token_reader = Readers(open_reader)  # whoever comes in waits for nobody's `find`
+        self._slow_reads: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        """By the identity that asks: it has one slow read at a time, over all its connections."""
         self._tasks = BackgroundTasks()
         self._questions = PerConnectionQueue(self._query, self._tasks.spawn, at_once=config.readers, size_of=query_bytes)
         self._downloads = PerConnectionQueue(self._send_blob, self._tasks.spawn, at_once=DOWNLOADS_AT_ONCE)
@@ -134,6 +138,7 @@ class Server:
         self._transfers.close()
         await self._loop.run_in_executor(None, self._thread.close)
         await self._readers.close()
+        await self._token_reader.close()
 
     async def _tick(self) -> None:
         disk_at = touch_at = 0.0
@@ -365,8 +370,12 @@ class Server:
             link.send(Results(list(some)))
 
     async def _query(self, link: Connection, query: events.Query) -> None:
+        alone = asyncio.Lock() if query.verb in QUICK_READS else self._slow_reads.setdefault(query.identity.name, asyncio.Lock())
         try:
-            body = await self._readers.ask(lambda reader: answer_query(reader, query))
+            async with alone:
+                if query.conn not in self._links:  # gone while it waited
+                    return
+                body = await self._readers.ask(lambda reader: answer_query(reader, query))
         except RecursionError:
             link.send(error_message(query.msg_id, InvalidInput(f"{query.verb}: a parameter is nested too deep")))
         except TasukiError as error:
@@ -388,7 +397,7 @@ class Server:
                 ended = await self._readers.ask(lambda reader: reader.ended_among(command.job_ids))
                 self.tell(events.SomeEnded(ended))
             else:
-                revoked = await self._readers.ask(lambda reader: reader.revoked_among(command.token_ids))
+                revoked = await self._token_reader.ask(lambda reader: reader.revoked_among(command.token_ids))
                 self.tell(events.SomeRevoked(revoked))
         except Unavailable as error:
             logger.debug("the store could not be asked for changes by other servers: %s", error)
@@ -406,6 +415,10 @@ class Server:
     async def ask(self, question: Callable[[Reader], T]) -> T:
         """Return the answer of a store reader, which has a connection of its own."""
         return await self._readers.ask(question)
+
+    async def ask_tokens(self, question: Callable[[Reader], T]) -> T:
+        """Return the answer of the reader that does nothing but look up tokens."""
+        return await self._token_reader.ask(question)
 
     async def _delete_blobs(self, command: events.DeleteBlobs) -> None:
         self.tell(events.BlobsDeleted(command.epoch, await self._transfers.delete(command.places)))

@@ -24,7 +24,7 @@ from tasuki.core.access import ENROL_TOKEN_S, TOKEN_PREFIXES, WORKER_TOKEN_S, Id
 from tasuki.core.address import parse_url
 from tasuki.core.broker.events import Command
 from tasuki.core.broker.state import BrokerState, ClientSession, Session, TransferSession, TurnEffects, WorkerSession, ignore
-from tasuki.core.job import check_name, is_sha256
+from tasuki.core.job import TIME_END, check_name, is_sha256
 from tasuki.core.lifecycle import LEASE_MARGIN_S
 from tasuki.core.machine import Now, Peer, Send
 from tasuki.core.store_messages import TokenRow
@@ -36,8 +36,9 @@ LEASE_TTL_MIN_S, LEASE_TTL_MAX_S = 1.0, 3600.0
 PATTERNS_MAX = 200  # of 255 bytes each: a Hello's header has room for 64 KiB
 CODECS = ("zstd", "gzip")  # in the order of preference; a codec that the peer does not offer is not used
 FEATURES = ("batch", "blobs", "logs", "watch")
-REGISTER, ROTATE, REVOKE = "worker.register", "worker.rotate", "worker.revoke"
+CREATE, REGISTER, ROTATE, REVOKE = "token.create", "worker.register", "worker.rotate", "worker.revoke"
 LABEL_MAX_CHARS = 200
+CLOCK_SLACK_S = 60.0  # by which the clock of an administrator may be ahead of the server's
 
 # ---------------------------------------------------------------------------------------------------- Hello
 
@@ -213,8 +214,8 @@ def _check_same_token(old: WorkerSession | None, identity: Identity | None, work
 # ---------------------------------------------------------------------------------------------------- an administrator's tokens
 
 
-def _create_token(state: BrokerState, conn: int, request: protocol.Request, identity: Identity) -> None:
-    row = _checked_row(request, identity)
+def _create_token(state: BrokerState, conn: int, request: protocol.Request, identity: Identity, now: Now) -> None:
+    row = _checked_row(request, identity, now.wall)
 
     def created(added: Sequence[bool], effects: TurnEffects) -> None:
         answer = {"token_id": row.token_id} if added[0] else _id_is_taken(row.token_id)
@@ -223,21 +224,23 @@ def _create_token(state: BrokerState, conn: int, request: protocol.Request, iden
     state.builder.ask("add_token", [row], created, partial(state.tell_failure, conn, request.msg_id))
 
 
-def _checked_row(request: protocol.Request, identity: Identity) -> TokenRow:
+def _checked_row(request: protocol.Request, identity: Identity, now_wall: float) -> TokenRow:
     try:
         row = msgspec.convert(request.params, TokenRow)
     except msgspec.ValidationError as error:
         raise InvalidInput(f"token.create: {error}") from None
     if row.kind not in TOKEN_PREFIXES:
         raise InvalidInput(f"a token's kind must be {', '.join(TOKEN_PREFIXES)}, got {row.kind[:40]!r}")
+    if row.expires_at is not None and not 0 <= row.expires_at < TIME_END:  # NaN would never end
+        raise InvalidInput(f"token.create: expires_at must be a Unix time in seconds, got {row.expires_at}")
     # An enrol token ends soon, so that one that is found later cannot be used.
-    if row.kind == PeerKind.ENROL and (row.expires_at is None or row.expires_at > row.created_at + ENROL_TOKEN_S):
+    if row.kind == PeerKind.ENROL and (row.expires_at is None or row.expires_at > now_wall + ENROL_TOKEN_S + CLOCK_SLACK_S):
         raise InvalidInput(f"an enrol token is valid for at most {ENROL_TOKEN_S / 60:g} minutes; give it an expires_at")
     _check_new_token(request, row.token_id, row.sha256)
     if row.worker_id:
         check_name(row.worker_id, "worker_id")
     identity.check_patterns(row.scope)
-    return replace(row, created_by=identity.name, revoked_at=None, revoked_by="")
+    return replace(row, created_at=now_wall, created_by=identity.name, revoked_at=None, revoked_by="")
 
 
 def _check_new_token(request: protocol.Request, token_id: str, sha256: str) -> None:
@@ -432,7 +435,6 @@ def _tokens_of(rows: Sequence[TokenRow], worker_id: str, subject: str = "") -> t
 
 
 REQUESTS: dict[str, Callable[[BrokerState, int, protocol.Request, Identity], None]] = {
-    "token.create": _create_token,
     "token.list": _list_tokens,
     "token.revoke": _revoke_token,
     REGISTER: _register,
@@ -440,9 +442,15 @@ REQUESTS: dict[str, Callable[[BrokerState, int, protocol.Request, Identity], Non
 }
 
 
-def token_request(state: BrokerState, conn: int, request: protocol.Request, identity: Identity) -> list[Command]:
-    """Begin one of REQUESTS; all but the registration are an administrator's."""
+TOKEN_VERBS = (CREATE, *REQUESTS)
+
+
+def token_request(state: BrokerState, conn: int, request: protocol.Request, identity: Identity, now: Now) -> list[Command]:
+    """Begin one of TOKEN_VERBS; all but the registration are an administrator's."""
     if request.verb != REGISTER:
         identity.check_admin(request.verb)
-    REQUESTS[request.verb](state, conn, request, identity)
+    if request.verb == CREATE:
+        _create_token(state, conn, request, identity, now)
+    else:
+        REQUESTS[request.verb](state, conn, request, identity)
     return []

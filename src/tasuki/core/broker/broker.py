@@ -93,7 +93,7 @@ class Broker(BrokerState):
             if isinstance(session, WorkerSession):
                 return worker_messages.received(self, session, message, now)
             if isinstance(session, ClientSession):
-                return client_messages.received(self, session, message)
+                return client_messages.received(self, session, message, now)
             if isinstance(session, TransferSession):
                 return client_messages.transferred(self, session, message)
             return authentication.hello(self, session, message, now)

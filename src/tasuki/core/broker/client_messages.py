@@ -15,7 +15,7 @@ from tasuki.core.broker import authentication, events
 from tasuki.core.broker.log_reads import question_of
 from tasuki.core.broker.state import BrokerState, ClientSession, Session, TransferSession, TurnEffects, WorkerSession, ignore
 from tasuki.core.job import TERMINAL, Job, Outcome, State, body_hash, check_name, check_sha256, check_spec, mark
-from tasuki.core.machine import Send
+from tasuki.core.machine import Now, Send
 from tasuki.core.store_messages import BlobClaim, BlobPlace, Canceled, MissingBlobs, Requeued, RequeueOrder, Submission, Submitted
 from tasuki.errors import Conflict, DiskFull, Forbidden, InvalidInput, NotFound, ProtocolError, TasukiError, Unavailable, discreet
 
@@ -26,7 +26,7 @@ READ_VERBS = frozenset({"get", "find", "counts", "explain", "token.audit"})
 REASON_MAX_CHARS = 1000
 
 
-def received(state: BrokerState, client: ClientSession, message: protocol.Message) -> list[events.Command]:
+def received(state: BrokerState, client: ClientSession, message: protocol.Message, now: Now) -> list[events.Command]:
     """Take one message of a client."""
     identity = client.identity
     assert identity is not None
@@ -39,7 +39,7 @@ def received(state: BrokerState, client: ClientSession, message: protocol.Messag
             servers = authentication.new_servers(state, client)
             return [Send(client.conn, protocol.HeartbeatAnswer(message.msg_id, servers=servers))]
         case protocol.Request():
-            return request(state, client, identity, message)
+            return request(state, client, identity, message, now)
         case protocol.CancelJobs():
             return _cancel(state, client, identity, message)
         case protocol.BlobPut() | protocol.Chunk() | protocol.BlobGet():
@@ -296,7 +296,9 @@ def _requeue(
 # ---------------------------------------------------------------------------------------------------- requests by name
 
 
-def request(state: BrokerState, client: ClientSession, identity: Identity, request: protocol.Request) -> list[events.Command]:
+def request(
+    state: BrokerState, client: ClientSession, identity: Identity, request: protocol.Request, now: Now
+) -> list[events.Command]:
     """Answer a question or an order by name, or pass it on."""
     conn, msg_id, verb, params = client.conn, request.msg_id, request.verb, request.params
     if verb in READ_VERBS:
@@ -327,9 +329,11 @@ def request(state: BrokerState, client: ClientSession, identity: Identity, reque
     if verb == "servers":
         identity.check_admin("the list of servers")
         return [Send(conn, protocol.Reply(msg_id, state.describe_servers()))]
-    if verb in authentication.REQUESTS:
-        return authentication.token_request(state, conn, request, identity)
-    verbs = sorted({"logs", "watch", "requeue", "workers", "servers", "detach", "attach", *READ_VERBS, *authentication.REQUESTS})
+    if verb in authentication.TOKEN_VERBS:
+        return authentication.token_request(state, conn, request, identity, now)
+    verbs = sorted(
+        {"logs", "watch", "requeue", "workers", "servers", "detach", "attach", *READ_VERBS, *authentication.TOKEN_VERBS}
+    )
     raise NotFound(f"there is no request {verb[:40]!r}; there are {', '.join(verbs)}")
 
 

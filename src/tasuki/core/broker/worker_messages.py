@@ -35,6 +35,7 @@ from tasuki.core.store_messages import (
 )
 from tasuki.errors import ProtocolError, TasukiError
 
+NOT_HELD = "the lease is not held, or no longer; the job may have another one, or none"  # of jobs of others: no more than this
 LEASE_BATCH_MAX = 512  # jobs of one lease request: bounds a turn, and with it the wait of everybody else
 REDELIVER_AFTER_S = 2.0  # first wait for a sign of an assignment; doubles each time
 REDELIVER_MAX = 4
@@ -117,7 +118,7 @@ def _reported(
     watchers, wall, unwatched = state.watchers, effects.now.wall, state.cluster.ended
     for report, answer in zip(reports, answers, strict=True):
         if answer.answer is ReportStatus.FENCED:
-            fenced.append((report.lease_id, answer.reason))
+            fenced.append((report.lease_id, NOT_HELD))
             effects.commands.append(LogFenced(conn, report.job_id, answer.reason))
             continue
         if answer.answer is ReportStatus.BLOB_MISSING:

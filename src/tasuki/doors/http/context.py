@@ -148,7 +148,7 @@ class Authenticator:
 
     async def _answer(self, wanted: dict[str, asyncio.Future[TokenRow | None]]) -> None:
         try:
-            rows = await self._server.ask(lambda reader: [reader.token(sha256) for sha256 in wanted])
+            rows = await self._server.ask_tokens(lambda reader: [reader.token(sha256) for sha256 in wanted])
         except Exception as error:  # noqa: BLE001 - raised again in each request
             for future in wanted.values():
                 future.set_exception(error)
