@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import pwd
 import socket
@@ -15,11 +16,13 @@ from pathlib import Path
 import pytest
 
 from tasuki import Client
+from tasuki.config import DataFolder
 from tasuki.core.address import parse_url
 from tasuki.core.job import JobSpec, body_hash
 from tasuki.core.store_messages import Submission
-from tasuki.errors import Unavailable
+from tasuki.errors import ConfigError, Unavailable
 from tasuki.net.tcp_link import connect
+from tasuki.server.backup import prepare_folder
 from tasuki.stores.sql.store import SqlStore
 from tests.cli.commands import User, environment
 from tests.support.sqlite_files import with_tables
@@ -92,6 +95,36 @@ def test_a_folder_of_another_user_is_refused(victim: Victim, planted: Path, proo
     for fact in (str(planted), str(NOBODY), f"{mode:04o}", "--data"):
         assert fact in done.stderr
     assert not proof.exists()
+
+
+@pytest.mark.parametrize("target", ["../hook", "/{home}/hook", "replaced-1/../../hook", "blobs/../../hook"])
+def test_a_clone_cannot_have_files_moved_out_of_it(victim: Victim, target: str) -> None:
+    """A restore that was killed is finished at the next start, by the list of renames that it left in the folder."""
+    staging = victim.data / "restoring"
+    staging.mkdir(parents=True)
+    (staging / "blobs").write_text("#!/bin/sh\n")
+    (staging / "decided").write_text(json.dumps([["restoring/blobs", target.format(home=victim.home)]]))
+
+    with pytest.raises(ConfigError, match="restoring/decided has renames that no restore has written"):
+        prepare_folder(DataFolder(victim.data))
+
+    assert not (victim.home / "hook").exists()
+
+
+@pytest.mark.parametrize("link", ["blobs/tmp", "runs/0123456789abcdef"])
+def test_a_link_in_a_clone_has_nothing_swept_elsewhere(victim: Victim, link: str) -> None:
+    precious = victim.home / "precious"
+    precious.mkdir()
+    (precious / "file").touch()
+    os.utime(precious / "file", (0, 0))
+    (victim.data / link).parent.mkdir(parents=True)
+    (victim.data / link).symlink_to(precious)
+    os.utime(victim.data / link, (0, 0), follow_symlinks=False)
+
+    done = victim.run_process("run", "echo", "hello")
+
+    assert (precious / "file").exists()
+    assert (link == "blobs/tmp") == ("blobs/tmp is a symbolic link" in done.stderr)
 
 
 @needs_root

@@ -29,7 +29,7 @@ from typing import NamedTuple
 from tasuki.blobs.blob import RESUMED_MIN_BYTES, BlobReader, BlobStore, BlobWriter, StreamCheck, name_of
 from tasuki.blobs.files import PartFile, check_free, disk_full_as_error, sync_folder
 from tasuki.core.job import BlobRef, is_sha256
-from tasuki.errors import Corrupt, DiskFull, NotFound
+from tasuki.errors import ConfigError, Corrupt, DiskFull, NotFound
 
 TEMPORARY_GRACE_S = 3600.0  # since the last write; a live upload writes far more often, so only crashes are swept
 PARTIAL_GRACE_S = 24 * 3600.0  # since the last write
@@ -66,6 +66,8 @@ class FolderBlobs(BlobStore):
             # 0700: results may hold secrets, and other users live on the machine.
             root.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._temporary.mkdir(mode=0o700, exist_ok=True)
+            if self._temporary.is_symlink():  # what is swept there must be ours
+                raise ConfigError(f"{self._temporary} is a symbolic link, which may lead anywhere; remove it")
             sync_folder(root)
             sync_folder(root.parent)
         self.sweep()

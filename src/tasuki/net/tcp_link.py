@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import os
 import socket
 import ssl
@@ -285,6 +286,8 @@ def _uid_of(sock: socket.socket) -> int | None:
     if not hasattr(socket, "SO_PEERCRED"):
         return None
     _, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    if uid < 0:  # not connected: asyncio takes EAGAIN of a full backlog for success
+        raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
     return int(uid)
 
 

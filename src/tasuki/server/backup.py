@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import shutil
 import tempfile
 import time
@@ -189,7 +190,14 @@ def decide(folder: DataFolder, aside: str, fault: Callable[[str], None]) -> None
 def carry_out(folder: DataFolder, fault: Callable[[str], None] = lambda point: None) -> None:
     """Do the renames that were decided and are not done yet. The lock is held."""
     note = staging_of(folder) / DECIDED_NAME
-    for start, end in msgspec.json.decode(note.read_bytes(), type=list[Move]):
+    moves = msgspec.json.decode(note.read_bytes(), type=list[Move])
+    # The folder may be a copy of somebody else's: nothing is moved but the files of a store, and those stay in the folder.
+    is_inside = re.compile(rf"(?:[\w-]+/)?(?:{'|'.join(map(re.escape, store_names(folder)))})").fullmatch
+    if not all(is_inside(path) for move in moves for path in move):
+        raise ConfigError(
+            f"{note} has renames that no restore has written; remove {staging_of(folder)}, or use another data folder"
+        )
+    for start, end in moves:
         source, target = folder.root / start, folder.root / end
         # A rename that was done has left its target. For one to `aside` only that tells: a new file may have the old name.
         if source.exists() and not target.exists():
@@ -231,7 +239,8 @@ def finish_publishing(folder: DataFolder) -> bool:
 def prepare_folder(folder: DataFolder) -> None:
     """Make the folder, for this user only, and finish a restore that was killed."""
     folder.make()
-    finish_publishing(folder)
+    if finish_publishing(folder):
+        folder.make()  # looks at what was moved there
 
 
 # ---------------------------------------------------------------------------------------------------- the restore
