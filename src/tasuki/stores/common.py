@@ -23,7 +23,7 @@ from typing import TypeVar
 from tasuki.clocks import boot_time
 from tasuki.core import subject as subjects
 from tasuki.core.backoff import Backoff
-from tasuki.core.job import Outcome
+from tasuki.core.job import JobIncident, Outcome
 from tasuki.core.lifecycle import Event
 from tasuki.core.store_messages import Filter, Report
 from tasuki.errors import InterruptCause, InvalidInput, StaleEpoch
@@ -102,6 +102,19 @@ def stale_epoch(epoch: int, current: int, holder: str) -> StaleEpoch:
 def fenced_reason(report: Report, attempt: int, state: str) -> str:
     """Return why a report that does not show the current lease is refused."""
     return f"attempt {report.attempt} of worker {report.worker_id} does not hold the lease; attempt {attempt} is {state}"
+
+
+def belongs_to_story(report: Report, attempt: int, worker_id: str | None, incidents: Callable[[], Iterable[JobIncident]]) -> bool:
+    """Return whether a fenced report becomes an incident: the first of its attempt, from a worker that had that attempt.
+
+    A report of anybody else, however often it comes, leaves nothing behind in a job that is not theirs.
+    """
+    if not 0 < report.attempt <= attempt or (report.attempt == attempt and report.worker_id != worker_id):
+        return False
+    of_attempt = [incident for incident in incidents() if incident.attempt == report.attempt]
+    if any(incident.kind == "fenced" for incident in of_attempt):
+        return False
+    return report.attempt == attempt or any(incident.worker_id == report.worker_id for incident in of_attempt)
 
 
 def report_identity(report: Report, verb: str) -> tuple[str | int | None, ...]:

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from tasuki.core.job import BlobRef, Outcome, State
-from tasuki.core.store_messages import ReportStatus
+from tasuki.core.store_messages import Report, ReportStatus
 from tasuki.testing.store_stage import PAST_LEASE_S, Stage, StoreCase
 
 WRONG_FIELDS = [{"worker_id": "w2"}, {"lease_id": "0" * 32}, {"attempt": 0}, {"attempt": 2}, {"job_id": "b"}]
@@ -160,6 +160,29 @@ class ReportCases(StoreCase):
 
         incident = stage.store.incidents("a")[-1]
         assert (incident.kind, incident.worker_id, incident.attempt) == ("fenced", "w1", 1)
+
+    def test_the_fenced_reports_of_one_attempt_are_one_incident(self, stage: Stage) -> None:
+        old = stage.running("a", "w1")
+        stage.lose()
+        stage.take("a", "w2")
+
+        for _ in range(3):
+            reports = [Report("a", "w1", old.lease_id, old.attempt, Outcome(exit_code=code)) for code in range(5)]
+            assert {answer.answer for answer in stage.store.finish(reports)} == {ReportStatus.FENCED}
+
+        assert [incident.kind for incident in stage.store.incidents("a")].count("fenced") == 1
+
+    def test_a_report_of_somebody_who_never_had_the_job_is_no_part_of_its_story(self, stage: Stage) -> None:
+        grant = stage.running("a", "w1")
+        stage.lose()
+        stage.take("a", "w2")
+        before = stage.store.incidents("a")
+
+        strangers = [Report("a", "w3", f"lease-{n}", n, Outcome(error_code="X")) for n in (0, 1, 2, 3, 2**40)]
+        strangers.append(Report("a", "w3", grant.lease_id, grant.attempt, Outcome(error_code="X")))
+
+        assert {answer.answer for answer in stage.store.fail(strangers)} == {ReportStatus.FENCED}
+        assert stage.store.incidents("a") == before
 
     def test_an_orphan_may_finish_until_the_next_grant(self, stage: Stage) -> None:
         grant = stage.orphaned("a")

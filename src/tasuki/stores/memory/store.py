@@ -53,6 +53,7 @@ from tasuki.errors import Conflict
 from tasuki.stores.common import (
     INCIDENT_OF,
     FairTurns,
+    belongs_to_story,
     check_on_failed,
     fenced_reason,
     matches,
@@ -345,9 +346,8 @@ class MemoryStore(MemoryRecords):
             return self._repeated_or_fenced(record, report, verb)
         ref = report.outcome.result_ref
         if ref is not None and self._missing_among((ref.sha256,)):
-            return ReportAnswer(
-                ReportStatus.BLOB_MISSING, job.state, f"its result, blob {ref.sha256}, is not stored; bring it again"
-            )
+            missing = f"its result, blob {ref.sha256}, is not stored; bring it again"
+            return ReportAnswer(ReportStatus.BLOB_MISSING, job.state, missing)
         if job.started_at is None:
             job = replace(job, started_at=report.started_at)
         report = replace(report, outcome=replace(report.outcome, message=storable_text(report.outcome.message)))
@@ -372,10 +372,10 @@ class MemoryStore(MemoryRecords):
     def _repeated_or_fenced(self, record: MemoryJob, report: Report, verb: Event) -> ReportAnswer:
         if record.last_report == report_identity(report, verb):
             return ReportAnswer(ReportStatus.REPEATED, record.job.state)
-        job = record.job
-        reason = fenced_reason(report, job.attempt, job.state)
-        incident = JobIncident(self.clock.wall(), "fenced", report.attempt, report.worker_id, "", reason)
-        self._put(job.job_id, replace(record, incidents=(*record.incidents, incident)))
+        job, reason = record.job, fenced_reason(report, record.job.attempt, record.job.state)
+        if belongs_to_story(report, job.attempt, job.assigned_worker_id, lambda: record.incidents):
+            incident = JobIncident(self.clock.wall(), "fenced", report.attempt, report.worker_id, "", reason)
+            self._put(job.job_id, replace(record, incidents=(*record.incidents, incident)))
         return ReportAnswer(ReportStatus.FENCED, job.state, reason)
 
     def _end(self, record: MemoryJob, job: Job, event: Event, outcome: Outcome, *incidents: JobIncident) -> MemoryJob:

@@ -25,7 +25,7 @@ from importlib.resources import files
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
-from tasuki.core.job import Outcome, State
+from tasuki.core.job import JobIncident, Outcome, State
 from tasuki.core.store_messages import COUNTED, storable_text
 from tasuki.errors import TasukiError, Unavailable
 from tasuki.stores.common import FairTurns, stale_epoch
@@ -461,6 +461,11 @@ class Transaction:
     ) -> None:
         attempt = row.attempt if attempt is None else attempt
         self._incidents.append((row.id, self.clock.wall(), kind, attempt, worker_id, actor, storable_text(reason)))
+
+    def incidents(self, job_id: str) -> list[JobIncident]:
+        """Return all incidents of a job, those of this transaction too."""
+        self.write_collected()
+        return [JobIncident(*row) for row in self.session.rows("incidents", (job_id,))]
 
     def write_collected(self) -> None:
         """Write all that was collected: at the end, and before a verb reads or deletes counters or incidents."""

@@ -13,7 +13,7 @@ from typing import Any
 from tasuki.core.job import LEASED, OnDisconnect, Outcome, State
 from tasuki.core.lifecycle import LEASE_MARGIN_S, RESUMED, Disposition, Event, after, after_failure, after_loss, sources
 from tasuki.core.store_messages import HeldLease, LeaseStatus, Report, ReportAnswer, ReportStatus, storable_text
-from tasuki.stores.common import INCIDENT_OF, fenced_reason
+from tasuki.stores.common import INCIDENT_OF, belongs_to_story, fenced_reason
 from tasuki.stores.sql.database import Transaction, must_change
 from tasuki.stores.sql.rows import (
     DELAYED,
@@ -189,7 +189,8 @@ def _repeated_or_fenced(tx: Transaction, row: JobRow, report: Report, verb: Even
     if _is_repeat(row, report, verb):
         return ReportAnswer(ReportStatus.REPEATED, row.job_state)
     reason = fenced_reason(report, row.attempt, row.state)
-    tx.incident(row, "fenced", attempt=report.attempt, worker_id=report.worker_id, reason=reason)
+    if belongs_to_story(report, row.attempt, row.assigned_worker_id, lambda: tx.incidents(report.job_id)):
+        tx.incident(row, "fenced", attempt=report.attempt, worker_id=report.worker_id, reason=reason)
     return ReportAnswer(ReportStatus.FENCED, row.job_state, reason)
 
 

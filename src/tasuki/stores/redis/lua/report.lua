@@ -21,6 +21,26 @@ local function read_report(id, with_failure)
   return report
 end
 
+-- Whether a fenced report becomes an incident: the first of its attempt, from a worker that had that attempt. A report of anybody
+-- else, however often it comes, leaves nothing behind in a job that is not theirs.
+local function belongs_to_story(job, report)
+  local attempt, current = tonumber(report.attempt), tonumber(job.attempt or 0)
+  if attempt < 1 or attempt > current or (attempt == current and report.worker_id ~= job.assigned_worker_id) then
+    return false
+  end
+  local had = attempt == current
+  for _, packed in ipairs(redis.call('LRANGE', of('incidents', job.id), 0, -1)) do
+    local incident = cmsgpack.unpack(packed)
+    if incident[3] == attempt then
+      if incident[2] == 'fenced' then
+        return false
+      end
+      had = had or incident[4] == report.worker_id
+    end
+  end
+  return had
+end
+
 local function repeated_or_fenced(job, report)
   if job.report_key == report.report_key then
     return { 'repeated', job.state, '' }
@@ -29,7 +49,9 @@ local function repeated_or_fenced(job, report)
     'attempt %s of worker %s does not hold the lease; attempt %s is %s',
     report.attempt, report.worker_id, job.attempt or '0', job.state
   )
-  jobs.add_incident(job, 'fenced', report.worker_id, '', reason, report.attempt)
+  if belongs_to_story(job, report) then
+    jobs.add_incident(job, 'fenced', report.worker_id, '', reason, report.attempt)
+  end
   return { 'fenced', job.state, reason }
 end
 
