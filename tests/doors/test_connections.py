@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import resource
 import socket
 import ssl
 from collections.abc import AsyncIterator, Callable
@@ -12,13 +13,13 @@ from pathlib import Path
 
 import pytest
 
-from tasuki.core.address import Address
+from tasuki.core.address import Address, parse_url
 from tasuki.doors import listening
 from tasuki.doors.http.uvicorn_server import UvicornServer, application
 from tasuki.doors.listening import AcceptedSocket, Connections, ListeningSocket, bound
 from tasuki.event_loop import loop_factory
 from tests.support.certificates import TestAuthority
-from tests.support.processes import open_files
+from tests.support.processes import open_files, start_server
 from tests.support.waiting import until_async
 
 LOOPS: list[Callable[[], asyncio.AbstractEventLoop] | None] = [asyncio.new_event_loop, loop_factory()]
@@ -141,10 +142,9 @@ def test_the_address_with_most_strangers_loses_one() -> None:
             return sock
 
         first = come("10.0.0.1")
-        crowd = [come("10.0.0.2") for _ in range(40)]
+        crowd = [come("10.0.0.2") for _ in range(30)]
 
-        assert first in connections._all
-        assert [sock in connections._all for sock in crowd] == [False] * 25 + [True] * 15
+        assert [list(group) for group in connections._strangers.values()] == [[first], crowd[15:]]
 
 
 def test_the_unix_socket_has_room_when_the_network_has_none(tmp_path: Path) -> None:
@@ -181,6 +181,19 @@ def test_half_a_handshake_with_https_is_ended_after_ten_seconds(tls: ssl.SSLCont
         await server.close()
 
     asyncio.run(main())
+
+
+def test_the_doors_of_a_server_count_together(tmp_path: Path) -> None:
+    with start_server(
+        tmp_path, "--http", "127.0.0.1:0", preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
+    ) as server:
+        ports = [server.port, parse_url(server.http_url)[0].port]
+        before = open_files(server.pid)
+        peers = [socket.create_connection(("127.0.0.1", ports[n % 2])) for n in range(200)]
+        assert peers[0].recv(1) == b""
+        assert open_files(server.pid) <= before + 64 + 16  # half of 128 connections for strangers, and those just ended
+        for peer in peers:
+            peer.close()
 
 
 def test_addresses_of_one_ipv6_network_are_one_peer() -> None:

@@ -36,7 +36,7 @@ LOCAL_SHARE = 4  # one in so many connections is kept for the unix socket: the o
 STRANGERS_MAX = 1024  # each may hold 64 KiB of a first frame: 70 MB in all
 TOKEN_SHARE = 4  # one in so many connections may be of one token; more are closed when others need the room
 BACKLOG = 1024
-ACCEPTED_AT_ONCE = 16  # of one listener, before those who are connected are served again
+ACCEPTED_AT_ONCE = 8  # of one listener, before those who are connected are served again
 ACCEPT_AGAIN_S = 0.1  # when the descriptors are used up
 TLS_CLOSE_TIMEOUT_S = 5.0  # for the peer's answer to the end of TLS; asyncio's own is 30 s
 _LISTENS = "0A"  # TCP_LISTEN in /proc/net/tcp
@@ -96,6 +96,7 @@ class AcceptedSocket(socket.socket):
         self._connections = connections
         self.group = group
         """The address of a stranger, the token of a connection beyond the share of that token; empty for a unix socket."""
+        self.transport: asyncio.Transport | None = None
         self.owner: str | None = None
         """The token that was shown; None: a stranger, or a connection beyond the token's share."""
 
@@ -132,19 +133,19 @@ class Connections:
         return len(self._all)
 
     def add(self, sock: AcceptedSocket) -> bool:
-        """Count a connection, and close another one if there is no room; return False if none can be closed."""
-        if sock.group:
-            is_full = len(self._all) - self._local >= self._network_max or len(self._all) >= self.limit
-            if is_full or sum(map(len, self._strangers.values())) >= self._strangers_max:
-                crowd = self._strangers or self._beyond
-                if not crowd:
-                    self._on_refused(sock.group)
-                    return False
-                largest = max(crowd, key=lambda group: len(crowd[group]))
-                self._end(next(iter(crowd[largest])))
-            self._strangers.setdefault(sock.group, {})[sock] = None
-        elif len(self._all) >= self.limit:
+        """Count a connection, and close another one if there is no room; return False if that is not possible."""
+        crowd = self._strangers or self._beyond
+        is_crowded = sum(map(len, self._strangers.values())) >= self._strangers_max
+        if sock.group and (is_crowded or len(self._all) - self._local >= self._network_max) and crowd:
+            largest = max(crowd, key=lambda group: len(crowd[group]))
+            self._end(next(iter(crowd[largest])))
+        elif sock.group and len(self._all) - self._local >= self._network_max:
+            self._on_refused(sock.group)
             return False
+        if len(self._all) >= self.limit:  # of some that were ended, the descriptor may not be closed yet
+            return False
+        if sock.group:
+            self._strangers.setdefault(sock.group, {})[sock] = None
         else:
             self._local += 1
         self._all.add(sock)
@@ -170,10 +171,15 @@ class Connections:
                 self._shares.give_back(sock.owner)
 
     def _end(self, sock: AcceptedSocket) -> None:
-        self.remove(sock)
+        """Close a connection; it counts until its descriptor is closed, in the next turn of the loop."""
+        _leave(self._strangers, sock.group, sock)
+        _leave(self._beyond, sock.group, sock)
         self._on_refused(sock.group)
-        with contextlib.suppress(OSError):
-            sock.shutdown(socket.SHUT_RDWR)  # its transport, or its handshake, ends in the next turn of the loop
+        if sock.transport is not None:
+            sock.transport.abort()
+        else:
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)  # ends the handshake
 
 
 def _leave(groups: dict[str, dict[AcceptedSocket, None]], key: str, sock: AcceptedSocket) -> None:
@@ -243,7 +249,9 @@ class ListeningSocket:
             else {"ssl_handshake_timeout": HANDSHAKE_TIMEOUT_S, "ssl_shutdown_timeout": TLS_CLOSE_TIMEOUT_S}
         )
         try:
-            await self._loop.connect_accepted_socket(lambda: self._make(sock), sock, ssl=self._tls, **timeouts)
+            sock.transport, _ = await self._loop.connect_accepted_socket(
+                lambda: self._make(sock), sock, ssl=self._tls, **timeouts
+            )
         except OSError as error:  # of TLS too
             logger.debug("%s: the connection was not made: %s", sock.group, error)
             sock.close()

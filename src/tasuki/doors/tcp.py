@@ -23,7 +23,7 @@ class TcpDoor:
 
     def __init__(self, server: Server, connections: Connections | None = None) -> None:
         self._server = server
-        self._connections = connections or Connections()
+        self._connections = Connections() if connections is None else connections
         self._listeners: list[ListeningSocket] = []
         self._socket: Path | None = None
 

@@ -51,7 +51,7 @@ class HttpDoor:
         server.on_turn = self._http.metrics.turn
         self._authenticator = Authenticator(server)
         self._bodies = exchange.BodyBudget()
-        self._connections = connections or Connections()
+        self._connections = Connections() if connections is None else connections
         self._shares = Shares(exchange.REQUESTS_MAX // TOKEN_SHARE, "requests under way", TooManyRequests)
         self._under_way = 0
         self._closing = self._loopback = False

@@ -210,6 +210,8 @@ class LimitedProtocol(H11Protocol):
         self._watch_reader()
 
     def on_response_complete(self) -> None:
+        if self.accepted.owner is None and self.conn.their_state is h11.DONE and self.conn.trailing_data[0]:
+            self.transport.close()  # a stranger has one request at a time: a queue of them would delay all others
         super().on_response_complete()
         if self.transport.get_write_buffer_size():  # also a transport that is closing waits for the peer to read this
             self._watch_reader()
@@ -298,7 +300,7 @@ class UvicornServer:
         )
         config.load()
         self._server = uvicorn.Server(config)
-        self._tls, self._connections = tls, connections or Connections()
+        self._tls, self._connections = tls, Connections() if connections is None else connections
         self._listening: ListeningSocket | None = None
         self._serving: asyncio.Task[None] | None = None
 
