@@ -202,7 +202,8 @@ def test_peer_that_is_hung_up_on_and_does_not_read_is_dropped_after_a_while(
             with door.peer(receive_buffer_bytes=4096) as peer:
                 await in_thread(peer.as_client, door.token)
                 connection = next(iter(door.server._links.values()))
-                peer.send(Request(5, "find", {"limit": 900}))
+                for number in range(5, 25):
+                    peer.send(Request(number, "find", {"limit": 900}))
                 await until_async(lambda: connection.transport.get_write_buffer_size())
                 descriptors = open_files(os.getpid())
                 # When it breaks the protocol with megabytes still unread
