@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from tasuki.core.access import ENROL_TOKEN_S, WORKER_TOKEN_S, token_sha256
-from tasuki.core.broker.events import SomeRevoked
+from tasuki.core.broker.events import SomeRevoked, TurnDone
 from tasuki.core.protocol import ErrorMessage, GiveCredit, HelloClient, HelloWorker, Reply, Request, SubmitJobs, Welcome
+from tasuki.stores.batching import execute
 from tests.core.broker_stage import TCP, BrokerStage
 
 SCOPE = ("job.assign.zpe",)
@@ -264,4 +265,23 @@ def test_who_exchanges_a_token_hears_of_it_though_others_see_the_old_one_revoked
     stage.apply(SomeRevoked(["e1"]))
 
     assert stage.last(conn, Reply).corr_id == 9
+    assert conn in stage.hung_up
+
+
+def test_who_wins_the_exchange_hears_of_it_though_another_request_of_its_connection_lost() -> None:
+    stage = BrokerStage()
+    conn = enrolling(stage)
+    for number in (9, 10):
+        stage.tell(conn, Request(number, "worker.register", {"token_id": f"t{number}", "sha256": token_sha256(f"s{number}")}))
+    first = stage.broker.next_turn(stage.now())
+    assert first is not None
+    stage.apply(TurnDone(first, execute(stage.store, first)))
+
+    stage.apply(SomeRevoked(["e1"]))  # another server saw it spent before the worker's own token is stored
+    assert conn not in stage.hung_up
+    stage.turns()
+    stage.apply(SomeRevoked(["e1"]))
+
+    assert stage.last(conn, Reply).corr_id == 9
+    assert stage.last(conn, ErrorMessage).corr_id == 10
     assert conn in stage.hung_up

@@ -5,6 +5,8 @@ import signal
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -139,12 +141,18 @@ def children_of(pid: int) -> list[str]:
     return Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
 
 
-def start_many() -> subprocess.Popen[str]:
-    """The command with two processes at work, in a process group of its own."""
+@pytest.fixture
+def started() -> Iterator[subprocess.Popen[str]]:
+    """The command with two processes at work, in a process group of its own, of which nothing is left afterwards."""
     command = [sys.executable, "-m", "tasuki", "sim", "--seeds", "100000", "--processes", "2"]
     started = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
-    until(lambda: len(children_of(started.pid)) == 2, 30.0, "its processes are started")
-    return started
+    try:
+        until(lambda: len(children_of(started.pid)) == 2, 30.0, "its processes are started")
+        yield started
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(started.pid, signal.SIGKILL)
+        started.communicate()
 
 
 def is_gone(group: int) -> bool:
@@ -155,9 +163,7 @@ def is_gone(group: int) -> bool:
     return False
 
 
-def test_ctrl_c_ends_it_with_what_there_is() -> None:
-    started = start_many()
-
+def test_ctrl_c_ends_it_with_what_there_is(started: subprocess.Popen[str]) -> None:
     os.killpg(started.pid, signal.SIGINT)
     told, errors = started.communicate(timeout=30)
 
@@ -167,14 +173,8 @@ def test_ctrl_c_ends_it_with_what_there_is() -> None:
     until(lambda: is_gone(started.pid), 10.0, "no process is left")
 
 
-def test_the_processes_end_when_their_parent_was_killed() -> None:
-    started = start_many()
-
+def test_the_processes_end_when_their_parent_was_killed(started: subprocess.Popen[str]) -> None:
     started.kill()
     started.wait(10)
 
     until(lambda: is_gone(started.pid), 20.0, "no process is left")
-    assert started.stdout is not None
-    assert started.stderr is not None
-    started.stdout.close()
-    started.stderr.close()

@@ -311,7 +311,7 @@ def _register(state: BrokerState, conn: int, request: protocol.Request, identity
 
     def registered(lists: Sequence[list[TokenRow]], effects: TurnEffects) -> None:
         if not spent[0]:
-            session.exchanges_token = False
+            session.token_exchanges -= 1
             used = Forbidden("this enrol token was used or revoked before; ask for another one")
             state.answer(conn, request.msg_id, used, effects)
             return
@@ -320,7 +320,7 @@ def _register(state: BrokerState, conn: int, request: protocol.Request, identity
         row = _worker_row(token, worker_id, identity, effects.now)
         _add_token(state, session, request, row, old, [True])
 
-    session.exchanges_token = True
+    session.token_exchanges += 1
     spend = [(identity.token_id, f"worker:{worker_id}")]
     state.builder.ask("revoke_token", spend, lambda revoked, _: spent.extend(revoked), ignore)
     state.builder.ask("tokens", [None], registered, partial(state.tell_failure, conn, request.msg_id))
@@ -334,7 +334,7 @@ def rotate(state: BrokerState, conn: int, request: protocol.Request, identity: I
         raise Forbidden("only a token that is bound to a worker can be rotated; make a new one with: tasuki token create")
     row = _worker_row(_new_token(request), identity.worker_id, identity, now)
     session = state.sessions[conn]
-    session.exchanges_token = True
+    session.token_exchanges += 1
     exchanged: list[bool] = []
     old = [(identity.token_id, identity.name)]
     state.builder.ask("revoke_token", old, lambda revoked, _: exchanged.extend(revoked), ignore)
@@ -373,7 +373,7 @@ def _add_token(
 
     def added(answers: Sequence[bool], effects: TurnEffects) -> None:
         _end_sessions(state, old, conn, effects)
-        session.exchanges_token = False
+        session.token_exchanges -= 1
         answer: Any = {
             "worker_id": row.worker_id,
             "token_id": row.token_id,

@@ -90,7 +90,7 @@ def revoked(state: BrokerState, token_ids: Iterable[str]) -> list[Command]:
     """End the connections of peers that came with these revoked tokens."""
     commands: list[Command] = []
     for session in state.sessions_of(set(token_ids)):
-        if session.identity is not None and not session.exchanges_token:
+        if session.identity is not None and not session.token_exchanges:
             commands += state.hang_up(session.conn, Unauthorized(f"token {session.identity.token_id} was revoked"))
     return commands
 

@@ -266,8 +266,8 @@ class Session(msgspec.Struct):
     hello_seen: bool = False
     known_servers: tuple[str, ...] = ()
     """Addresses of all servers, as this peer was last told."""
-    exchanges_token: bool = False
-    """The peer exchanges the token that it came with, and must hear what it gets for it."""
+    token_exchanges: int = 0
+    """Exchanges under way of the token that the peer came with: it must hear what it gets, and several requests may ask."""
 
 
 class ClientSession(Session):

@@ -107,7 +107,7 @@ class _SeedWorkers:
     def results(self) -> Iterator[SeedReport]:
         """Yield reports as they come."""
         for order in islice(self._orders, self._processes):
-            self._busy.append(_Runner(self._program, order))
+            self._start(order)
         while self._busy:
             ready, _, _ = select.select(self._busy, (), (), LOOK_S)
             for runner in ready:
@@ -125,8 +125,12 @@ class _SeedWorkers:
         self._busy.remove(runner)
         runner.end()
         if following is not None:
-            self._busy.append(_Runner(self._program, following))
+            self._start(following)
         return ran
+
+    def _start(self, order: SeedOrder) -> None:
+        with _uninterrupted():  # until `end` knows of it
+            self._busy.append(_Runner(self._program, order))
 
     def end(self) -> None:
         """Kill all processes."""
@@ -140,8 +144,7 @@ class _Runner:
     """One process and its order."""
 
     def __init__(self, program: Sequence[str], order: SeedOrder) -> None:
-        with _uninterrupted():
-            self._process = subprocess.Popen(program, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        self._process = subprocess.Popen(program, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         self.is_alive = True
         self.give(order)
 
