@@ -115,8 +115,8 @@ class DataFolder(msgspec.Struct, frozen=True):
         try:
             self.root.mkdir(parents=True, exist_ok=True, mode=0o700)
             check_folder(self.root)
-            is_open = stat.S_IMODE(self.root.stat().st_mode) & 0o077
-            if is_open and (self.root.name.startswith("tasuki") or not any(self.root.iterdir())):
+            is_known = self.root.name.startswith("tasuki") or not any(self.root.iterdir())
+            if is_known and self.root.stat().st_mode & 0o077:
                 self.root.chmod(0o700)
         except OSError as error:
             raise ConfigError(
@@ -191,17 +191,15 @@ def check_folder(path: Path) -> None:
 
 
 def _problem_inside(folder: Path) -> str:
-    with os.scandir(folder) as entries:
-        for entry in entries:
-            with suppress(FileNotFoundError):  # removed since it was listed
-                if problem := _ownership_problem(entry.stat(follow_symlinks=False), root_may_own=True):
-                    return f"cannot be trusted: {entry.name!r} in it {problem}"
+    for path in folder.iterdir():
+        with suppress(FileNotFoundError):  # removed since it was listed
+            if problem := _ownership_problem(path.lstat(), root_may_own=True):
+                return f"cannot be trusted: {path.name!r} in it {problem}"
     return ""
 
 
 def secret_problem(found: os.stat_result, user: int | None, readable: int) -> str:
-    """Return the reason why a file must not hold a secret of this user, or "". `readable` has the bits of reading that it may not
-    have."""
+    """Return the reason why a file must not hold a secret of this user, or "". `readable`: bits of reading that are too many."""
     mode = stat.S_IMODE(found.st_mode)
     if user is None:
         return ""
@@ -230,10 +228,7 @@ def read_secret(path: str | os.PathLike[str], what: str) -> bytes:
 
 
 def user_key() -> bytes:
-    """Return the key of this user, $XDG_STATE_HOME/tasuki/key; it is made at the first call.
-
-    With it a server marks the commands that its own user submits, and a worker with --any-program knows them.
-    """
+    """Return the key by which a server marks the commands of its own user, $XDG_STATE_HOME/tasuki/key; made at the first call."""
     try:
         folder = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "tasuki"
         path = DataFolder(folder.absolute()).make().root / "key"
@@ -268,10 +263,8 @@ def _make_key(path: Path, key: bytes) -> None:
         os.link(new, path)
     new.unlink()
     descriptor = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    os.fsync(descriptor)
+    os.close(descriptor)
 
 
 def default_url() -> str | None:

@@ -173,7 +173,7 @@ def _key() -> bytes:
         return user_key()
     except ConfigError as error:
         logger.warning("workers with --any-program will run nothing that is submitted here: %s", error.message)
-        return b""
+    return b""
 
 
 async def _main(options: ServerOptions, events: process.Events) -> int:

@@ -302,10 +302,8 @@ def stranger(sock: socket.socket, address: Address) -> str:
         if address.user and uid == pwd.getpwnam(address.user).pw_uid:
             return ""
     wanted = f"not of {address.user}" if address.user else f"not of this one ({os.geteuid()}) or root"
-    return (
-        f"{address} is a server of user {uid}, {wanted}; nothing was sent to it. If you trust that user, "
-        f"write unix://{uid}@{address.path}"
-    )
+    way_out = f"if you trust that user, write unix://{uid}@{address.path}"
+    return f"{address} is a server of user {uid}, {wanted}; nothing was sent to it; {way_out}"
 
 
 async def connect(

@@ -535,10 +535,7 @@ class Worker:
         return held.started_at if held is not None else None
 
     def _may_run_any(self, attempt: Attempt) -> bool:
-        """Return whether a job may run any program: this process's user submitted it over the socket, as its MAC proves.
-
-        The store alone is no proof: its rows travel with a copy of the data folder.
-        """
+        """Return whether a job may run any program: this process's user submitted it here, as its MAC proves, not the row."""
         if not self._key or self._welcome is None or attempt.submitter != f"uid:{os.getuid()}":
             return False
         if is_marked(attempt.spec, attempt.submitter, self._key):
