@@ -26,7 +26,7 @@ from tasuki.core.protocol import (
 )
 from tasuki.core.store_messages import Takes
 from tasuki.errors import ProtocolError, Unauthorized
-from tests.core.broker_stage import UNIX, BrokerStage, ending
+from tests.core.broker_stage import TCP, UNIX, BrokerStage, ending
 
 
 class Pair:
@@ -144,9 +144,10 @@ def test_a_cancel_here_reaches_the_worker_there_at_once(pair: Pair) -> None:
 
 
 def test_a_worker_that_moved_leaves_no_second_self_behind(pair: Pair) -> None:
-    old = pair.a.worker("w1")
+    token = pair.a.token("lab", "worker")
+    old = pair.a.worker("w1", peer=TCP, token=token)
     pair.carry()
-    pair.b.worker("w1", resumed=True)
+    pair.b.worker("w1", peer=TCP, token=token, resumed=True)
     pair.carry()
     assert isinstance(pair.a.hung_up[old], ProtocolError)
     assert "w1" not in pair.a.broker.workers
@@ -284,7 +285,7 @@ def test_delayed_jobs_that_became_ready_are_told_by_their_number(pair: Pair) -> 
 
 
 def test_a_worker_that_is_only_busier_than_before_changes_nothing(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    worker = pair.b.worker("w2")
+    worker = pair.b.worker("w2", credit=1)
     pair.meet()
     noted: list[str] = []
     monkeypatch.setattr(pair.a.broker, "note_live_workers", lambda: noted.append("noted"))

@@ -26,7 +26,7 @@ hints = st.builds(
     everything=st.booleans(),
     tokens=lists_of(texts),
     canceled=lists_of(pairs),
-    moved=lists_of(pairs),
+    moved=lists_of(st.tuples(texts, texts, texts)),
     ended=lists_of(texts),
     ready=lists_of(texts),
 )
@@ -65,7 +65,7 @@ def test_a_hint_that_tells_nothing_is_not_sent() -> None:
 
 @pytest.mark.parametrize("name", LISTS)
 def test_a_hint_that_tells_anything_is_sent(name: str) -> None:
-    item = ("w1", "l1") if name in {"canceled", "moved"} else "x1"
+    item = {"canceled": ("w1", "l1"), "moved": ("w1", "i1", "token:t")}.get(name, "x1")
     hint = Hint(server_id="a", **{name: (item,)})
 
     assert not hint.empty
@@ -84,12 +84,12 @@ def test_a_batch_of_ended_jobs_takes_two_pieces() -> None:
 
 def test_past_the_cap_the_others_look_for_jobs_themselves_but_hear_of_cancels_moves_and_tokens() -> None:
     many = tuple(f"{number:0128d}" for number in range(1_000))
-    hint = Hint(server_id="a", tokens=("t1",), canceled=(("w1", "l1"),), moved=(("w2", "i2"),), ended=many, ready=many)
+    hint = Hint(server_id="a", tokens=("t1",), canceled=(("w1", "l1"),), moved=(("w2", "i2", "token:t"),), ended=many, ready=many)
 
     pieces = split(hint)
 
     assert [decode(piece) for piece in pieces] == [
-        Hint(server_id="a", everything=True, tokens=("t1",), canceled=(("w1", "l1"),), moved=(("w2", "i2"),))
+        Hint(server_id="a", everything=True, tokens=("t1",), canceled=(("w1", "l1"),), moved=(("w2", "i2", "token:t"),))
     ]
 
 

@@ -160,6 +160,7 @@ def server(
         folder.root,
         key=b"" if store or not unix else _key(),
         lease_ttl_s=lease_ttl,
+        apps=apps,
         retention_s=retention_days * 86400.0,
         blob_grace_s=blob_grace,
         blob_budget_bytes=parse_size(blob_budget) if blob_budget else None,

@@ -130,7 +130,7 @@ def up(
     options = ServerOptions(
         listen,
         StorageLocations(folder, app=apps[0] if apps else DEFAULT_APP),
-        process.server_config(folder.root, key=user_key()),
+        process.server_config(folder.root, key=user_key(), apps=apps),
     )
     return process.run_loop(_main(options, process.Events(json=output.json), workers, arguments, until_idle))
 

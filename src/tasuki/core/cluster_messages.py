@@ -40,8 +40,8 @@ class Hint(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """token_ids that were revoked."""
     canceled: tuple[tuple[_Id, _Id], ...] = ()
     """(worker_id, lease_id) for which a cancel was requested."""
-    moved: tuple[tuple[_Id, _Id], ...] = ()
-    """(worker_id, incarnation) that have just connected to the sender."""
+    moved: tuple[tuple[_Id, _Id, _Subject], ...] = ()
+    """(worker_id, incarnation, owner) that have just connected to the sender."""
     ended: tuple[_Id, ...] = ()
     """job_ids that became terminal."""
     ready: tuple[_Subject, ...] = ()
@@ -128,6 +128,9 @@ class WorkerInfo(msgspec.Struct, frozen=True, gc=False, array_like=True):
     running: int = 0
     address: str = ""
     on_disconnect: OnDisconnect = OnDisconnect.STOP
+    addressed: bool = False
+    """The worker has given credit since its Hello: a subject that ends in its id is for it alone."""
+    owner: str = ""
 
     def view(self, server_id: str) -> dict[str, object]:
         """Return the description that the API and `tasuki workers` show."""

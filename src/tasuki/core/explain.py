@@ -147,7 +147,7 @@ def _other_kind(job: Job, fitting: Sequence[Worker]) -> Explanation:
 
 def _its_turn(job: Job, fitting: Sequence[Worker], context: ExplainContext) -> Explanation:
     last = job.spec.subject.rpartition(".")[2]
-    addressed = [worker for worker in fitting if worker["worker_id"] == last]
+    addressed = [worker for worker in fitting if worker["worker_id"] == last and worker.get("addressed", True)]
     fitting = addressed or fitting
     free = _names([worker for worker in fitting if worker["credit"] > 0])
     facts: dict[str, Any] = {"fitting_workers": _names(fitting), "workers_with_credit": free, "top_band": context.top_band}

@@ -28,7 +28,7 @@ from tasuki.core.job import TIME_END, check_name, is_sha256
 from tasuki.core.lifecycle import LEASE_MARGIN_S
 from tasuki.core.machine import Now, Peer, Send
 from tasuki.core.store_messages import TokenRow
-from tasuki.core.subject import DEFAULT_PATTERN
+from tasuki.core.subject import DEFAULT_PATTERN, DEFAULT_SUBJECT
 from tasuki.errors import Forbidden, InvalidInput, NotFound, ProtocolError, TasukiError, Unauthorized, VersionMismatch, discreet
 
 IDLE_TIMEOUT_S = 60.0  # a client that says nothing for so long is gone; it beats every third of it
@@ -70,7 +70,23 @@ def hello(state: BrokerState, session: Session, message: protocol.Message, now: 
         if conn not in state.sessions:
             return
         try:
-            effects.commands += _welcome(state, session, hello, identify(rows[0], effects.now.wall), effects.now)
+            identity = identify(rows[0], effects.now.wall)
+            if isinstance(hello, protocol.HelloWorker) and identity.kind is PeerKind.WORKER and not identity.worker_id:
+                state.builder.ask("tokens", [None], partial(unbound, identity), failed)
+                return
+            effects.commands += _welcome(state, session, hello, identity, effects.now)
+        except TasukiError as error:
+            effects.commands += state.hang_up(conn, error)
+
+    def unbound(identity: Identity, lists: Sequence[list[TokenRow]], effects: TurnEffects) -> None:
+        """Welcome a worker token of nobody in particular, unless the worker_id belongs to the token of another."""
+        if conn not in state.sessions:
+            return
+        assert isinstance(hello, protocol.HelloWorker)
+        try:
+            if hello.worker_id and _tokens_of(lists[0], hello.worker_id):
+                raise Forbidden(f"worker_id {hello.worker_id[:64]!r} belongs to an enrolled worker; choose another --worker-id")
+            effects.commands += _welcome(state, session, hello, identity, effects.now)
         except TasukiError as error:
             effects.commands += state.hang_up(conn, error)
 
@@ -116,7 +132,7 @@ def _welcome(
     commands: list[Command] = []
     if isinstance(hello, protocol.HelloWorker) and hello.transfers:
         _check_worker(hello, identity)
-        _check_same_token(state.workers.get(hello.worker_id), identity, hello.worker_id)
+        _check_owner(state, identity, hello.worker_id)
         state.sessions[session.conn] = TransferSession(**common, worker_id=hello.worker_id, incarnation=hello.incarnation)
     elif isinstance(hello, protocol.HelloWorker):
         worker = _new_worker(state, common, hello, identity)
@@ -127,7 +143,7 @@ def _welcome(
             return [*commands, *state.hang_up(session.conn, error)]
         ttl_s = worker.ttl_s
         worker.resuming = hello.resumed  # its first Heartbeat names the leases that it holds
-        state.cluster.moved.append((worker.worker_id, worker.incarnation))
+        state.cluster.moved.append((worker.worker_id, worker.incarnation, worker.owner))
         commands += state.cluster.hint(state.config.server_id)
     else:
         if identity.kind is PeerKind.WORKER:
@@ -162,6 +178,9 @@ def _new_worker(state: BrokerState, common: dict[str, Any], hello: protocol.Hell
     _check_worker(hello, identity)
     if "." in hello.worker_id:
         raise InvalidInput(f"worker_id {hello.worker_id!r} may not contain a dot: it can be the last token of a subject")
+    if hello.worker_id == DEFAULT_SUBJECT.rpartition(".")[2] or hello.worker_id in state.config.apps:
+        raise InvalidInput(f"worker_id {hello.worker_id!r} ends the subject of jobs that are for any worker; choose another one")
+    _check_owner(state, identity, hello.worker_id)
     patterns = checked_patterns(identity, hello.patterns or (DEFAULT_PATTERN,))
     ttl_s = hello.ttl_s if hello.ttl_s is not None else state.config.lease_ttl_s
     if not LEASE_TTL_MIN_S <= ttl_s <= LEASE_TTL_MAX_S:
@@ -193,7 +212,6 @@ def checked_patterns(identity: Identity, patterns: tuple[str, ...]) -> tuple[str
 def _replace_worker(state: BrokerState, worker: WorkerSession) -> list[Command]:
     """Hang up on a session of the same worker_id: another incarnation, or an older connection of the same one."""
     old = state.workers.get(worker.worker_id)
-    _check_same_token(old, worker.identity, worker.worker_id)
     if old is None:
         return []
     if old.incarnation == worker.incarnation:
@@ -203,11 +221,11 @@ def _replace_worker(state: BrokerState, worker: WorkerSession) -> list[Command]:
     return state.hang_up(old.conn, InvalidInput(taken))
 
 
-def _check_same_token(old: WorkerSession | None, identity: Identity | None, worker_id: str) -> None:
-    """Refuse a peer that would take the place of a worker, or read what is meant for it, with another token."""
-    if old is None or old.identity is None or identity is None or old.identity.name == identity.name:
-        return
-    if not identity.worker_id or old.identity.worker_id != identity.worker_id:  # else the token was rotated
+def _check_owner(state: BrokerState, identity: Identity, worker_id: str) -> None:
+    """Refuse a peer that would take the place of a connected worker of another owner; a token that is bound to the id may."""
+    here = state.workers.get(worker_id)
+    owners = {worker.owner for _, worker in state.cluster.workers() if worker.worker_id == worker_id}
+    if not identity.worker_id and (owners | {here.owner if here is not None else identity.owner}) != {identity.owner}:
         raise Forbidden(f"worker_id {worker_id!r} is in use by a worker with another token; choose another --worker-id")
 
 

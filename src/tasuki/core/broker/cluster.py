@@ -26,7 +26,7 @@ POLL_INTERVAL_S = 1.0  # a revoked token must be noticed within 2 s, whether or 
 POLLED_JOBS = 4_000  # watched jobs that are looked up at each poll, in turns: some 20 ms of an index
 SPARE_LOOKERS = 1  # workers that look for another server's job, beside one for each: some may have fallen silent
 
-_subscription = attrgetter("worker_id", "patterns")
+_subscription = attrgetter("worker_id", "patterns", "addressed")
 
 
 def met(state: BrokerState, event: ClusterView) -> None:
@@ -57,9 +57,9 @@ def heard(state: BrokerState, hint: Hint) -> list[Command]:
         worker = state.workers.get(worker_id)
         if worker is not None and lease_id in worker.deliveries:
             commands.append(Send(worker.conn, CancelLeases([lease_id])))
-    for worker_id, incarnation in hint.moved:
+    for worker_id, incarnation, owner in hint.moved:
         worker = state.workers.get(worker_id)
-        if worker is not None and worker.incarnation == incarnation:
+        if worker is not None and (worker.incarnation, worker.owner) == (incarnation, owner):
             moved = ProtocolError(f"worker {worker_id!r}: it has connected to server {hint.server_id}")
             commands += state.hang_up(worker.conn, moved)
     return commands + revoked(state, hint.tokens)

@@ -31,6 +31,8 @@ class BrokerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Key of the server's own user, whose commands it marks: that user's workers may run any program for them."""
     host: str = ""
     lease_ttl_s: float = LEASE_TTL_S
+    apps: tuple[str, ...] = ()
+    """Apps whose jobs the server takes: no worker may have the name of one, which would make it the only one to get its jobs."""
     retention_s: float = RETENTION_DAYS * 86400.0
     """Time for which finished jobs and their results are kept."""
     blob_grace_s: float = BLOB_GRACE_S

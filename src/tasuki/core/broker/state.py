@@ -312,6 +312,8 @@ class WorkerSession(Session, kw_only=True):
     """The worker was connected before: nothing is leased for it until its first Heartbeat names the leases that it holds."""
     reading: bool = False
     """The store is asked what the worker holds: nothing is leased for it until it is known which assignments were lost."""
+    addressed: bool = False
+    """The worker has given credit since its Hello."""
     backlog: bool = False
     """The worker may take all it can: there are more ready jobs than this turn submits."""
 
@@ -328,6 +330,8 @@ class WorkerSession(Session, kw_only=True):
             running=self.account.running,
             address=self.peer.address,
             on_disconnect=self.on_disconnect,
+            addressed=self.addressed,
+            owner=self.owner,
         )
 
 
@@ -353,8 +357,8 @@ class OtherServers:
         self.servers: dict[str, ServerInfo] = {}
         self.detached: frozenset[str] = frozenset()
         """worker_ids that get no more work."""
-        self.subscriptions: dict[str, tuple[tuple[str, tuple[str, ...]], ...]] = {}
-        """By server: its workers and their patterns."""
+        self.subscriptions: dict[str, tuple[tuple[str, tuple[str, ...], bool], ...]] = {}
+        """By server: its workers, their patterns, and whether they can be addressed."""
         self.poll_at = 0.0
         self.polled: Iterator[str] = iter(())
         """Watched jobs that this round of polls has not asked about yet."""
@@ -366,7 +370,7 @@ class OtherServers:
         self.ready_jobs = 0
         self.ended: list[str] = []
         self.canceled: list[tuple[str, str]] = []
-        self.moved: list[tuple[str, str]] = []
+        self.moved: list[tuple[str, str, str]] = []
         self.tokens: list[str] = []
         self.everything = False
 
@@ -606,11 +610,11 @@ class BrokerState:
         self._live_workers = None
 
     def live_workers(self) -> dict[str, tuple[str, ...]]:
-        """Return the patterns of all workers that take work: jobs whose subject names one of them are left for it."""
+        """Return the patterns of all workers that gave credit: jobs whose subject names one of them are left for it."""
         if self._live_workers is None:
             # A new one each time: requests of turns under way keep theirs.
-            live = {worker.worker_id: worker.patterns for _, worker in self.cluster.workers() if worker.patterns}
-            live |= {worker_id: worker.patterns for worker_id, worker in self.workers.items() if worker.patterns}
+            live = {worker.worker_id: worker.patterns for _, worker in self.cluster.workers() if worker.addressed}
+            live |= {worker_id: worker.patterns for worker_id, worker in self.workers.items() if worker.addressed}
             detached = self.cluster.detached
             self._live_workers = {worker_id: patterns for worker_id, patterns in live.items() if worker_id not in detached}
         return self._live_workers

@@ -50,6 +50,9 @@ def received(state: BrokerState, worker: WorkerSession, message: protocol.Messag
             _finished(state, worker, message, now)
         case protocol.GiveCredit():
             worker.account.give(message.credit)
+            if not worker.addressed and message.credit > 0:
+                worker.addressed = True
+                state.note_live_workers()
             state.look(worker, backlog=True)
         case protocol.JobsStarted():
             if message.claims:

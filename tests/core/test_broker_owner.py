@@ -1,0 +1,243 @@
+"""A lease, a worker_id and a subject belong to the peer that was let in: attacks of tokens that are bound to nobody."""
+
+import pytest
+
+from tasuki.core.broker.events import ClusterView, Hinted, JobSeen, LogQuestion, Publish
+from tasuki.core.job import JobSpec, Outcome, State
+from tasuki.core.protocol import (
+    AssignJobs,
+    CancelJobs,
+    CancelLeases,
+    Claim,
+    Ending,
+    GiveCredit,
+    Heartbeat,
+    HeartbeatAnswer,
+    HelloWorker,
+    JobsFinished,
+    JobsReleased,
+    JobsStarted,
+    ReadLog,
+    Reply,
+)
+from tasuki.errors import Forbidden, InvalidInput
+from tests.core.broker_stage import TCP, BrokerStage
+
+VICTIM = "w1"
+
+
+def hello(stage: BrokerStage, token: str, worker_id: str = VICTIM, **fields: object) -> int:
+    """Say Hello as a worker of this token; the connection, which may have been refused."""
+    conn = stage.open(TCP)
+    said = {"msg_id": 7, "worker_id": worker_id, "incarnation": f"{worker_id}-1", "patterns": ("a.x",), "token": token}
+    stage.ask(conn, HelloWorker(**{**said, **fields}))  # type: ignore[arg-type]
+    return conn
+
+
+def victim(stage: BrokerStage, *, bound: bool = True) -> int:
+    token = stage.token("victim", "worker", "b.>", worker_id=VICTIM if bound else "")
+    return stage.worker(VICTIM, credit=1, peer=TCP, token=token, patterns=("b.>",))
+
+
+def beside(stage: BrokerStage, **config: object) -> BrokerStage:
+    return BrokerStage(stage, server_id="second", shared=True, **config)
+
+
+def two_servers() -> tuple[BrokerStage, BrokerStage]:
+    first = BrokerStage(server_id="first", shared=True)
+    second = beside(first)
+    return first, second
+
+
+def meet(first: BrokerStage, second: BrokerStage) -> None:
+    """Let both servers know each other's workers."""
+    for stage in (first, second):
+        stage.apply(ClusterView((first.broker.info, second.broker.info), frozenset()))
+
+
+def leased(stage: BrokerStage, **fields: object) -> Claim:
+    stage.submit(stage.client(), "secret", subject="b.x", **fields)
+    job = stage.store.get(["secret"])[0]
+    assert job is not None
+    assert job.lease is not None
+    return Claim("secret", job.lease.lease_id, job.lease.attempt)
+
+
+@pytest.mark.parametrize("online", [True, False])
+def test_a_token_of_nobody_cannot_take_the_id_of_an_enrolled_worker(online: bool) -> None:
+    stage = BrokerStage()
+    conn = victim(stage)
+    if not online:
+        stage.close(conn)
+
+    attacker = hello(stage, stage.token("attacker", "worker", "a.>"))
+
+    assert isinstance(stage.hung_up[attacker], Forbidden)
+    assert conn not in stage.hung_up
+
+
+def test_nor_at_another_server_that_has_never_heard_of_the_worker() -> None:
+    first, second = two_servers()
+    victim(first)
+
+    attacker = hello(second, second.token("attacker", "worker", "a.>"))
+
+    assert isinstance(second.hung_up[attacker], Forbidden)
+
+
+def test_the_id_of_a_connected_worker_is_in_use_at_all_servers() -> None:
+    first, second = two_servers()
+    victim(first, bound=False)
+    meet(first, second)
+
+    attacker = hello(second, second.token("attacker", "worker", "a.>"))
+
+    assert isinstance(second.hung_up[attacker], Forbidden)
+
+
+def test_a_worker_with_the_same_token_moves_to_another_server() -> None:
+    first, second = two_servers()
+    conn = victim(first, bound=False)
+    meet(first, second)
+
+    moved = hello(second, "secret-victim", patterns=("b.>",))
+
+    assert moved not in second.hung_up
+    [hint] = [command.hint for command in second.others if isinstance(command, Publish)]
+    first.apply(Hinted(hint))
+    assert conn in first.hung_up
+
+
+def test_a_move_of_another_owner_ends_no_connection() -> None:
+    first, second = two_servers()
+    conn = victim(first, bound=False)
+    second.apply(ClusterView((first.broker.info, second.broker.info), frozenset()))
+    second.broker.cluster.servers["first"] = first.broker.info.__class__(server_id="first")  # its view is a second old
+
+    attacker = hello(second, second.token("attacker", "worker", "a.>"))
+
+    assert attacker not in second.hung_up
+    for hint in [command.hint for command in second.others if isinstance(command, Publish)]:
+        first.apply(Hinted(hint))
+    assert conn not in first.hung_up
+
+
+def test_an_enrolled_worker_takes_its_id_back_from_a_token_of_nobody() -> None:
+    stage = BrokerStage()
+    squatter = hello(stage, stage.token("attacker", "worker", "a.>"))
+
+    conn = victim(stage)
+
+    assert squatter in stage.hung_up
+    assert conn not in stage.hung_up
+
+
+@pytest.fixture
+def intruded() -> tuple[BrokerStage, BrokerStage, Claim, int, int]:
+    """A job of the victim at one server, and at another the attacker as the same worker_id, in the second before they meet."""
+    first, second = two_servers()
+    conn = victim(first, bound=False)
+    claim = leased(first)
+    attacker = hello(second, second.token("attacker", "worker", "a.>"), resumed=True)
+    assert attacker not in second.hung_up
+    return first, second, claim, conn, attacker
+
+
+Intruded = tuple[BrokerStage, BrokerStage, Claim, int, int]
+
+
+def test_what_another_token_holds_is_not_delivered_again(intruded: Intruded) -> None:
+    _, second, _, _, attacker = intruded
+
+    second.ask(attacker, Heartbeat(8))
+
+    assert second.all(attacker, AssignJobs) == []
+
+
+def test_an_impostor_that_knows_the_lease_cannot_start_renew_release_or_report_it(intruded: Intruded) -> None:
+    first, second, claim, conn, attacker = intruded
+    before = first.store.get(["secret"])
+
+    second.ask(attacker, Heartbeat(8, [claim]))
+    second.ask(attacker, JobsStarted([claim]))
+    second.ask(attacker, JobsReleased([claim]))
+    for outcome in (Outcome(result=b"forged"), Outcome(error_code="EXIT_CODE", permanent=True)):
+        second.ask(attacker, JobsFinished([Ending(claim.job_id, claim.lease_id, claim.attempt, outcome)]))
+
+    assert second.all(attacker, HeartbeatAnswer)[0].lost == [claim.lease_id]
+    assert first.store.get(["secret"]) == before
+    first.ask(conn, JobsFinished([Ending(claim.job_id, claim.lease_id, claim.attempt, Outcome(result=b"right"))]))
+    [job] = first.store.get(["secret"])
+    assert job is not None
+    assert (job.state, job.outcome.result if job.outcome else b"") == (State.SUCCEEDED, b"right")
+
+
+def test_cancels_and_log_reads_do_not_go_to_an_impostor(intruded: Intruded) -> None:
+    _, second, claim, _, attacker = intruded
+    client = second.client("admin", "boss")
+
+    second.ask(client, CancelJobs(9, ["secret"]))
+    [job] = second.store.get(["secret"])
+    assert job is not None
+    second.apply(JobSeen(client, 10, LogQuestion(job_id="secret", attempt=1), job))
+
+    assert second.all(attacker, CancelLeases) == []
+    assert second.all(attacker, ReadLog) == []
+    assert second.all(client, Reply)[-1].corr_id == 10
+    assert second.broker.cluster.canceled == [] or claim.lease_id  # the hint was published for the server that has the worker
+
+
+# ---------------------------------------------------------------------------------------------------- names that capture subjects
+
+
+def test_a_worker_without_credit_captures_no_subject() -> None:
+    stage = BrokerStage()
+    stage.worker("zpe", patterns=("job.assign.>",))
+    honest = stage.worker("honest", credit=1)
+
+    stage.submit(stage.client(), "a", subject="job.assign.zpe")
+
+    assert [grant.job_id for grant in stage.last(honest, AssignJobs).grants] == ["a"]
+
+
+def test_a_worker_that_gave_credit_is_addressed_by_its_id_also_while_it_is_busy() -> None:
+    stage = BrokerStage()
+    named = stage.worker("zpe", credit=1)
+    honest = stage.worker("honest", credit=5)
+    client = stage.client()
+
+    stage.submit(client, "a", "b", subject="job.assign.zpe")
+
+    assert [grant.job_id for grant in stage.last(named, AssignJobs).grants] == ["a"]
+    assert stage.all(honest, AssignJobs) == []
+    stage.ask(named, GiveCredit(1))
+    assert [grant.job_id for grant in stage.last(named, AssignJobs).grants] == ["b"]
+
+
+def test_a_worker_of_another_server_is_addressed_only_after_it_gave_credit() -> None:
+    first, second = two_servers()
+    conn = first.worker("zpe", patterns=("job.assign.>",))
+    honest = second.worker("honest", credit=1)
+    meet(first, second)
+
+    second.submit(second.client(), "a", subject="job.assign.zpe")
+    assert [grant.job_id for grant in second.last(honest, AssignJobs).grants] == ["a"]
+
+    first.ask(conn, GiveCredit(1))
+    meet(first, second)
+    second.ask(honest, GiveCredit(1))
+    second.submit(second.client(token_id="bob"), "b", subject="job.assign.zpe")
+    assert len(second.all(honest, AssignJobs)) == 1
+
+
+@pytest.mark.parametrize("name", ["default", "zpe"])
+def test_names_that_end_subjects_of_anybody_are_refused_as_worker_ids(name: str) -> None:
+    stage = BrokerStage(apps=("zpe",))
+
+    conn = hello(stage, stage.token("attacker", "worker"), name)
+
+    assert isinstance(stage.hung_up[conn], InvalidInput)
+
+
+def test_a_job_without_a_subject_ends_in_a_reserved_name() -> None:
+    assert JobSpec(job_id="a").subject == "job.assign.default"
