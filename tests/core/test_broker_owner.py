@@ -19,6 +19,7 @@ from tasuki.core.protocol import (
     JobsStarted,
     ReadLog,
     Reply,
+    Welcome,
 )
 from tasuki.errors import Forbidden, InvalidInput
 from tests.core.broker_stage import TCP, BrokerStage
@@ -241,3 +242,68 @@ def test_names_that_end_subjects_of_anybody_are_refused_as_worker_ids(name: str)
 
 def test_a_job_without_a_subject_ends_in_a_reserved_name() -> None:
     assert JobSpec(job_id="a").subject == "job.assign.default"
+
+
+# ---------------------------------------------------------------------------------------------------- leases and their tokens
+
+
+def test_a_worker_gets_no_longer_lease_and_grace_than_the_server_allows() -> None:
+    stage = BrokerStage(lease_ttl_max_s=30.0, grace_max_s=10.0)
+    token = stage.token("attacker", "worker")
+
+    conn = stage.worker("w9", peer=TCP, token=token, ttl_s=3600.0, on_disconnect="keep", reconnect_grace_s=3600.0, credit=5)
+
+    assert stage.last(conn, Welcome).lease_ttl_s == 30.0
+    stage.submit(stage.client(), "a")
+    [job] = stage.store.get(["a"])
+    assert job is not None
+    assert job.lease is not None
+    assert (job.lease.expires_at - stage.clock.lease(), job.lease.reconnect_grace_s) == (32.0, 10.0)
+
+
+@pytest.mark.parametrize("verb", ["token.revoke", "worker.revoke"])
+def test_revoking_ends_the_leases_of_the_token_at_once(verb: str) -> None:
+    stage = BrokerStage()
+    token = stage.token("victim", "worker", worker_id="w9" if verb == "worker.revoke" else "")
+    conn = stage.worker("w9", peer=TCP, token=token, ttl_s=600.0, on_disconnect="keep", reconnect_grace_s=3600.0, credit=2)
+    stage.submit(stage.client(), "started", "unstarted")
+    leases = {grant.job_id: grant for message in stage.all(conn, AssignJobs) for grant in message.grants}
+    stage.ask(conn, JobsStarted([Claim("started", leases["started"].lease_id, 1)]))
+    stage.close(conn)
+
+    stage.request(stage.client("admin", "boss"), verb, token_id="victim", worker_id="w9")
+
+    jobs = stage.store.get(["started", "unstarted"])
+    assert [(job.state, job.losses) for job in jobs if job] == [(State.PENDING, 1), (State.PENDING, 0)]
+
+
+def test_leases_that_another_server_granted_after_the_revocation_end_when_it_hears_of_it() -> None:
+    first, second = two_servers()
+    token = first.token("victim", "worker")
+    conn = second.worker("w9", peer=TCP, token=token, credit=1)
+    meet(first, second)
+    first.request(first.client("admin", "boss"), "token.revoke", token_id="victim")
+    second.submit(second.client(), "a")
+    assert second.all(conn, AssignJobs)
+
+    for hint in [command.hint for command in first.others if isinstance(command, Publish)]:
+        second.apply(Hinted(hint))
+    second.turns()
+
+    [job] = second.store.get(["a"])
+    assert conn in second.hung_up
+    assert job is not None
+    assert (job.state, job.losses) == (State.PENDING, 0)
+
+
+def test_an_exchange_of_the_token_ends_no_lease() -> None:
+    stage = BrokerStage()
+    conn = victim(stage)
+    leased(stage)
+
+    answer = stage.request(conn, "worker.rotate", token_id="new", sha256="0" * 64)
+
+    [job] = stage.store.get(["secret"])
+    assert isinstance(answer, Reply)
+    assert job is not None
+    assert job.state is State.ASSIGNED

@@ -23,7 +23,7 @@ from tasuki.config import check_app, data_folder, fault_point, parse_http, parse
 from tasuki.core.address import Address, parse_url
 from tasuki.core.apps import DEFAULT_APP
 from tasuki.core.election import LOCK_TTL_S
-from tasuki.core.lifecycle import BLOB_GRACE_S, HTTP_LEASE_TTL_S, LEASE_TTL_S, RETENTION_DAYS
+from tasuki.core.lifecycle import BLOB_GRACE_S, GRACE_MAX_S, HTTP_LEASE_TTL_S, LEASE_TTL_MAX_S, LEASE_TTL_S, RETENTION_DAYS
 from tasuki.doors.listening import Connections, ServerCertificate
 from tasuki.doors.tcp import TcpDoor
 from tasuki.errors import ConfigError, Overloaded
@@ -96,6 +96,8 @@ app_option = cli.several(
 @blobs_option
 @cli.several("--advertise", metavar="URL", help="Where others reach this server: tls://host:7000. Default: as --tcp.")
 @cli.number("--lease-ttl", metavar="SECONDS", default=LEASE_TTL_S, help="How long a silent worker keeps its jobs.")
+@cli.number("--lease-ttl-max", metavar="SECONDS", default=LEASE_TTL_MAX_S, help="Longest lease that a worker gets if it asks.")
+@cli.number("--grace-max", metavar="SECONDS", default=GRACE_MAX_S, help="Longest --reconnect-grace of a worker that is granted.")
 @retention_option
 @cli.number(
     "--blob-grace", metavar="SECONDS", default=BLOB_GRACE_S, help="How long a blob that no job needs is kept after its last use."
@@ -127,6 +129,8 @@ def server(
     blobs: str | None,
     advertise: tuple[str, ...],
     lease_ttl: float,
+    lease_ttl_max: float,
+    grace_max: float,
     retention_days: float,
     blob_grace: float,
     blob_budget: str | None,
@@ -160,6 +164,8 @@ def server(
         folder.root,
         key=b"" if store or not unix else _key(),
         lease_ttl_s=lease_ttl,
+        lease_ttl_max_s=lease_ttl_max,
+        grace_max_s=grace_max,
         apps=apps,
         retention_s=retention_days * 86400.0,
         blob_grace_s=blob_grace,

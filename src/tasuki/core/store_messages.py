@@ -404,6 +404,8 @@ class Turn(msgspec.Struct, kw_only=True):
     add_token: Sequence[TokenRow] = ()
     revoke_token: Sequence[tuple[str, str]] = ()
     """(token_id, actor)"""
+    end_leases: Sequence[str] = ()
+    """Owners whose leases end now: their token was revoked."""
     submit: Sequence[Submission] = ()
     rerun: Sequence[Submission] = ()
     """Submissions with on_failed="rerun"."""
@@ -441,6 +443,7 @@ class Answers(msgspec.Struct, kw_only=True):
     blobs_stored: Sequence[bool] = ()
     add_token: Sequence[bool] = ()
     revoke_token: Sequence[bool] = ()
+    end_leases: Sequence[int] = ()
     submit: Sequence[Submitted | Conflict | MissingBlobs] = ()
     rerun: Sequence[Submitted | Conflict | MissingBlobs] = ()
     lease: Sequence[list[Grant]] = ()
@@ -524,6 +527,7 @@ VERBS: tuple[StoreVerb, ...] = (
     StoreVerb("blobs_stored"),
     StoreVerb("add_token", _one_by_one),
     StoreVerb("revoke_token", lambda method, items, epoch, wall: [method(token_id, actor=actor) for token_id, actor in items]),
+    StoreVerb("end_leases"),
     StoreVerb("submit"),
     StoreVerb("rerun", lambda method, submissions, epoch, wall: method(submissions, on_failed="rerun"), method="submit"),
     StoreVerb("lease"),

@@ -173,6 +173,11 @@ class Store(Reader, Protocol):
         `ttl_s` is the time left of each lease, without the margin.
         """
 
+    def end_leases(self, owners: Sequence[str]) -> list[int]:
+        """End live leases of owners that were shut out, and return how many of each; LEASES_ENDED_MAX means that there may be
+        more. Unstarted attempts go back as by `release`; started ones are lost, also those that were to be kept.
+        """
+
     def start(self, claims: Sequence[HeldLease]) -> list[LeaseStatus]:
         """Mark attempts as started: ASSIGNED → RUNNING with started_at; again: no change. Answers and resumes like `renew`."""
 

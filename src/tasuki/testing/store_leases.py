@@ -12,6 +12,7 @@ from msgspec.structs import replace
 from tasuki.core.job import JobSpec, OnDisconnect, Outcome, Progress, State
 from tasuki.core.lifecycle import LEASE_MARGIN_S, LEASE_TTL_S
 from tasuki.core.store_messages import Grant, LeaseRequest, LeaseStatus, ReportStatus, Takes
+from tasuki.stores.common import LEASES_ENDED_MAX
 from tasuki.testing.store_stage import GRACE_S, KEEP, PAST_LEASE_S, Stage, StoreCase
 
 
@@ -359,6 +360,32 @@ class LeaseCases(StoreCase):
         assert grant is not None
         assert stage.renew(grant) is LeaseStatus.LOST
         assert stage.renew(grant, owner="worker:w1") is LeaseStatus.GO_ON
+
+    def test_leases_of_an_owner_that_was_shut_out_end_at_once(self, stage: Stage) -> None:
+        stage.add("unstarted", "started", "kept", "canceled", "other")
+        mine = {"owner": "token:t"}
+        stage.take("unstarted", **mine)
+        stage.start(stage.take("started", **mine), **mine)
+        stage.start(stage.take("kept", **mine, **KEEP), **mine)
+        stage.take("canceled", **mine)
+        stage.store.cancel(["canceled"], actor="alice")
+        kept = stage.take("other", owner="token:other")
+
+        assert stage.store.end_leases(["token:t", "nobody"]) == [4, 0]
+
+        states = [(stage.job(job_id).state, stage.job(job_id).losses) for job_id in ("unstarted", "started", "kept", "canceled")]
+        waits = State.PENDING
+        assert states == [(waits, 0), (waits, 1), (waits, 1), (State.CANCELED, 0)]
+        assert stage.store.end_leases(["token:t"]) == [0]
+        assert stage.renew(kept, owner="token:other") is LeaseStatus.GO_ON
+        assert set(ids(stage.lease("w2", limit=9))) == {"unstarted", "started", "kept"}
+
+    def test_leases_of_an_owner_end_some_at_a_time(self, stage: Stage) -> None:
+        stage.add(*(f"job-{number}" for number in range(LEASES_ENDED_MAX + 1)))
+        stage.lease(limit=LEASES_ENDED_MAX + 1, owner="token:t")
+
+        assert [stage.store.end_leases(["token:t"]) for _ in range(3)] == [[LEASES_ENDED_MAX], [1], [0]]
+        assert sum(counts.pending for counts in stage.store.counts().values()) == LEASES_ENDED_MAX + 1
 
     # -- start ----------------------------------------------------------------------------------------------------
     def test_start_makes_it_running(self, stage: Stage) -> None:

@@ -36,7 +36,7 @@ from tasuki.clocks import now
 from tasuki.config import DataFolder, data_folder, default_url, find_token, user_key
 from tasuki.core.address import parse_url
 from tasuki.core.job import RESULT_INLINE_MAX_BYTES, BlobRef, JobSpec, OnDisconnect, Outcome, is_marked
-from tasuki.core.lifecycle import HTTP_LEASE_TTL_S
+from tasuki.core.lifecycle import GRACE_MAX_S, HTTP_LEASE_TTL_S
 from tasuki.core.machine import Closed, Hangup, Opened, Received, Send, Ticked
 from tasuki.core.protocol import Ending, HeartbeatAnswer, Message, Welcome
 from tasuki.core.reconnect import Connect
@@ -63,7 +63,7 @@ from tasuki.worker.transfers import WorkerTransfers, sweep_incoming
 TICK_S = 0.05
 HARD_STOP_S = 15.0  # a second signal: how long killed jobs may take to be gone
 LOG_AGAIN_S = 60.0  # how often the reason of a missing connection is repeated in the log
-RECONNECT_GRACE_MAX_S = 3600.0  # the server waits no longer
+RECONNECT_GRACE_MAX_S = GRACE_MAX_S  # no server waits longer unless it was told to
 ASYNC_CONCURRENCY = 100
 AHEAD_PER_SLOT = 4  # commands that are requested beyond the slots while commands are short
 AHEAD_MAX = 32

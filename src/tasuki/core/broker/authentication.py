@@ -32,7 +32,7 @@ from tasuki.core.subject import DEFAULT_PATTERN, DEFAULT_SUBJECT
 from tasuki.errors import Forbidden, InvalidInput, NotFound, ProtocolError, TasukiError, Unauthorized, VersionMismatch, discreet
 
 IDLE_TIMEOUT_S = 60.0  # a client that says nothing for so long is gone; it beats every third of it
-LEASE_TTL_MIN_S, LEASE_TTL_MAX_S = 1.0, 3600.0
+LEASE_TTL_MIN_S, ASKED_TTL_MAX_S = 1.0, 3600.0  # what a worker may ask for; the server grants up to its own limit
 PATTERNS_MAX = 200  # of 255 bytes each: a Hello's header has room for 64 KiB
 CODECS = ("zstd", "gzip")  # in the order of preference; a codec that the peer does not offer is not used
 FEATURES = ("batch", "blobs", "logs", "watch")
@@ -182,9 +182,10 @@ def _new_worker(state: BrokerState, common: dict[str, Any], hello: protocol.Hell
         raise InvalidInput(f"worker_id {hello.worker_id!r} ends the subject of jobs that are for any worker; choose another one")
     _check_owner(state, identity, hello.worker_id)
     patterns = checked_patterns(identity, hello.patterns or (DEFAULT_PATTERN,))
-    ttl_s = hello.ttl_s if hello.ttl_s is not None else state.config.lease_ttl_s
-    if not LEASE_TTL_MIN_S <= ttl_s <= LEASE_TTL_MAX_S:
-        raise InvalidInput(f"the lease ttl must be {LEASE_TTL_MIN_S:g} to {LEASE_TTL_MAX_S:g} seconds, got {ttl_s:g}")
+    config = state.config
+    ttl_s = hello.ttl_s if hello.ttl_s is not None else config.lease_ttl_s
+    if not LEASE_TTL_MIN_S <= ttl_s <= ASKED_TTL_MAX_S:
+        raise InvalidInput(f"the lease ttl must be {LEASE_TTL_MIN_S:g} to {ASKED_TTL_MAX_S:g} seconds, got {ttl_s:g}")
     return WorkerSession(
         **common,
         worker_id=hello.worker_id,
@@ -192,8 +193,8 @@ def _new_worker(state: BrokerState, common: dict[str, Any], hello: protocol.Hell
         owner=identity.owner,
         patterns=patterns,
         on_disconnect=hello.on_disconnect,
-        reconnect_grace_s=max(0.0, min(hello.reconnect_grace_s, LEASE_TTL_MAX_S)),
-        ttl_s=ttl_s,
+        reconnect_grace_s=max(0.0, min(hello.reconnect_grace_s, config.grace_max_s)),
+        ttl_s=min(ttl_s, max(config.lease_ttl_max_s, config.lease_ttl_s)),
         host=hello.host[:200],
         slots=hello.slots,
         takes=hello.takes,
@@ -278,12 +279,30 @@ def _revoke_token(state: BrokerState, conn: int, request: protocol.Request, iden
         answer: Any = {"token_id": token_id}
         if answers[0]:
             _end_sessions(state, (token_id,), conn, effects)
+            state.builder.ask("tokens", [None], listed, ignore)
         else:
             answer = NotFound(f"there is no token {token_id[:80]!r} that is still valid")
         state.answer(conn, request.msg_id, answer, effects)
 
+    def listed(lists: Sequence[list[TokenRow]], effects: TurnEffects) -> None:
+        for row in lists[0]:
+            if row.token_id == token_id and not (row.worker_id and _tokens_of(lists[0], row.worker_id)):
+                end_leases(state, Identity(PeerKind(row.kind), f"token:{token_id}", worker_id=row.worker_id).owner)
+
     failed = partial(state.tell_failure, conn, request.msg_id)
     state.builder.ask("revoke_token", [(token_id, identity.name)], revoked, failed)
+
+
+def end_leases(state: BrokerState, owner: str) -> None:
+    """End the leases of an owner that cannot come in any more: its jobs go to others now, not at the end of their leases."""
+
+    def ended(counts: Sequence[int], effects: TurnEffects) -> None:
+        if counts[0]:
+            state.look_everywhere()
+            state.cluster.everything = True
+            end_leases(state, owner)
+
+    state.builder.ask("end_leases", [owner], ended)
 
 
 def _end_sessions(state: BrokerState, token_ids: Collection[str], but: int, effects: TurnEffects) -> None:
@@ -427,6 +446,8 @@ def _revoke_worker(state: BrokerState, conn: int, request: protocol.Request, ide
             _revoke_all(state, under_way, identity.name)
             look_up()
         elif revoked:
+            if not _tokens_of(lists[0], worker_id):
+                end_leases(state, f"worker:{worker_id}")
             state.answer(conn, request.msg_id, {"worker_id": worker_id, "revoked": revoked}, effects)
         else:
             unknown = NotFound(f"there is no worker {worker_id!r} with a token that is still valid")

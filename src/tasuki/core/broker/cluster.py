@@ -13,9 +13,10 @@ from collections.abc import Iterable
 from itertools import islice
 from operator import attrgetter
 
+from tasuki.core.broker.authentication import end_leases
 from tasuki.core.broker.client_messages import ask_ends
 from tasuki.core.broker.events import AskEnded, AskRevoked, ClusterView, Command
-from tasuki.core.broker.state import BrokerState
+from tasuki.core.broker.state import BrokerState, WorkerSession
 from tasuki.core.cluster_messages import Hint
 from tasuki.core.machine import Now, Send
 from tasuki.core.protocol import CancelLeases
@@ -91,6 +92,8 @@ def revoked(state: BrokerState, token_ids: Iterable[str]) -> list[Command]:
     commands: list[Command] = []
     for session in state.sessions_of(set(token_ids)):
         if session.identity is not None and not session.token_exchanges:
+            if isinstance(session, WorkerSession) and not session.identity.worker_id:
+                end_leases(state, session.owner)  # what was granted before this server heard; a bound token may be exchanged
             commands += state.hang_up(session.conn, Unauthorized(f"token {session.identity.token_id} was revoked"))
     return commands
 

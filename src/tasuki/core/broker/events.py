@@ -11,7 +11,7 @@ from tasuki.core.access import Identity
 from tasuki.core.cluster_messages import Hint, ServerInfo
 from tasuki.core.election import EpochFenced, TakeOver, TookOver
 from tasuki.core.job import Job
-from tasuki.core.lifecycle import BLOB_GRACE_S, LEASE_TTL_S, RETENTION_DAYS
+from tasuki.core.lifecycle import BLOB_GRACE_S, GRACE_MAX_S, LEASE_TTL_MAX_S, LEASE_TTL_S, RETENTION_DAYS
 from tasuki.core.machine import Closed, Hangup, Opened, Received, Send, Ticked
 from tasuki.core.protocol import FRAME_MAX_BYTES, LOG_PIECE_MAX_BYTES, BlobGet, BlobPut, Chunk
 from tasuki.core.store_messages import Answers, BlobPlace, Turn
@@ -31,6 +31,9 @@ class BrokerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Key of the server's own user, whose commands it marks: that user's workers may run any program for them."""
     host: str = ""
     lease_ttl_s: float = LEASE_TTL_S
+    lease_ttl_max_s: float = LEASE_TTL_MAX_S
+    """Longest lease that a worker gets, whatever it asks for; likewise `grace_max_s` for the grace of kept jobs."""
+    grace_max_s: float = GRACE_MAX_S
     apps: tuple[str, ...] = ()
     """Apps whose jobs the server takes: no worker may have the name of one, which would make it the only one to get its jobs."""
     retention_s: float = RETENTION_DAYS * 86400.0

@@ -45,7 +45,7 @@ REPLY_ORDER = (
     ("get",),
     ("token",),
     ("add_token", "revoke_token", "tokens"),
-    ("release",),
+    ("release", "end_leases"),
     ("place_blobs",),
     ("blobs_stored",),
 )

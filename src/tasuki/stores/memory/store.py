@@ -52,6 +52,8 @@ from tasuki.core.store_messages import (
 from tasuki.errors import Conflict
 from tasuki.stores.common import (
     INCIDENT_OF,
+    LEASES_ENDED_MAX,
+    REVOKED,
     FairTurns,
     belongs_to_story,
     check_on_failed,
@@ -326,6 +328,20 @@ class MemoryStore(MemoryRecords):
         incident = self._incident("released", job, worker_id=claim.worker_id, reason=reason)
         self._change(record, replace(job, state=after(job.state, Event.RELEASE), lease=None), incident)
         return True
+
+    def end_leases(self, owners: Sequence[str]) -> list[int]:
+        with self.turn():
+            return [self._end_leases(owner) for owner in owners]
+
+    def _end_leases(self, owner: str) -> int:
+        leased = [self._records[job_id] for _, _, job_id in self._leased]
+        found = [(one, lease) for one in leased if (lease := one.job.lease) is not None and lease.owner == owner]
+        for record, lease in found[:LEASES_ENDED_MAX]:
+            shown = (lease.worker_id, lease.incarnation, lease.lease_id, lease.attempt)
+            if not self._release(HeldLease(record.job.job_id, *shown, owner=owner), REVOKED):
+                job = replace(record.job, lease=replace(lease, on_disconnect=OnDisconnect.STOP))
+                self._end_attempt(record, self._disposition_of_loss(replace(record, job=job)), None)
+        return min(len(found), LEASES_ENDED_MAX)
 
     # -- workers: reports -------------------------------------------------------------------------------------------
     def finish(self, reports: Sequence[Report]) -> list[ReportAnswer]:

@@ -56,7 +56,7 @@ from tasuki.core.store_messages import (
     storable_text,
 )
 from tasuki.errors import ConfigError, Conflict, InvalidInput, Unavailable
-from tasuki.stores.common import check_on_failed, is_wanted
+from tasuki.stores.common import LEASES_ENDED_MAX, REVOKED, check_on_failed, is_wanted
 from tasuki.stores.redis import codec
 from tasuki.stores.redis.codec import Argument, JobRecord, Reply, SpecFacts, flag, optional
 from tasuki.stores.redis.connection import TIMEOUT_S, check_settings, connect, name_of
@@ -305,6 +305,11 @@ class RedisStore:
             outcome = Outcome(error_code="CANCELED", message=f"canceled; {claim.worker_id} had not started it")
             arguments += (*_key_of(claim), codec.encode(outcome))
         return ScriptCall("release", arguments, _flags)
+
+    @_batch
+    def end_leases(self, owners: Sequence[str]) -> ScriptCall[list[int]]:
+        arguments: list[Argument] = [LEASES_ENDED_MAX, REVOKED, len(owners), *owners]
+        return ScriptCall("end_leases", arguments, lambda reply: [int(count) for count in reply])
 
     @_batch
     def finish(self, reports: Sequence[Report]) -> ScriptCall[list[ReportAnswer]]:

@@ -334,6 +334,7 @@ class SqlStore(SqlReads):
     start = _batch(report.start)
     renew = _batch(report.renew)
     release = _batch(report.release)
+    end_leases = _batch(report.end_leases)
     finish = _batch(report.finish)
     fail = _batch(report.fail)
     take_over = _verb(leader.take_over)

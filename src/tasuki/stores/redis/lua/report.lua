@@ -201,3 +201,33 @@ verbs.release = function()
     return release(reason, ...)
   end, 7)
 end
+
+-- end_leases(limit, reason, count, then for each owner) -> for each how many of its leases ended
+-- Reads {app}:lease:index; for each lease of the owner the keys of release or fail.
+
+local function end_leases(limit, reason, owner)
+  local ids, ended = redis.call('ZRANGE', key.index, 0, -1), 0
+  jobs.preload(ids)
+  for _, id in ipairs(ids) do
+    local job = jobs.load(id)
+    if job and job.owner == owner and LEASED[job.state] and ended < limit then
+      ended = ended + 1
+      if job.state == 'ASSIGNED' then
+        local canceled = outcomes.of_store('CANCELED', 'canceled; ' .. job.assigned_worker_id .. ' had not started it')
+        release(reason, id, job.assigned_worker_id, job.incarnation, job.lease_id, job.attempt, owner, canceled.packed)
+      else
+        job.keep = nil
+        attempts.finish(job, attempts.disposition_of_loss(job), nil, {})
+      end
+    end
+  end
+  return tostring(ended)
+end
+
+verbs.end_leases = function()
+  local limit, reason = take_number(), take(1)
+  flush_ranks()
+  return for_each(function(owner)
+    return end_leases(limit, reason, owner)
+  end, 1)
+end

@@ -201,6 +201,11 @@ FROM unnest($1::bigint[], $2::bigint[], $3::text[]) AS claim (id, version, lease
 WHERE job.id = claim.id AND job.version = claim.version AND job.lease_id = claim.lease_id AND state = 'ASSIGNED'
 
 
+-- name: leases_of
+SELECT idempotency_key FROM tasuki_jobrun
+WHERE lease_expires_at IS NOT NULL AND lease_owner = $1::text ORDER BY lease_expires_at, id LIMIT $2::bigint
+
+
 -- ------------------------------------------------------------------------------------------------ finish, fail, reap
 
 -- name: finish_plain

@@ -184,6 +184,11 @@ FROM (VALUES {rows: (?, ?, ?)}) AS claim
 WHERE id = column1 AND version = column2 AND lease_id = column3 AND state = 'ASSIGNED'
 
 
+-- name: leases_of
+SELECT idempotency_key FROM tasuki_jobrun INDEXED BY tasuki_job_leased
+WHERE lease_expires_at IS NOT NULL AND lease_owner = ?1 ORDER BY lease_expires_at, id LIMIT ?2
+
+
 -- ------------------------------------------------------------------------------------------------ finish, fail, reap
 
 -- name: leased_groups
