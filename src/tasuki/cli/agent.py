@@ -34,6 +34,7 @@ from tasuki.net.tls import client_tls
 from tasuki.server.assembly import StoreClient, kill_at
 from tasuki.worker.commands import check_secrets
 from tasuki.worker.keeper.client import Keeper
+from tasuki.worker.linux_calls import forget_variables
 
 if TYPE_CHECKING:
     from tasuki.agent.app import Agent
@@ -248,6 +249,7 @@ def agent(
     listener = HttpListener.of(parse_http(listen, AGENT_PORT), tls, config.tokens, drain_timeout)
     check_secrets(config.execs.values())
     incarnation = secrets.token_hex(8)
+    forget_variables("TASUKI_TOKEN")
     keeper = Keeper.start(incarnation)  # before the loop and its threads: a child that inherits a locked lock would hang
     gc.freeze()
     gc.set_threshold(50_000, 20, 50)

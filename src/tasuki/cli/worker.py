@@ -33,6 +33,7 @@ from tasuki.errors import ConfigError, TooLarge
 from tasuki.worker import Worker
 from tasuki.worker.attempt import MESSAGE_MAX_CHARS, Attempt, HandlerJob, RunResult
 from tasuki.worker.execs import Exec, load_execs, parse_exec_flag
+from tasuki.worker.linux_calls import forget_variables
 from tasuki.worker.logs import LogCaps
 from tasuki.worker.worker import RECONNECT_GRACE_MAX_S, what_it_takes
 
@@ -193,6 +194,7 @@ def run_worker(
         )
         if only_check:
             return
+        forget_variables("TASUKI_TOKEN", "TASUKI_ENROLL")
         if until_stdin_ends:
             threading.Thread(target=_end_with_stdin, args=(made,), name="tasuki-stdin", daemon=True).start()
         with login.explaining_refusal():

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import NamedTuple, NoReturn
 
 _PR_SET_PDEATHSIG = 1
+_PR_GET_DUMPABLE, _PR_SET_DUMPABLE = 3, 4
 _PR_SET_NAME = 15
 _PR_SET_CHILD_SUBREAPER = 36
 _FALLOC_FL_KEEP_SIZE, _FALLOC_FL_PUNCH_HOLE = 1, 2
@@ -47,6 +48,32 @@ def die_with_parent(parent_pid: int) -> None:
 def become_subreaper() -> None:
     """Make orphans among this process's descendants its children, instead of init's."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def become_undumpable() -> None:
+    """Close /proc/PID/environ, mem and fd of this process, and ptrace, to other processes of the same user: its programs."""
+    _prctl(_PR_SET_DUMPABLE, 0)
+
+
+def is_dumpable() -> bool:
+    return _LIBC.prctl(_PR_GET_DUMPABLE, 0, 0, 0, 0) == 1
+
+
+def forget_variables(*names: str) -> None:
+    """Remove secrets from the environment, which children inherit, and from the memory that /proc/PID/environ shows."""
+    for name in names:
+        os.environ.pop(name, None)
+    if sys.platform != "linux":
+        return
+    fields = Path("/proc/self/stat").read_bytes().rpartition(b")")[2].split()
+    start, end = int(fields[47]), int(fields[48])  # env_start and env_end, where the kernel put the environment
+    if not start < end:
+        return
+    place = start
+    for entry in ctypes.string_at(start, end - start).split(b"\0"):
+        if entry.partition(b"=")[0].decode(errors="replace") in names:
+            ctypes.memset(place, 0, len(entry))
+        place += len(entry) + 1
 
 
 def set_name(name: str) -> None:

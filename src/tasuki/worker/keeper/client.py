@@ -27,7 +27,7 @@ from typing import Any, NoReturn
 from tasuki.errors import KeeperLost, PreloadFailed, ProtocolError
 from tasuki.worker.keeper import protocol
 from tasuki.worker.keeper.keeper import keep
-from tasuki.worker.linux_calls import run_after_fork
+from tasuki.worker.linux_calls import become_undumpable, run_after_fork
 
 CLOSE_S = 5.0  # a keeper that takes longer to end was stopped, or waits for a process that is stuck in the kernel
 PREPARED_LOG = {
@@ -75,6 +75,8 @@ class Keeper:
     @classmethod
     def start(cls, incarnation: str, *, cgroup: bool = True) -> Keeper:
         """Fork the keeper, best before a loop or a thread is started. `cgroup=False`: use none even where it is delegated."""
+        if sys.platform == "linux":
+            become_undumpable()  # this process and the keeper: programs run as the same user, and could read its token
         ours, theirs = socket.socketpair()
         worker_pid = os.getpid()
         sys.stdout.flush()
