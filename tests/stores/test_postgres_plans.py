@@ -31,6 +31,7 @@ INDEX_OF = {
     "leases_over": "tasuki_job_leased",
     "renew_all": "tasuki_job_leased",
     "held": "tasuki_job_leased",
+    "leases_of": "tasuki_job_leased",
     "next_lease_over": "tasuki_job_leased",
     "find_leased": "tasuki_job_leased",
     "delayed_due": "tasuki_job_delayed",
