@@ -290,6 +290,14 @@ def find_token(token_file: str | os.PathLike[str] | None = None) -> str:
     return token
 
 
+def forget_tokens() -> tuple[str, ...]:
+    """Remove the tokens from the environment, so that children do not inherit them; return the names of their variables."""
+    names = ("TASUKI_TOKEN", "TASUKI_ENROLL")
+    for name in names:
+        os.environ.pop(name, None)
+    return names
+
+
 def enrol_variable() -> str:
     """Return TASUKI_ENROLL, the enrol token of a new worker, or ""."""
     return os.environ.get("TASUKI_ENROLL", "").strip()

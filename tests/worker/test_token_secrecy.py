@@ -16,14 +16,15 @@ IS_ROOT = os.geteuid() == 0
 WORKER = f"""
 import ctypes, os, sys
 from tasuki.worker.keeper.client import Keeper
-from tasuki.worker.linux_calls import forget_variables, is_dumpable
+from tasuki.config import forget_tokens
+from tasuki.worker.linux_calls import is_dumpable, wipe_variables
 if {IS_ROOT}:
     os.setgroups([])
     os.setgid({NOBODY})
     os.setuid({NOBODY})
     ctypes.CDLL(None).prctl(4, 1, 0, 0, 0)
 assert is_dumpable()
-forget_variables("TASUKI_TOKEN", "TASUKI_ENROLL")
+wipe_variables(*forget_tokens())
 keeper = Keeper.start("incarnation")
 print(keeper.pid, flush=True)
 sys.stdin.read()

@@ -22,7 +22,16 @@ from tasuki.cli import process
 from tasuki.cli.connect import StoreAddress, guest_places, is_store
 from tasuki.cli.output import ExitCode, Output
 from tasuki.cli.worker import allowed_execs, check_drain_timeout, log_caps
-from tasuki.config import check_app, data_folder, ensure_agent_token, fault_point, find_token, parse_http, parse_size
+from tasuki.config import (
+    check_app,
+    data_folder,
+    ensure_agent_token,
+    fault_point,
+    find_token,
+    forget_tokens,
+    parse_http,
+    parse_size,
+)
 from tasuki.core.address import AGENT_PORT, Address, parse_agents, parse_url, shown_address
 from tasuki.core.failover.agent_protocol import TIMEOUT_S
 from tasuki.core.failover.events import LIMIT_S
@@ -34,7 +43,7 @@ from tasuki.net.tls import client_tls
 from tasuki.server.assembly import StoreClient, kill_at
 from tasuki.worker.commands import check_secrets
 from tasuki.worker.keeper.client import Keeper
-from tasuki.worker.linux_calls import forget_variables
+from tasuki.worker.linux_calls import wipe_variables
 
 if TYPE_CHECKING:
     from tasuki.agent.app import Agent
@@ -249,7 +258,7 @@ def agent(
     listener = HttpListener.of(parse_http(listen, AGENT_PORT), tls, config.tokens, drain_timeout)
     check_secrets(config.execs.values())
     incarnation = secrets.token_hex(8)
-    forget_variables("TASUKI_TOKEN")
+    wipe_variables(*forget_tokens())
     keeper = Keeper.start(incarnation)  # before the loop and its threads: a child that inherits a locked lock would hang
     gc.freeze()
     gc.set_threshold(50_000, 20, 50)

@@ -22,7 +22,7 @@ from tasuki.cli import process, worker_service
 from tasuki.cli.connect import StoreAddress, guest, is_store
 from tasuki.cli.output import Output
 from tasuki.cli.worker_login import LoginOptions, logged_in
-from tasuki.config import check_app, data_folder, default_url, parse_size
+from tasuki.config import check_app, data_folder, default_url, forget_tokens, parse_size
 from tasuki.core.address import parse_url
 from tasuki.core.apps import outcome_of
 from tasuki.core.job import JobSpec, Outcome
@@ -33,7 +33,7 @@ from tasuki.errors import ConfigError, TooLarge
 from tasuki.worker import Worker
 from tasuki.worker.attempt import MESSAGE_MAX_CHARS, Attempt, HandlerJob, RunResult
 from tasuki.worker.execs import Exec, load_execs, parse_exec_flag
-from tasuki.worker.linux_calls import forget_variables
+from tasuki.worker.linux_calls import wipe_variables
 from tasuki.worker.logs import LogCaps
 from tasuki.worker.worker import RECONNECT_GRACE_MAX_S, what_it_takes
 
@@ -194,7 +194,7 @@ def run_worker(
         )
         if only_check:
             return
-        forget_variables("TASUKI_TOKEN", "TASUKI_ENROLL")
+        wipe_variables(*forget_tokens())
         if until_stdin_ends:
             threading.Thread(target=_end_with_stdin, args=(made,), name="tasuki-stdin", daemon=True).start()
         with login.explaining_refusal():

@@ -59,10 +59,8 @@ def is_dumpable() -> bool:
     return _LIBC.prctl(_PR_GET_DUMPABLE, 0, 0, 0, 0) == 1
 
 
-def forget_variables(*names: str) -> None:
-    """Remove secrets from the environment, which children inherit, and from the memory that /proc/PID/environ shows."""
-    for name in names:
-        os.environ.pop(name, None)
+def wipe_variables(*names: str) -> None:
+    """Overwrite variables that have left the environment where /proc/PID/environ still shows them."""
     if sys.platform != "linux":
         return
     fields = Path("/proc/self/stat").read_bytes().rpartition(b")")[2].split()
