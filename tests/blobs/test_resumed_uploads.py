@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 import tasuki.blobs
-from tasuki.blobs.folder import PARTIAL_GRACE_S, TEMPORARY_GRACE_S, FolderBlobs
+from tasuki.blobs.folder import PARTIAL_GRACE_S, SUSPENDED_GRACE_S, FolderBlobs
 from tasuki.blobs.s3 import store as s3_module
 from tasuki.blobs.s3.store import PART_BYTES, SUSPENDED_MAX, S3Blobs
 from tasuki.errors import Corrupt, DiskFull
@@ -208,7 +208,7 @@ def test_what_others_left_for_an_hour_makes_room(tmp_path: Path, monkeypatch: py
     blobs = open_blobs(tmp_path)
     put_aside(blobs, resume_key="token:bob")
     [partial] = partials(tmp_path)
-    os.utime(partial, (time.time() - TEMPORARY_GRACE_S - 60,) * 2)
+    os.utime(partial, (time.time() - SUSPENDED_GRACE_S - 60,) * 2)
 
     def check_space(size_bytes: int = 0) -> None:
         if partial.exists():

@@ -14,7 +14,7 @@ from tasuki.core.protocol import (
     Request,
     SubmitJobs,
 )
-from tasuki.errors import InvalidInput, ProtocolError, TasukiError, UnknownFrame
+from tasuki.errors import InvalidInput, ProtocolError, RefusedRequest, TasukiError, UnknownFrame
 from tasuki.wire.compression import CODECS
 from tasuki.wire.messages import BATCH, HEADER_MAX_BYTES, KNOWN_FLAGS, Frame, FrameDecoder, Type, decode, encode
 from tests.wire.strategies import message, messages
@@ -162,7 +162,7 @@ def test_deep_nesting_is_refused(depth: int, opening: bytes) -> None:
 
     with pytest.raises(ProtocolError, match="recursion"):
         read(Type.REPLY, {"corr_id": 1}, nested)
-    with pytest.raises(ProtocolError):
+    with pytest.raises(RefusedRequest):
         read(Type.REQUEST, {"msg_id": 1, "verb": "get"}, b"\x81\xa1a" + nested)
 
 

@@ -31,6 +31,7 @@ from tasuki.blobs.files import PartFile, check_free, disk_full_as_error, sync_fo
 from tasuki.core.job import BlobRef, is_sha256
 from tasuki.errors import ConfigError, Corrupt, DiskFull, NotFound
 
+SUSPENDED_GRACE_S = 60.0  # where space is short, half-sent uploads that nobody has written to for so long make room
 TEMPORARY_GRACE_S = 3600.0  # since the last write; a live upload writes far more often, so only crashes are swept
 PARTIAL_GRACE_S = 24 * 3600.0  # since the last write
 PARTIAL_PREFIX = "part-"
@@ -94,7 +95,7 @@ class FolderBlobs(BlobStore):
         try:
             self.check_space(size_bytes)
         except DiskFull:
-            if not self._suspended.sweep(TEMPORARY_GRACE_S):
+            if not self._suspended.sweep(SUSPENDED_GRACE_S):
                 raise
             self.check_space(size_bytes)
 

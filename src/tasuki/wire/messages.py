@@ -345,6 +345,8 @@ def _read_heartbeat(frame: Frame) -> protocol.Message:
     if header.corr_id:
         answer = _beat_answer(frame.payload or _EMPTY_MAP)
         return protocol.HeartbeatAnswer(header.corr_id, answer.cancel, answer.lost, answer.servers)
+    if not header.msg_id:
+        raise ProtocolError("a HEARTBEAT frame has no msg_id; it must be 1 or more")
     return protocol.Heartbeat(header.msg_id, _claims(frame), header.progress)
 
 

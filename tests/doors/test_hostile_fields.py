@@ -1,0 +1,166 @@
+"""Every field of every message that a client or a worker may send, with hostile values: the server lives, small and quick."""
+
+from __future__ import annotations
+
+import struct
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import pytest
+import zstandard
+
+from tasuki import Client
+from tasuki.core.job import JobSpec, Outcome
+from tasuki.core.protocol import (
+    FRAME_MAX_BYTES,
+    BlobGet,
+    BlobPut,
+    CancelJobs,
+    Chunk,
+    Claim,
+    Ending,
+    GiveCredit,
+    Heartbeat,
+    JobsFinished,
+    JobsReleased,
+    JobsStarted,
+    LogPiece,
+    Message,
+    Request,
+    SubmitJobs,
+    Subscribe,
+)
+from tasuki.wire.compression import ZSTD
+from tasuki.wire.messages import BATCH, FrameDecoder, encode, encode_frame
+from tests.doors.raw import RawPeer
+from tests.support.processes import ServerProcess
+
+GROWTH_MAX_BYTES = 200 * 1024 * 1024
+OTHERS_WAIT_MAX_S = 3.0
+
+CLAIM = Claim("no-such-job", "no-such-lease", 1)
+SPEC = JobSpec(job_id="hostile", subject="a.b", exec="x", args=("y",), env={"A": "b"}, timeout_s=1.0, headers={"h": "i"})
+OUTCOME = Outcome(exit_code=1, error_code="X", message="m", result=b"r", result_sha256="0" * 64, meta={"k": 1})
+MESSAGES: dict[str, list[Message]] = {
+    "client": [
+        SubmitJobs(5, [SPEC], watch=True, on_failed="return"),
+        CancelJobs(5, ["no-such-job"], "why"),
+        Request(5, "get", {"job_ids": ["x"], "result": True}),
+        Request(5, "find", {"limit": 5, "text": "x", "states": ["PENDING"], "cursor": "1"}),
+        Request(5, "logs", {"job_id": "x", "offset": 1, "wait_s": 0.0}),
+        Heartbeat(5),
+        BlobPut(5, "0" * 64, 5, resume=True),
+        BlobGet(5, "0" * 64, "x", 1),
+        Chunk(5, 0, b"x"),
+    ],
+    "worker": [
+        JobsFinished([Ending("no-such-job", "no-such-lease", 1, OUTCOME, 1.0)]),
+        JobsStarted([CLAIM]),
+        JobsReleased([CLAIM], "why"),
+        Heartbeat(5, [CLAIM]),
+        GiveCredit(1),
+        Subscribe(5, ("never.used",)),
+        Request(5, "worker.rotate", {"token_id": "x", "sha256": "0" * 64}),
+        BlobPut(5, "0" * 64, 5),
+        LogPiece(5, 0, b"x", 1, 1),
+    ],
+}
+pack = msgspec.msgpack.encode
+SMALL = [
+    *(
+        pack(value)
+        for value in (None, True, -1, 0, 2**63, 2**64 - 1, float("nan"), float("inf"), -1e300, "", "\0", "x" * 50_000, [], {})
+    ),
+    *(pack(value) for value in (b"bytes", [[]], {"": {}}, {1: 2}, [None] * 2000, msgspec.msgpack.Ext(5, b"x"))),
+    b"\xa2\xff\xfe",  # no UTF-8
+    b"\xa3\xed\xa0\x80",  # half a surrogate pair
+    b"\x91" * 5000 + b"\xc0",
+    b"\xdf\xff\xff\xff\xff",  # announces 4 billion entries
+]
+BOMB = b"\xdd" + struct.pack(">I", 1_500_000) + b"\x80" * 1_500_000
+
+
+def _variants(value: Any, hostile: list[bytes]) -> Iterator[Any]:
+    """Yield the value with each field in it, at any depth, replaced by each hostile value."""
+    yield from map(msgspec.Raw, hostile)
+    inside = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, part in inside:
+        for other in _variants(part, hostile):
+            changed: Any = dict(value) if isinstance(value, dict) else list(value)
+            changed[key] = other
+            yield changed
+
+
+def hostile_frames(message: Message) -> Iterator[bytes]:
+    [frame] = FrameDecoder(FRAME_MAX_BYTES).feed(encode(message))
+    for header in _variants(msgspec.msgpack.decode(frame.header), SMALL):
+        packed = pack(header)
+        if len(packed) < 0xFFFF:
+            yield encode_frame(frame.type, packed, frame.payload, frame.flags)
+    if isinstance(message, Chunk | LogPiece) or not frame.payload:
+        return
+    for payload in _variants(msgspec.msgpack.decode(frame.payload), [*SMALL[::4], BOMB]):
+        packed = zstandard.ZstdCompressor(level=1).compress(pack(payload))
+        yield encode_frame(frame.type, frame.header, packed, frame.flags & BATCH | ZSTD)
+
+
+class _Watch(threading.Thread):
+    """An honest client and a look at the server's memory, all the time."""
+
+    def __init__(self, server: ServerProcess, client: Client) -> None:
+        super().__init__(daemon=True)
+        self.server, self.client = server, client
+        self.before = self.most = server.rss_bytes()
+        self.longest_s = 0.0
+        self.over = threading.Event()
+
+    def run(self) -> None:
+        while not self.over.wait(0.01):
+            began = time.monotonic()
+            self.client.submit(subject="math.square", payload=b"12").result(timeout=30.0)
+            self.longest_s = max(self.longest_s, time.monotonic() - began)
+            self.most = max(self.most, self.server.rss_bytes())
+
+
+def _attack(server: ServerProcess, role: str, token: str) -> int:
+    """Send all hostile frames of the role, and return their number."""
+    peer: RawPeer | None = None
+    sent = 0
+    for message in MESSAGES[role]:
+        for data in hostile_frames(message):
+            if peer is None:
+                peer = RawPeer(server.url)
+                if role == "client":
+                    peer.as_client(token)
+                else:
+                    peer.as_worker(token, worker_id="hostile", patterns=("never.used",))
+            sent += 1
+            try:
+                peer.send_bytes(data + encode(Heartbeat(9_000_000 + sent)))
+                peer.answer(9_000_000 + sent)
+            except (AssertionError, ConnectionError):  # the server hung up, as it may
+                peer.socket.close()
+                peer = None
+    if peer is not None:
+        peer.socket.close()
+    return sent
+
+
+@pytest.mark.parametrize("role", MESSAGES)
+def test_no_value_of_any_field_hurts_the_server_or_others(server: ServerProcess, good_client: Client, role: str) -> None:
+    token = server.create_token(role)
+    watch = _Watch(server, good_client)
+    watch.start()
+    try:
+        sent = _attack(server, role, token)
+    finally:
+        watch.over.set()
+        watch.join(30.0)
+    assert server.running, server.output()
+    assert sent > 300
+    assert watch.longest_s < OTHERS_WAIT_MAX_S
+    assert watch.most - watch.before < GROWTH_MAX_BYTES, f"{watch.before} -> {watch.most}"
+    assert "Traceback" not in server.output()
