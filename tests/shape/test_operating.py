@@ -114,6 +114,16 @@ def test_links_lead_somewhere(path: Path) -> None:
     assert [link for link in links if not (path.parent / link).exists()] == []
 
 
+def test_what_is_said_about_security_names_tests_and_pages_that_exist() -> None:
+    text = (ROOT / "SECURITY.md").read_text()
+    tests = re.findall(r"`((?:[a-z0-9]+/)+test_\w+\.py)`", text)
+    links = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text)
+
+    assert len(tests) > 20
+    assert [path for path in tests if not (ROOT / "tests" / path).exists()] == []
+    assert [link for link in links if not (ROOT / link).exists()] == []
+
+
 @pytest.mark.parametrize("path", UNITS, ids=lambda path: path.name)
 def test_systemd_can_read_the_units(path: Path, tmp_path: Path) -> None:
     if shutil.which("systemd-analyze") is None:
