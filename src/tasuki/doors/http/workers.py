@@ -25,7 +25,9 @@ from tasuki.errors import TasukiError, TooManyRequests, Unauthorized, Unavailabl
 from tasuki.event_loop import ignore_result
 from tasuki.server.server import Server
 
-INCARNATION = "http"  # each lease lives by its own renewals; a worker process that starts again does not know the old ones
+# Each lease lives by its own renewals, at any server; a worker process that starts again does not know the old ones. That the
+# name is known helps nobody: a lease is compared with its owner, too, and only bound tokens come in here.
+INCARNATION = "http"
 STARTED_AFTER_S = 0.5  # below what the server waits before it delivers an assignment again
 WAITING_MAX = 16  # lease requests of one worker at once
 LATEST_REPORTS_S = 60.0  # how long an answered lease is remembered beyond its ttl
