@@ -210,8 +210,8 @@ class LimitedProtocol(H11Protocol):
         self._watch_reader()
 
     def on_response_complete(self) -> None:
-        if self.accepted.owner is None and self.conn.their_state is h11.DONE and self.conn.trailing_data[0]:
-            self.transport.close()  # a stranger has one request at a time: a queue of them would delay all others
+        if self.accepted.owner is None and self.conn.trailing_data[0].count(b" HTTP/1.") > 1:
+            self.transport.close()  # a stranger sends no queue of requests, which would delay all others
         super().on_response_complete()
         if self.transport.get_write_buffer_size():  # also a transport that is closing waits for the peer to read this
             self._watch_reader()
