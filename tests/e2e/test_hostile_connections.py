@@ -27,7 +27,7 @@ EACH = 2000
 SERVED_S = 1.0
 MEMORY_MAX_BYTES = 300 * 1024 * 1024
 ROUND_S = 0.25
-RAMP_MAX_S = 40.0  # until all connections were opened, on a machine that has other work; else a few seconds
+RAMP_MAX_S = 90.0  # until all connections were opened, on a machine that has other work; else a few seconds
 
 
 def few_files() -> None:
