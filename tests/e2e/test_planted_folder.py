@@ -33,10 +33,10 @@ needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a 
 
 
 class Victim(User):
-    """A user who names no data folder, and works in the folder `shared`."""
+    """A user who names no data folder, and works in the folder `shop`."""
 
     def __init__(self, home: Path) -> None:
-        super().__init__(home / "shared", home / "shared/tasuki-data")
+        super().__init__(home / "shop", home / "shop" / "tasuki-data")
         self.environ = environment(home)
 
 

@@ -198,7 +198,9 @@ async def _idle(opened: RunningServer) -> None:
     opened.server.on_last_client = seen  # also for one that came and left between two looks
     while True:
         await asyncio.sleep(IDLE_S / 4)
-        awaits_worker = loop.time() < first_worker_by and not opened.server.broker.workers
+        workers = opened.server.broker.workers.values()
+        takes_jobs = any(worker.account.available or worker.account.running for worker in workers)
+        awaits_worker = loop.time() < first_worker_by and not takes_jobs
         if _busy(opened.server) or awaits_worker:
             seen()
         if loop.time() - last_seen >= IDLE_S:
