@@ -164,6 +164,7 @@ class Connections:
     def remove(self, sock: AcceptedSocket) -> None:
         if sock in self._all:
             self._all.remove(sock)
+            sock.transport = None  # no cycle: TLS keeps 256 KiB until its transport is freed
             self._local -= not sock.group
             _leave(self._strangers, sock.group, sock)
             _leave(self._beyond, sock.group, sock)

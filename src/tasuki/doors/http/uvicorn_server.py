@@ -175,6 +175,7 @@ class LimitedProtocol(H11Protocol):
         for timer in (self._deadline, self._stall_timer):
             if timer is not None:
                 timer.cancel()
+        self.app_state = {}  # no cycle
         super().connection_lost(exc)
 
     def _watch(self) -> None:
