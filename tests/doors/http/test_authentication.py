@@ -38,7 +38,7 @@ class Asked:
     def now(self) -> Now:
         return Now(10.0, 10.0)
 
-    async def ask(self, question: Callable[[Any], Any]) -> Any:
+    async def ask_tokens(self, question: Callable[[Any], Any]) -> Any:
         self.questions.append([])
         found = question(self)
         await self._may_answer.acquire()

@@ -329,6 +329,7 @@ def test_nobody_is_told_what_is_behind_the_server(stage: Stage, monkeypatch: pyt
         raise Unavailable("redis://:password@10.1.2.3:6379/0 does not answer")
 
     monkeypatch.setattr(stage.server, "ask", away)
+    monkeypatch.setattr(stage.server, "ask_tokens", away)
 
     answer = stage.call(route.method, path_of(route), stage.client)
 
