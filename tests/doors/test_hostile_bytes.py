@@ -185,7 +185,12 @@ def test_deep_nesting_is_bad_input_not_a_crash(server: ServerProcess, others_are
             peer.send_bytes(frame(Type.REQUEST, nested(60_000)))
         else:
             peer.send_bytes(frame(Type.SUBMIT_JOB, packed({"msg_id": 2}), deep, BATCH))
-        assert peer.farewell().code == "PROTOCOL"
+        if where == "params":  # a request is refused by itself
+            refused = peer.answer(2)
+            assert isinstance(refused, ErrorMessage)
+            assert refused.code == "INVALID"
+        else:
+            assert peer.farewell().code == "PROTOCOL"
     others_are_served()
 
 

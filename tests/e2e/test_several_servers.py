@@ -198,6 +198,7 @@ def test_a_token_revoked_at_one_server_ends_its_connections_at_the_other(
     ):
         job = admin.submit(subject="x.1", payload=f"hold {gate}".encode(), job_id="taken-away")
         ledger.wait_for("taken-away")
+        until(lambda: admin.status("taken-away")["state"] == "RUNNING", SOON_S, "the start is recorded")
         client.submit(subject="x.2", job_id="mine").result(SOON_S)
 
         # when: the other server revokes them
@@ -213,7 +214,7 @@ def test_a_token_revoked_at_one_server_ends_its_connections_at_the_other(
             client.status("mine")
         assert worker.wait(SOON_S) != 0
 
-        # and: the worker's job is reaped as usual
+        # and: the worker's job is lost at once, and run elsewhere
         with jobs_worker(here, ledger):
             assert ledger.wait_for("taken-away", 2, LOST_WITHIN_S)
             gate.touch()

@@ -490,14 +490,15 @@ def test_a_poll_names_a_bounded_number_of_jobs_and_all_have_their_turn() -> None
 
     async def answer(asked: Asked) -> bytes:
         if isinstance(asked.first, SubmitJobs):
-            return frames(Accepted(asked.first.msg_id, len(asked.first.specs)))
+            return frames(*(Accepted(one.msg_id, len(one.specs)) for one in asked.messages))  # type: ignore[union-attr]
         named = [job_id for watch in asked.messages for job_id in watch.params["job_ids"]]  # type: ignore[union-attr]
         assert len(named) <= client_link.WINDOW_MAX
         return frames(Results([ended(job_id) for job_id in named]))
 
     async def test(server: OddServer, owner: Owner) -> None:
         await owner.greet()
-        owner.link.say(submit(2, *(f"j-{number}" for number in range(count))))
+        for msg_id, begin in enumerate(range(0, count, 1000), 2):
+            owner.link.say(submit(msg_id, *(f"j-{number}" for number in range(begin, min(begin + 1000, count)))))
         told: set[str] = set()
         while len(told) < count:
             message = await owner.next()

@@ -253,7 +253,8 @@ def test_in_one_batch_the_good_reports_count_and_the_stale_ones_do_not(path: Pat
     assert [answer.answer.value for answer in answers] == ["recorded", "fenced", "fenced", "fenced", "fenced", "recorded"]
     assert [job.state.value for job in store.find(Filter(states=(State.SUCCEEDED,))).jobs] == ["SUCCEEDED"] * 2
     assert (store.counts()["render"].succeeded, store.counts()["render"].active) == (2, 4)
-    assert [incident.kind for incident in store.incidents("job-1")] == ["fenced"]
+    assert [incident.kind for incident in store.incidents("job-3")] == ["fenced"]
+    assert store.incidents("job-1") == []  # w2 never had it
     store.close()
 
 

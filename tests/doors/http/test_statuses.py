@@ -209,8 +209,9 @@ def test_a_defect_while_reading_is_500_and_tells_nothing_of_the_inside(
         stage.get(f"/calc/zpe/jobs/{job_id}"),
         stage.get("/v1/jobs"),
         stage.get(f"/v1/jobs/{job_id}/explain"),
-        worker.lease(),
     ]
+    monkeypatch.setattr(stage.server._token_reader, "ask", broken)
+    answers.append(worker.lease())
 
     assert [answer.status_code for answer in answers] == [500] * 4
     for answer in answers:
