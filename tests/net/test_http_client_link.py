@@ -493,7 +493,8 @@ def test_a_poll_names_a_bounded_number_of_jobs_and_all_have_their_turn() -> None
             return frames(*(Accepted(one.msg_id, len(one.specs)) for one in asked.messages))  # type: ignore[union-attr]
         named = [job_id for watch in asked.messages for job_id in watch.params["job_ids"]]  # type: ignore[union-attr]
         assert len(named) <= client_link.WINDOW_MAX
-        return frames(Results([ended(job_id) for job_id in named]))
+        results = [ended(job_id) for job_id in named]
+        return frames(*(Results(results[begin : begin + 1000]) for begin in range(0, len(results), 1000)))
 
     async def test(server: OddServer, owner: Owner) -> None:
         await owner.greet()
