@@ -252,7 +252,8 @@ class TestWithOneWorker:
     ) -> None:
         script = tmp_path / "app.sh"
         script.write_text(
-            f'echo one; while [ ! -e {tmp_path}/go ]; do sleep 0.02; done; echo two; echo "{{}}" > $TASUKI_OUT/result.json'
+            f"echo one; while [ ! -e {tmp_path}/go ]; do sleep 0.02; done; echo two; "
+            f'while [ ! -e {tmp_path}/end ]; do sleep 0.02; done; echo "{{}}" > $TASUKI_OUT/result.json'
         )
         with start_worker(shared_server, "--app", "zpe", "--exec", f"zpe=/bin/sh {script}", command=True):
             job = shared_client.submit(job_id="of-an-app", subject="job.assign.zpe", payload=b"{}")
@@ -261,8 +262,10 @@ class TestWithOneWorker:
             assert next(pieces) == b"one\n"
 
             (tmp_path / "go").touch()
+            assert next(pieces) == b"two\n"
 
-            assert b"".join(pieces) == b"two\n"
+            (tmp_path / "end").touch()  # an app's job leaves no log: what was not read by now is gone
+            assert b"".join(pieces) == b""
             assert job.result(timeout=SOON_S) == b"{}"
         for follow in (True, False):
             with pytest.raises(NotFound, match=r"'of-an-app' has no logs: .* an app's"):
