@@ -57,13 +57,13 @@ class Agent:
         keeper: Keeper | None = None,
         registry: StoreRegistry | None = None,
         inputs: InputSource | None = None,
-        fault: Callable[[str], None] = lambda point: None,
+        fault: Callable[[str], None] | None = None,
         on_lost: Callable[[KeeperLost], None] = lambda error: None,
     ) -> None:
         """`on_lost` is called when the keeper is gone: all runs were stopped, and nothing can be started any more."""
         self._config = config
         self._inputs = inputs
-        self.folders = JobFolders(config.data, fault)
+        self.folders = JobFolders(config.data, fault or (lambda point: None))
         self._metrics = AgentMetrics(config.slots)
         self._on_lost = on_lost
         self._runner = CommandRunner(

@@ -275,7 +275,7 @@ def agent(
             keeper=keeper,
             registry=make_agent_registry(shared, config, incarnation, tls_ca) if shared else None,
             inputs=open_inputs(inputs, config.tokens[0] if config.tokens else "", tls_ca) if inputs else None,
-            fault=kill_at(points) if points else lambda point: None,
+            fault=kill_at(points) if points else None,
             on_lost=lambda error: lost.set(),
         )
         names, data = sorted(config.execs), str(config.data)

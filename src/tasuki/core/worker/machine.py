@@ -611,4 +611,4 @@ class WorkerMachine:
 
 def _frames_of(claims: list[protocol.Claim]) -> list[list[protocol.Claim]]:
     """Return the claims in lists that one frame may carry."""
-    return [claims[start : start + protocol.BATCH_MAX] for start in range(0, len(claims), protocol.BATCH_MAX)]
+    return [list(some) for some in protocol.batches(claims, lambda claim: 0)]
