@@ -15,6 +15,7 @@ import pytest
 from click.testing import CliRunner
 
 from tasuki.cli.command import PATH, argument, flag, number, option, several
+from tasuki.cli.server import server
 
 
 def read(declared: Callable[[Any], Any], *arguments: str, **environ: str) -> tuple[int, str, list[Any]]:
@@ -87,6 +88,31 @@ def test_a_wrong_value_is_a_usage_error(declared: Callable[[Any], Any], argument
 
     assert (code, seen) == (2, [])
     assert words in output
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("--http-lease-ttl 0", "1<=x<=86400"),
+        ("--http-lease-ttl -1", "1<=x<=86400"),
+        ("--http-lease-ttl 0.01", "1<=x<=86400"),
+        ("--http-lease-ttl 86401", "1<=x<=86400"),
+        ("--http-lease-ttl nan", "1<=x<=86400"),
+        ("--lease-ttl 0.5", "1<=x<=86400"),
+        ("--lease-ttl-max 0", "1<=x<=86400"),
+        ("--grace-max -1", "0<=x<=86400"),
+        ("--retention-days 0", "0<x<=36500"),
+        ("--retention-days -3", "0<x<=36500"),
+        ("--retention-days inf", "0<x<=36500"),
+        ("--blob-grace -1", "x>=0"),
+        ("--lead-ttl 0", "0.1<=x<=3600"),
+    ],
+)
+def test_a_setting_that_cannot_work_is_refused_at_the_start_with_its_range(words: str, told: str) -> None:
+    done = CliRunner().invoke(server, ["--no-tcp", "--no-unix", *words.split()])  # it has nothing to listen on: never starts
+
+    assert done.exit_code == 2
+    assert f"is not in the range {told}" in done.output
 
 
 def test_the_environment_is_read_where_an_option_has_a_variable() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import socket
+import time
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -92,6 +93,23 @@ def test_a_worker_enrols_with_a_token_of_the_command_line(served: tuple[User, ht
     rows = {row["token_id"]: row for row in user.json("token", "list", "--json")}
     assert rows[made["token_id"]]["revoked_at"] is not None
     assert rows[worker["token_id"]]["worker_id"] == worker["worker_id"]
+
+
+def test_the_lease_of_a_worker_that_never_renews_is_as_long_as_the_operator_said(tmp_path: Path) -> None:
+    user, two_hours_s = User(tmp_path), 7200.0
+    words = ("--no-tcp", "--no-unix", "--http", "127.0.0.1:0", "--app", "zpe", "--http-lease-ttl", f"{two_hours_s:g}")
+
+    with running(user, "server", *words) as server, httpx.Client(base_url=http_url(server), timeout=20.0) as client:
+        admin = bearer((user.data / "token").read_text().strip())
+        enrol = client.post("/calc/zpe/compute/enroll-tokens", json={}, headers=admin).json()["enroll_token"]
+        worker = client.post("/calc/zpe/compute/servers/register", json={}, headers=bearer(enrol)).json()["worker_token"]
+        job_id = client.post("/calc/zpe/jobs", json={"n": 1}, headers=admin).json()["job_id"]
+        leased = client.post("/calc/zpe/compute/jobs/lease?wait=10", json={}, headers=bearer(worker))
+        facts = client.get(f"/v1/jobs/{job_id}/explain", headers=admin).json()["facts"]
+
+    assert leased.status_code == 200, leased.text
+    assert leased.json()["lease_ttl_seconds"] == two_hours_s
+    assert facts["lease_expires_at"] - time.clock_gettime(time.CLOCK_BOOTTIME) > two_hours_s - 60.0
 
 
 def options(folder: Path, fields: dict[str, Any]) -> server.ServerOptions:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -78,6 +79,16 @@ class _Text(click.types.StringParamType):
         except UnicodeEncodeError:
             self.fail(f"{str(value)!a} is not valid UTF-8", param, ctx)
         return super().convert(value, param, ctx)
+
+
+class Range(click.FloatRange):
+    """Numbers between two limits. NaN, which is neither below nor above a limit, is refused too."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        number = super().convert(value, param, ctx)
+        if math.isnan(number):
+            self.fail(f"{number} is not in the range {self._describe_range()}.", param, ctx)
+        return number
 
 
 TEXT = _Text()

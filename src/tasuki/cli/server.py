@@ -23,7 +23,15 @@ from tasuki.config import check_app, data_folder, fault_point, parse_http, parse
 from tasuki.core.address import Address, parse_url
 from tasuki.core.apps import DEFAULT_APP
 from tasuki.core.election import LOCK_TTL_S
-from tasuki.core.lifecycle import BLOB_GRACE_S, GRACE_MAX_S, HTTP_LEASE_TTL_S, LEASE_TTL_MAX_S, LEASE_TTL_S, RETENTION_DAYS
+from tasuki.core.lifecycle import (
+    BLOB_GRACE_S,
+    GRACE_MAX_S,
+    HTTP_LEASE_TTL_S,
+    LEASE_TTL_MAX_S,
+    LEASE_TTL_RANGE_S,
+    LEASE_TTL_S,
+    RETENTION_DAYS,
+)
 from tasuki.doors.listening import Connections, ServerCertificate
 from tasuki.doors.tcp import TcpDoor
 from tasuki.errors import ConfigError, Overloaded
@@ -62,11 +70,20 @@ blobs_option = cli.option(
     envvar="TASUKI_BLOBS",
     help="Large inputs and results: s3://bucket/prefix[?endpoint=URL], or a folder. Default: in the data folder.",
 )
+LEASE_RANGE = cli.Range(*LEASE_TTL_RANGE_S)
 retention_option = cli.number(
-    "--retention-days", metavar="DAYS", default=RETENTION_DAYS, help="How long finished jobs and results are kept."
+    "--retention-days",
+    metavar="DAYS",
+    type=cli.Range(0, 36_500, min_open=True),
+    default=RETENTION_DAYS,
+    help="How long finished jobs and results are kept.",
 )
 lead_ttl_option = cli.number(
-    "--lead-ttl", metavar="SECONDS", default=LOCK_TTL_S, help="With --store: how soon another server takes over the duties."
+    "--lead-ttl",
+    metavar="SECONDS",
+    type=cli.Range(0.1, 3600),
+    default=LOCK_TTL_S,
+    help="With --store: how soon another server takes over the duties.",
 )
 app_option = cli.several(
     "--app",
@@ -95,19 +112,41 @@ app_option = cli.several(
 @store_option
 @blobs_option
 @cli.several("--advertise", metavar="URL", help="Where others reach this server: tls://host:7000. Default: as --tcp.")
-@cli.number("--lease-ttl", metavar="SECONDS", default=LEASE_TTL_S, help="How long a silent worker keeps its jobs.")
-@cli.number("--lease-ttl-max", metavar="SECONDS", default=LEASE_TTL_MAX_S, help="Longest lease that a worker gets if it asks.")
-@cli.number("--grace-max", metavar="SECONDS", default=GRACE_MAX_S, help="Longest --reconnect-grace of a worker that is granted.")
+@cli.number(
+    "--lease-ttl", metavar="SECONDS", type=LEASE_RANGE, default=LEASE_TTL_S, help="How long a silent worker keeps its jobs."
+)
+@cli.number(
+    "--lease-ttl-max",
+    metavar="SECONDS",
+    type=LEASE_RANGE,
+    default=LEASE_TTL_MAX_S,
+    help="Longest lease that a worker gets if it asks; at least --lease-ttl and --http-lease-ttl.",
+)
+@cli.number(
+    "--grace-max",
+    metavar="SECONDS",
+    type=cli.Range(0, 86_400),
+    default=GRACE_MAX_S,
+    help="Longest --reconnect-grace of a worker that is granted.",
+)
 @retention_option
 @cli.number(
-    "--blob-grace", metavar="SECONDS", default=BLOB_GRACE_S, help="How long a blob that no job needs is kept after its last use."
+    "--blob-grace",
+    metavar="SECONDS",
+    type=cli.Range(0),
+    default=BLOB_GRACE_S,
+    help="How long a blob that no job needs is kept after its last use.",
 )
 @cli.option("--blob-budget", metavar="SIZE", help="What all blobs may take, as 500GB: unused ones then go sooner.")
 @lead_ttl_option
 @cli.option("--http", metavar="HOST:PORT", help="Serve HTTP here (HTTPS with --tls-cert); port 0: any. Default: none.")
 @app_option
 @cli.number(
-    "--http-lease-ttl", metavar="SECONDS", default=HTTP_LEASE_TTL_S, help="How long a silent worker over HTTP keeps its jobs."
+    "--http-lease-ttl",
+    metavar="SECONDS",
+    type=LEASE_RANGE,
+    default=HTTP_LEASE_TTL_S,
+    help="How long a silent worker of an app (/calc) keeps its jobs.",
 )
 @cli.coordination_option
 @cli.flag("--strict", help="With Redis: refuse to start if its settings may lose jobs, instead of a warning.")
@@ -164,7 +203,7 @@ def server(
         folder.root,
         key=b"" if store or not unix else _key(),
         lease_ttl_s=lease_ttl,
-        lease_ttl_max_s=lease_ttl_max,
+        lease_ttl_max_s=max(lease_ttl_max, http_lease_ttl),
         grace_max_s=grace_max,
         apps=apps,
         retention_s=retention_days * 86400.0,

@@ -23,6 +23,7 @@ from tasuki.core.job import LEASED, READY, TERMINAL, Outcome, State
 from tasuki.errors import InvalidTransition
 
 LEASE_TTL_S = 15.0  # TCP and local workers
+LEASE_TTL_RANGE_S = (1, 86_400)  # a day: a worker that never renews has leases as long as its jobs
 LEASE_TTL_MAX_S = 600.0  # ten times what workers over HTTP need; a token that is not revoked can hold jobs no longer
 GRACE_MAX_S = 3600.0  # of kept jobs whose worker is silent
 HTTP_LEASE_TTL_S = 60.0  # over HTTP the connection is the part that fails

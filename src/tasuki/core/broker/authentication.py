@@ -25,14 +25,13 @@ from tasuki.core.address import parse_url
 from tasuki.core.broker.events import Command
 from tasuki.core.broker.state import BrokerState, ClientSession, Session, TransferSession, TurnEffects, WorkerSession, ignore
 from tasuki.core.job import TIME_END, check_name, is_sha256
-from tasuki.core.lifecycle import LEASE_MARGIN_S
+from tasuki.core.lifecycle import LEASE_MARGIN_S, LEASE_TTL_RANGE_S
 from tasuki.core.machine import Now, Peer, Send
 from tasuki.core.store_messages import TokenRow
 from tasuki.core.subject import DEFAULT_PATTERN, DEFAULT_SUBJECT
 from tasuki.errors import Forbidden, InvalidInput, NotFound, ProtocolError, TasukiError, Unauthorized, VersionMismatch, discreet
 
 IDLE_TIMEOUT_S = 60.0  # a client that says nothing for so long is gone; it beats every third of it
-LEASE_TTL_MIN_S, ASKED_TTL_MAX_S = 1.0, 3600.0  # what a worker may ask for; the server grants up to its own limit
 PATTERNS_MAX = 200  # of 255 bytes each: a Hello's header has room for 64 KiB
 CODECS = ("zstd", "gzip")  # in the order of preference; a codec that the peer does not offer is not used
 FEATURES = ("batch", "blobs", "logs", "watch")
@@ -184,8 +183,9 @@ def _new_worker(state: BrokerState, common: dict[str, Any], hello: protocol.Hell
     patterns = checked_patterns(identity, hello.patterns or (DEFAULT_PATTERN,))
     config = state.config
     ttl_s = hello.ttl_s if hello.ttl_s is not None else config.lease_ttl_s
-    if not LEASE_TTL_MIN_S <= ttl_s <= ASKED_TTL_MAX_S:
-        raise InvalidInput(f"the lease ttl must be {LEASE_TTL_MIN_S:g} to {ASKED_TTL_MAX_S:g} seconds, got {ttl_s:g}")
+    least, most = LEASE_TTL_RANGE_S  # to ask for; granted up to the server's own limit
+    if not least <= ttl_s <= most:
+        raise InvalidInput(f"the lease ttl must be {least:g} to {most:g} seconds, got {ttl_s:g}")
     return WorkerSession(
         **common,
         worker_id=hello.worker_id,
