@@ -106,6 +106,23 @@ def test_an_administrator_sees_the_house_and_makes_tokens(tasuki: Inside, monkey
     assert "FORBIDDEN" in refused.stderr
 
 
+def test_a_worker_that_is_detached_now_ends_its_program_and_the_job_waits(tasuki: Inside, user: User) -> None:
+    pid = user.home / "pid"
+    job_id = tasuki("submit", "shell", f"echo $$ > {pid}.new; mv {pid}.new {pid}; exec sleep 600").stdout.strip()
+    until(pid.exists, DEADLINE_S, "the program runs")
+    [running_job] = tasuki("status", job_id, "--json").json
+    worker_id = running_job["assigned_worker_id"]
+
+    detached = tasuki("detach", worker_id, "--now")
+
+    assert detached.stdout == f"worker {worker_id} is detached\n", detached.stderr
+    until(lambda: not Path(f"/proc/{pid.read_text().strip()}").exists(), DEADLINE_S, "its program is gone")
+    [waiting_job] = tasuki("status", job_id, "--json").json
+    tasuki("cancel", job_id)
+    assert (waiting_job["state"], waiting_job["losses"]) == ("PENDING", 1)
+    assert tasuki("attach", worker_id).returncode == 0
+
+
 def test_a_token_that_is_not_known_is_refused(tasuki: Inside, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TASUKI_TOKEN", "tsk_c_nobody")
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tasuki.core.broker.events import ClusterView, Hinted, JobSeen, LogQuestion, Publish
+from tasuki.core.broker.events import ClusterView, Detach, Hinted, JobSeen, LogQuestion, Publish, WorkerDetached
 from tasuki.core.job import JobSpec, Outcome, State
 from tasuki.core.protocol import (
     AssignJobs,
@@ -19,6 +19,7 @@ from tasuki.core.protocol import (
     JobsStarted,
     ReadLog,
     Reply,
+    Request,
     Welcome,
 )
 from tasuki.errors import Forbidden, InvalidInput
@@ -275,6 +276,30 @@ def test_revoking_ends_the_leases_of_the_token_at_once(verb: str) -> None:
 
     jobs = stage.store.get(["started", "unstarted"])
     assert [(job.state, job.losses) for job in jobs if job] == [(State.PENDING, 1), (State.PENDING, 0)]
+
+
+def test_a_worker_that_is_detached_now_loses_its_jobs_and_is_told() -> None:
+    stage = BrokerStage()
+    token = stage.token("shared", "worker")
+    conn = stage.worker("w9", peer=TCP, token=token, ttl_s=600.0, on_disconnect="keep", reconnect_grace_s=3600.0, credit=2)
+    stage.submit(stage.client(), "started", "unstarted")
+    leases = {grant.job_id: grant.lease_id for message in stage.all(conn, AssignJobs) for grant in message.grants}
+    stage.ask(conn, JobsStarted([Claim("started", leases["started"], 1)]))
+    other = stage.worker("w8", peer=TCP, token=token, credit=1)
+    stage.submit(stage.client(), "other")
+
+    boss = stage.client("admin", "boss")
+    stage.ask(boss, Request(9, "detach", {"worker_id": "w9", "now": True}))
+    [detach] = [command for command in stage.others if isinstance(command, Detach)]
+    stage.apply(ClusterView((), frozenset({"w9"})))
+    stage.apply(WorkerDetached(detach.worker_id))
+    stage.turns()
+
+    assert detach.now
+    jobs = stage.store.get(["started", "unstarted", "other"])
+    assert [(job.state, job.losses) for job in jobs if job] == [(State.PENDING, 1), (State.PENDING, 0), (State.ASSIGNED, 0)]
+    assert sorted(stage.last(conn, CancelLeases).lease_ids) == sorted(leases.values())
+    assert stage.all(other, CancelLeases) == []
 
 
 def test_leases_that_another_server_granted_after_the_revocation_end_when_it_hears_of_it() -> None:

@@ -255,6 +255,25 @@ def test_a_worker_detached_at_one_server_gets_nothing_at_the_other(world: World)
     run(work)
 
 
+def test_the_jobs_of_a_worker_that_is_detached_now_go_to_others(world: World) -> None:
+    async def work() -> None:
+        async with world.servers("a", "b") as [first, second]:
+            its, hoarder = await worker(second)
+            second.received(its, GiveCredit(2))
+            conn, admin = await client(first)
+            first.received(conn, SubmitJobs(5, [JobSpec(job_id="job")]))
+            assert (await hoarder.wait_for(AssignJobs)).grants[0].attempt == 1
+
+            first.received(conn, Request(7, "detach", {"worker_id": "w1", "now": True}))
+            assert (await admin.wait_for(Reply)).body == {"worker_id": "w1", "changed": True}
+            theirs, other = await worker(first, "w2")
+            first.received(theirs, GiveCredit(1))
+
+            assert (await other.wait_for(AssignJobs)).grants[0].attempt == 2
+
+    run(work)
+
+
 def test_what_is_no_hint_and_what_is_no_server_does_no_harm(world: World, caplog: pytest.LogCaptureFixture) -> None:
     async def work() -> None:
         async with world.servers("a") as [server]:

@@ -92,24 +92,25 @@ def _stats_lines(groups: dict[str, dict[str, int]], workers: list[dict[str, Any]
     return [*lines, "", *_worker_lines(workers)]
 
 
-@command("detach", examples=["tasuki detach lab-7 --reason 'its disk is failing'"])
+@command("detach", examples=["tasuki detach lab-7 --reason 'its disk is failing'", "tasuki detach lab-7 --now"])
 @worker_id_argument
 @option("--reason", metavar="TEXT", default="", help="For the others.")
+@flag("--now", help="Take the jobs away that it has: others get them at once.")
 @connection_options()
-def detach(output: Output, worker_id: str, reason: str, place: Destination) -> None:
-    """Jobs that the worker runs go on."""
-    _change("detach", worker_id, reason, place, output)
+def detach(output: Output, worker_id: str, reason: str, now: bool, place: Destination) -> None:
+    """Jobs that the worker runs go on, unless --now ends them: a job that was started counts as lost."""
+    _change("detach", worker_id, place, output, reason=reason, now=now)
 
 
 @command("attach", examples=["tasuki attach lab-7"])
 @worker_id_argument
 @connection_options()
 def attach(output: Output, worker_id: str, place: Destination) -> None:
-    _change("attach", worker_id, "", place, output)
+    _change("attach", worker_id, place, output)
 
 
-def _change(verb: str, worker_id: str, reason: str, place: Destination, output: Output) -> None:
-    answer = with_client(place, lambda client: client.request(verb, worker_id=worker_id, reason=reason))
+def _change(verb: str, worker_id: str, place: Destination, output: Output, **params: Any) -> None:
+    answer = with_client(place, lambda client: client.request(verb, worker_id=worker_id, **params))
     result = f"is {verb}ed" if answer["changed"] else f"was {verb}ed before"
     output.show(answer, lambda: [f"worker {worker_id} {result}"])
 

@@ -113,6 +113,21 @@ class HeldLease(msgspec.Struct, frozen=True, gc=False):
     owner: str = ""
 
 
+class LeaseHolder(msgspec.Struct, frozen=True):
+    """The holder of the leases that `end_leases` ends: an owner whose token was revoked, or a detached worker. Empty: any."""
+
+    owner: str = ""
+    worker_id: str = ""
+
+    @property
+    def reason(self) -> str:
+        """Reason of a job that goes back unstarted."""
+        return "the token of its worker was revoked" if self.owner else "its worker was detached"
+
+    def has(self, owner: str, worker_id: str | None) -> bool:
+        return self.owner in ("", owner) and self.worker_id in ("", worker_id)
+
+
 class Report(msgspec.Struct, frozen=True, gc=False):
     """A worker's report of how its attempt ended, for `finish` (it succeeded) and `fail` (it did not)."""
 
@@ -404,8 +419,8 @@ class Turn(msgspec.Struct, kw_only=True):
     add_token: Sequence[TokenRow] = ()
     revoke_token: Sequence[tuple[str, str]] = ()
     """(token_id, actor)"""
-    end_leases: Sequence[str] = ()
-    """Owners whose leases end now: their token was revoked."""
+    end_leases: Sequence[LeaseHolder] = ()
+    """Holders whose leases end now."""
     submit: Sequence[Submission] = ()
     rerun: Sequence[Submission] = ()
     """Submissions with on_failed="rerun"."""

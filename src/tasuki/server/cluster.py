@@ -209,6 +209,8 @@ class Cluster:
         told = {"actor": command.actor, "reason": command.reason}
         changed = await self._call(partial(self._coordination.set_detached, command.worker_id, command.detached, **told))
         await self._beat()
+        if command.now:  # no server may give it work again after its leases have ended
+            await asyncio.sleep(BEAT_INTERVAL_S)
         return changed
 
     # ------------------------------------------------------------------------------------------------ election

@@ -408,6 +408,8 @@ class Server:
             return
         try:
             changed = await self._cluster.detach(command)
+            if command.now:
+                self.tell(events.WorkerDetached(command.worker_id))
             link.send(Reply(command.msg_id, {"worker_id": command.worker_id, "changed": changed}))
         except TasukiError as error:
             link.send(error_message(command.msg_id, error))

@@ -36,8 +36,7 @@ TIMEOUT_TRIES = 3  # a statement that ran out of time is tried twice more: the t
 FIRST_WAIT_S = 0.01
 LOST_WAIT_MAX_S = 2.0
 
-LEASES_ENDED_MAX = 500  # of one owner in one call: some 20 ms of a transaction; the caller asks again
-REVOKED = "the token of its worker was revoked"  # reason of a job that goes back unstarted
+LEASES_ENDED_MAX = 500  # of one holder in one call: some 20 ms of a transaction; the caller asks again
 
 INCIDENT_OF: dict[Event, str] = {
     Event.RETRY: "failed",

@@ -37,6 +37,7 @@ from tasuki.core.store_messages import (
     Grant,
     GroupCounts,
     HeldLease,
+    LeaseHolder,
     LeaseRequest,
     LeaseStatus,
     MissingBlobs,
@@ -173,8 +174,8 @@ class Store(Reader, Protocol):
         `ttl_s` is the time left of each lease, without the margin.
         """
 
-    def end_leases(self, owners: Sequence[str]) -> list[int]:
-        """End live leases of owners that were shut out, and return how many of each; LEASES_ENDED_MAX means that there may be
+    def end_leases(self, holders: Sequence[LeaseHolder]) -> list[int]:
+        """End live leases of holders that were shut out, and return how many of each; LEASES_ENDED_MAX means that there may be
         more. Unstarted attempts go back as by `release`; started ones are lost, also those that were to be kept.
         """
 

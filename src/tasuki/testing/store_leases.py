@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from tasuki.core.job import JobSpec, OnDisconnect, Outcome, Progress, State
 from tasuki.core.lifecycle import LEASE_MARGIN_S, LEASE_TTL_S
-from tasuki.core.store_messages import Grant, LeaseRequest, LeaseStatus, ReportStatus, Takes
+from tasuki.core.store_messages import Grant, LeaseHolder, LeaseRequest, LeaseStatus, ReportStatus, Takes
 from tasuki.stores.common import LEASES_ENDED_MAX
 from tasuki.testing.store_stage import GRACE_S, KEEP, PAST_LEASE_S, Stage, StoreCase
 
@@ -371,12 +371,12 @@ class LeaseCases(StoreCase):
         stage.store.cancel(["canceled"], actor="alice")
         kept = stage.take("other", owner="token:other")
 
-        assert stage.store.end_leases(["token:t", "nobody"]) == [4, 0]
+        assert stage.store.end_leases([LeaseHolder("token:t"), LeaseHolder("nobody")]) == [4, 0]
 
         states = [(stage.job(job_id).state, stage.job(job_id).losses) for job_id in ("unstarted", "started", "kept", "canceled")]
         waits = State.PENDING
         assert states == [(waits, 0), (waits, 1), (waits, 1), (State.CANCELED, 0)]
-        assert stage.store.end_leases(["token:t"]) == [0]
+        assert stage.store.end_leases([LeaseHolder("token:t")]) == [0]
         assert stage.renew(kept, owner="token:other") is LeaseStatus.GO_ON
         assert set(ids(stage.lease("w2", limit=9))) == {"unstarted", "started", "kept"}
 
@@ -384,8 +384,24 @@ class LeaseCases(StoreCase):
         stage.add(*(f"job-{number}" for number in range(LEASES_ENDED_MAX + 1)))
         stage.lease(limit=LEASES_ENDED_MAX + 1, owner="token:t")
 
-        assert [stage.store.end_leases(["token:t"]) for _ in range(3)] == [[LEASES_ENDED_MAX], [1], [0]]
+        assert [stage.store.end_leases([LeaseHolder("token:t")]) for _ in range(3)] == [[LEASES_ENDED_MAX], [1], [0]]
         assert sum(counts.pending for counts in stage.store.counts().values()) == LEASES_ENDED_MAX + 1
+
+    def test_leases_of_one_worker_end_and_its_owner_keeps_the_others(self, stage: Stage) -> None:
+        stage.add("unstarted", "started", "other")
+        mine = {"owner": "token:t"}
+        stage.take("unstarted", **mine)
+        stage.start(stage.take("started", **mine), **mine)
+        other = stage.take("other", "w2", **mine)
+
+        assert stage.store.end_leases([LeaseHolder(worker_id="w1")]) == [2]
+
+        assert [(stage.job(job_id).state, stage.job(job_id).losses) for job_id in ("unstarted", "started")] == [
+            (State.PENDING, 0),
+            (State.PENDING, 1),
+        ]
+        assert "was detached" in stage.store.incidents("unstarted")[-1].reason
+        assert stage.renew(other, "w2", **mine) is LeaseStatus.GO_ON
 
     # -- start ----------------------------------------------------------------------------------------------------
     def test_start_makes_it_running(self, stage: Stage) -> None:

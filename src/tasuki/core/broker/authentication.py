@@ -27,7 +27,7 @@ from tasuki.core.broker.state import BrokerState, ClientSession, Session, Transf
 from tasuki.core.job import TIME_END, check_name, is_sha256
 from tasuki.core.lifecycle import LEASE_MARGIN_S, LEASE_TTL_RANGE_S
 from tasuki.core.machine import Now, Peer, Send
-from tasuki.core.store_messages import TokenRow
+from tasuki.core.store_messages import LeaseHolder, TokenRow
 from tasuki.core.subject import DEFAULT_PATTERN, DEFAULT_SUBJECT
 from tasuki.errors import Forbidden, InvalidInput, NotFound, ProtocolError, TasukiError, Unauthorized, VersionMismatch, discreet
 
@@ -287,22 +287,26 @@ def _revoke_token(state: BrokerState, conn: int, request: protocol.Request, iden
     def listed(lists: Sequence[list[TokenRow]], effects: TurnEffects) -> None:
         for row in lists[0]:
             if row.token_id == token_id and not (row.worker_id and _tokens_of(lists[0], row.worker_id)):
-                end_leases(state, Identity(PeerKind(row.kind), f"token:{token_id}", worker_id=row.worker_id).owner)
+                owner = Identity(PeerKind(row.kind), f"token:{token_id}", worker_id=row.worker_id).owner
+                end_leases(state, LeaseHolder(owner))
 
     failed = partial(state.tell_failure, conn, request.msg_id)
     state.builder.ask("revoke_token", [(token_id, identity.name)], revoked, failed)
 
 
-def end_leases(state: BrokerState, owner: str) -> None:
-    """End the leases of an owner that cannot come in any more: its jobs go to others now, not at the end of their leases."""
+def end_leases(state: BrokerState, holder: LeaseHolder) -> None:
+    """End the leases of a holder that gets no more: its jobs go to others now, not at the end of their leases."""
 
     def ended(counts: Sequence[int], effects: TurnEffects) -> None:
         if counts[0]:
             state.look_everywhere()
             state.cluster.everything = True
-            end_leases(state, owner)
+            end_leases(state, holder)
+        worker = state.workers.get(holder.worker_id)
+        if worker is not None and worker.deliveries:  # at another server it hears of it with its next heartbeat
+            effects.commands.append(Send(worker.conn, protocol.CancelLeases(list(worker.deliveries))))
 
-    state.builder.ask("end_leases", [owner], ended)
+    state.builder.ask("end_leases", [holder], ended)
 
 
 def _end_sessions(state: BrokerState, token_ids: Collection[str], but: int, effects: TurnEffects) -> None:
@@ -447,7 +451,7 @@ def _revoke_worker(state: BrokerState, conn: int, request: protocol.Request, ide
             look_up()
         elif revoked:
             if not _tokens_of(lists[0], worker_id):
-                end_leases(state, f"worker:{worker_id}")
+                end_leases(state, LeaseHolder(f"worker:{worker_id}"))
             state.answer(conn, request.msg_id, {"worker_id": worker_id, "revoked": revoked}, effects)
         else:
             unknown = NotFound(f"there is no worker {worker_id!r} with a token that is still valid")

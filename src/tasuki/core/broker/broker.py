@@ -15,7 +15,7 @@ from tasuki.core.election import TakeOver
 from tasuki.core.lifecycle import LEASE_MARGIN_S
 from tasuki.core.machine import Closed, Now, Opened, Received, Send, Ticked
 from tasuki.core.protocol import HANDSHAKE_TIMEOUT_S, error_message
-from tasuki.core.store_messages import Turn
+from tasuki.core.store_messages import LeaseHolder, Turn
 from tasuki.errors import DiskFull, ProtocolError, TasukiError, Unauthorized
 
 READS_PER_TURN = 512  # jobs whose rows, with results of up to 64 KiB, are read at once
@@ -81,6 +81,8 @@ class Broker(BrokerState):
                 client_messages.ask_ends(self, event.job_ids)
             case events.SomeRevoked():
                 return cluster.revoked(self, event.token_ids)
+            case events.WorkerDetached():
+                authentication.end_leases(self, LeaseHolder(worker_id=event.worker_id))
         return []
 
     def _received(self, event: Received, now: Now) -> list[events.Command]:

@@ -325,7 +325,8 @@ def request(
     if verb in ("detach", "attach"):
         identity.check_admin(verb)
         worker_id = check_name(str(params.get("worker_id", "")), "worker_id")
-        return [events.Detach(conn, msg_id, worker_id, verb == "detach", identity.name, _reason(request))]
+        is_now = verb == "detach" and params.get("now") is True
+        return [events.Detach(conn, msg_id, worker_id, verb == "detach", identity.name, _reason(request), is_now)]
     if verb == "servers":
         identity.check_admin("the list of servers")
         return [Send(conn, protocol.Reply(msg_id, state.describe_servers()))]

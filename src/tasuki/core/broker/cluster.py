@@ -20,7 +20,7 @@ from tasuki.core.broker.state import BrokerState, WorkerSession
 from tasuki.core.cluster_messages import Hint
 from tasuki.core.machine import Now, Send
 from tasuki.core.protocol import CancelLeases
-from tasuki.core.store_messages import Takes
+from tasuki.core.store_messages import LeaseHolder, Takes
 from tasuki.errors import ProtocolError, Unauthorized
 
 POLL_INTERVAL_S = 1.0  # a revoked token must be noticed within 2 s, whether or not the hint came
@@ -93,7 +93,8 @@ def revoked(state: BrokerState, token_ids: Iterable[str]) -> list[Command]:
     for session in state.sessions_of(set(token_ids)):
         if session.identity is not None and not session.token_exchanges:
             if isinstance(session, WorkerSession) and not session.identity.worker_id:
-                end_leases(state, session.owner)  # what was granted before this server heard; a bound token may be exchanged
+                # What was granted before this server heard; a bound token may be exchanged.
+                end_leases(state, LeaseHolder(session.owner))
             commands += state.hang_up(session.conn, Unauthorized(f"token {session.identity.token_id} was revoked"))
     return commands
 

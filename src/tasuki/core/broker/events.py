@@ -107,6 +107,12 @@ class SomeRevoked(msgspec.Struct, frozen=True):
     token_ids: list[str]
 
 
+class WorkerDetached(msgspec.Struct, frozen=True):
+    """A worker gets no more work at any server, and the leases that it has are to end now."""
+
+    worker_id: str
+
+
 class BlobArrived(msgspec.Struct, frozen=True):
     """The bytes that a peer sent are durable at their place; the store is told, then the peer."""
 
@@ -212,6 +218,8 @@ class Detach(msgspec.Struct, frozen=True):
     detached: bool
     actor: str
     reason: str = ""
+    now: bool = False
+    """End the worker's leases as well; WorkerDetached."""
 
 
 class Publish(msgspec.Struct, frozen=True):
@@ -232,7 +240,7 @@ class AskRevoked(msgspec.Struct, frozen=True):
     token_ids: list[str]
 
 
-ClusterEvent = Elected | TakeOver | ClusterView | Hinted | SomeEnded | SomeRevoked
+ClusterEvent = Elected | TakeOver | ClusterView | Hinted | SomeEnded | SomeRevoked | WorkerDetached
 BlobEvent = BlobArrived | BlobsUnderWay | BlobsDeleted
 DriverEvent = DiskSpace | ClusterEvent | BlobEvent
 """Events that concern neither a connection nor a turn."""

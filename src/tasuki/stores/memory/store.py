@@ -36,6 +36,7 @@ from tasuki.core.store_messages import (
     Canceled,
     Grant,
     HeldLease,
+    LeaseHolder,
     LeaseRequest,
     LeaseStatus,
     MissingBlobs,
@@ -53,7 +54,6 @@ from tasuki.errors import Conflict
 from tasuki.stores.common import (
     INCIDENT_OF,
     LEASES_ENDED_MAX,
-    REVOKED,
     FairTurns,
     belongs_to_story,
     check_on_failed,
@@ -329,16 +329,16 @@ class MemoryStore(MemoryRecords):
         self._change(record, replace(job, state=after(job.state, Event.RELEASE), lease=None), incident)
         return True
 
-    def end_leases(self, owners: Sequence[str]) -> list[int]:
+    def end_leases(self, holders: Sequence[LeaseHolder]) -> list[int]:
         with self.turn():
-            return [self._end_leases(owner) for owner in owners]
+            return [self._end_leases(holder) for holder in holders]
 
-    def _end_leases(self, owner: str) -> int:
+    def _end_leases(self, holder: LeaseHolder) -> int:
         leased = [self._records[job_id] for _, _, job_id in self._leased]
-        found = [(one, lease) for one in leased if (lease := one.job.lease) is not None and lease.owner == owner]
+        found = [(one, held) for one in leased if (held := one.job.lease) is not None and holder.has(held.owner, held.worker_id)]
         for record, lease in found[:LEASES_ENDED_MAX]:
             shown = (lease.worker_id, lease.incarnation, lease.lease_id, lease.attempt)
-            if not self._release(HeldLease(record.job.job_id, *shown, owner=owner), REVOKED):
+            if not self._release(HeldLease(record.job.job_id, *shown, owner=lease.owner), holder.reason):
                 job = replace(record.job, lease=replace(lease, on_disconnect=OnDisconnect.STOP))
                 self._end_attempt(record, self._disposition_of_loss(replace(record, job=job)), None)
         return min(len(found), LEASES_ENDED_MAX)

@@ -36,6 +36,7 @@ from tasuki.core.store_messages import (
     Grant,
     GroupCounts,
     HeldLease,
+    LeaseHolder,
     LeaseRequest,
     LeaseStatus,
     MissingBlobs,
@@ -56,7 +57,7 @@ from tasuki.core.store_messages import (
     storable_text,
 )
 from tasuki.errors import ConfigError, Conflict, InvalidInput, Unavailable
-from tasuki.stores.common import LEASES_ENDED_MAX, REVOKED, check_on_failed, is_wanted
+from tasuki.stores.common import LEASES_ENDED_MAX, check_on_failed, is_wanted
 from tasuki.stores.redis import codec
 from tasuki.stores.redis.codec import Argument, JobRecord, Reply, SpecFacts, flag, optional
 from tasuki.stores.redis.connection import TIMEOUT_S, check_settings, connect, name_of
@@ -307,8 +308,10 @@ class RedisStore:
         return ScriptCall("release", arguments, _flags)
 
     @_batch
-    def end_leases(self, owners: Sequence[str]) -> ScriptCall[list[int]]:
-        arguments: list[Argument] = [LEASES_ENDED_MAX, REVOKED, len(owners), *owners]
+    def end_leases(self, holders: Sequence[LeaseHolder]) -> ScriptCall[list[int]]:
+        arguments: list[Argument] = [LEASES_ENDED_MAX, len(holders)]
+        for holder in holders:
+            arguments += (holder.owner, holder.worker_id, holder.reason)
         return ScriptCall("end_leases", arguments, lambda reply: [int(count) for count in reply])
 
     @_batch

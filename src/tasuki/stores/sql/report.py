@@ -12,8 +12,8 @@ from typing import Any
 
 from tasuki.core.job import LEASED, OnDisconnect, Outcome, State
 from tasuki.core.lifecycle import LEASE_MARGIN_S, RESUMED, Disposition, Event, after, after_failure, after_loss, sources
-from tasuki.core.store_messages import HeldLease, LeaseStatus, Report, ReportAnswer, ReportStatus, storable_text
-from tasuki.stores.common import INCIDENT_OF, LEASES_ENDED_MAX, REVOKED, belongs_to_story, fenced_reason
+from tasuki.core.store_messages import HeldLease, LeaseHolder, LeaseStatus, Report, ReportAnswer, ReportStatus, storable_text
+from tasuki.stores.common import INCIDENT_OF, LEASES_ENDED_MAX, belongs_to_story, fenced_reason
 from tasuki.stores.sql.database import Transaction, must_change
 from tasuki.stores.sql.rows import (
     DELAYED,
@@ -105,23 +105,27 @@ def release(tx: Transaction, claims: Sequence[HeldLease], *, reason: str = "") -
     return answers
 
 
-def end_leases(tx: Transaction, owners: Sequence[str]) -> list[int]:
-    return [_end_leases(tx, owner) for owner in owners]
+def end_leases(tx: Transaction, holders: Sequence[LeaseHolder]) -> list[int]:
+    return [_end_leases(tx, holder) for holder in holders]
 
 
-def _end_leases(tx: Transaction, owner: str) -> int:
-    found = tx.session.rows("leases_of", (owner, LEASES_ENDED_MAX))
+def _end_leases(tx: Transaction, holder: LeaseHolder) -> int:
+    found = tx.session.rows("leases_of", (holder.owner, holder.worker_id, LEASES_ENDED_MAX))
     rows = tx.rows(job_id for (job_id,) in found).values()
-    held = [row for row in rows if row.lease_owner == owner and row.job_state in LEASED]
-    unstarted = [row for row in held if row.job_state is State.ASSIGNED]
-    shown = [(row.idempotency_key, row.assigned_worker_id or "", row.incarnation, row.lease_id, row.attempt) for row in unstarted]
-    release(tx, [HeldLease(*lease, owner=owner) for lease in shown], reason=REVOKED)
+    held = [row for row in rows if holder.has(row.lease_owner, row.assigned_worker_id) and row.job_state in LEASED]
+    unstarted = [_lease_of(row) for row in held if row.job_state is State.ASSIGNED]
+    release(tx, unstarted, reason=holder.reason)
     for row in held:
         if row.job_state is State.RUNNING:
             disposition = disposition_of_loss(row._replace(on_disconnect=OnDisconnect.STOP.value))
             end_attempt(tx, row, disposition, None)
     tx.write_state_changes()
     return len(found)
+
+
+def _lease_of(row: JobRow) -> HeldLease:
+    shown = (row.idempotency_key, row.assigned_worker_id or "", row.incarnation, row.lease_id, row.attempt)
+    return HeldLease(*shown, owner=row.lease_owner)
 
 
 # ---------------------------------------------------------------------------------------------------- reports

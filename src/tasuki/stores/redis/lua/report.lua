@@ -202,19 +202,20 @@ verbs.release = function()
   end, 7)
 end
 
--- end_leases(limit, reason, count, then for each owner) -> for each how many of its leases ended
--- Reads {app}:lease:index; for each lease of the owner the keys of release or fail.
+-- end_leases(limit, count, then for each owner or '', worker_id or '', reason) -> for each how many of its leases ended
+-- Reads {app}:lease:index; for each lease of the holder the keys of release or fail.
 
-local function end_leases(limit, reason, owner)
+local function end_leases(limit, owner, worker_id, reason)
   local ids, ended = redis.call('ZRANGE', key.index, 0, -1), 0
   jobs.preload(ids)
   for _, id in ipairs(ids) do
     local job = jobs.load(id)
-    if job and job.owner == owner and LEASED[job.state] and ended < limit then
+    local is_holder = job and (owner == '' or job.owner == owner) and (worker_id == '' or job.assigned_worker_id == worker_id)
+    if is_holder and LEASED[job.state] and ended < limit then
       ended = ended + 1
       if job.state == 'ASSIGNED' then
         local canceled = outcomes.of_store('CANCELED', 'canceled; ' .. job.assigned_worker_id .. ' had not started it')
-        release(reason, id, job.assigned_worker_id, job.incarnation, job.lease_id, job.attempt, owner, canceled.packed)
+        release(reason, id, job.assigned_worker_id, job.incarnation, job.lease_id, job.attempt, job.owner or '', canceled.packed)
       else
         job.keep = nil
         attempts.finish(job, attempts.disposition_of_loss(job), nil, {})
@@ -225,9 +226,9 @@ local function end_leases(limit, reason, owner)
 end
 
 verbs.end_leases = function()
-  local limit, reason = take_number(), take(1)
+  local limit = take_number()
   flush_ranks()
-  return for_each(function(owner)
-    return end_leases(limit, reason, owner)
-  end, 1)
+  return for_each(function(...)
+    return end_leases(limit, ...)
+  end, 3)
 end

@@ -203,7 +203,9 @@ WHERE job.id = claim.id AND job.version = claim.version AND job.lease_id = claim
 
 -- name: leases_of
 SELECT idempotency_key FROM tasuki_jobrun
-WHERE lease_expires_at IS NOT NULL AND lease_owner = $1::text ORDER BY lease_expires_at, id LIMIT $2::bigint
+WHERE lease_expires_at IS NOT NULL AND ($1::text = '' OR lease_owner = $1::text)
+  AND ($2::text = '' OR assigned_worker_id = $2::text)
+ORDER BY lease_expires_at, id LIMIT $3::bigint
 
 
 -- ------------------------------------------------------------------------------------------------ finish, fail, reap

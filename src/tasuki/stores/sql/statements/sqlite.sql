@@ -186,7 +186,8 @@ WHERE id = column1 AND version = column2 AND lease_id = column3 AND state = 'ASS
 
 -- name: leases_of
 SELECT idempotency_key FROM tasuki_jobrun INDEXED BY tasuki_job_leased
-WHERE lease_expires_at IS NOT NULL AND lease_owner = ?1 ORDER BY lease_expires_at, id LIMIT ?2
+WHERE lease_expires_at IS NOT NULL AND (?1 = '' OR lease_owner = ?1) AND (?2 = '' OR assigned_worker_id = ?2)
+ORDER BY lease_expires_at, id LIMIT ?3
 
 
 -- ------------------------------------------------------------------------------------------------ finish, fail, reap
