@@ -155,6 +155,26 @@ def form(*parts: bytes) -> bytes:
     return b"".join(parts) + f"--{BOUNDARY}--\r\n".encode()
 
 
+DOTNET_BOUNDARY = "0b9d7c1e-6a43-4a0e-8c55-3f0e6f1b2a77"
+DOTNET_KIND = f'multipart/form-data; boundary="{DOTNET_BOUNDARY}"'
+
+
+def dotnet_form(data: bytes, names: str) -> bytes:
+    """Return what .NET's MultipartFormDataContent sends: `form.Add(content, "file", name)`, then a StringContent as exec."""
+    between = f"--{DOTNET_BOUNDARY}\r\n"
+    file = f"Content-Disposition: form-data; name=file; {names}\r\n\r\n".encode() + data
+    exec_ = "Content-Type: text/plain; charset=utf-8\r\nContent-Disposition: form-data; name=exec\r\n\r\nsh"
+    return between.encode() + file + f"\r\n{between}{exec_}\r\n--{DOTNET_BOUNDARY}--\r\n".encode()
+
+
+DOTNET_NAMES = {
+    "book.csv": "filename=book.csv; filename*=utf-8''book.csv",
+    "my book.csv": "filename=\"my book.csv\"; filename*=utf-8''my%20book.csv",
+    "見積.csv": "filename=\"=?utf-8?B?6KaL56mNLmNzdg==?=\"; filename*=utf-8''%E8%A6%8B%E7%A9%8D.csv",
+}
+"""The names that .NET writes for a file, by its name."""
+
+
 def head(job_id: str, length: int | None, *, boundary: str = BOUNDARY, more: str = "") -> bytes:
     sizes = "Transfer-Encoding: chunked" if length is None else f"Content-Length: {length}"
     kind = f"multipart/form-data; boundary={boundary}"

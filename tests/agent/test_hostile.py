@@ -15,9 +15,23 @@ from typing import Any
 import pytest
 
 from tasuki.agent import jobs, upload
+from tasuki.blobs import files
 from tasuki.errors import DiskFull
 from tasuki.server.refusal_log import LINES_MAX
-from tests.agent.stage import BOUNDARY, AgentStage, Started, answer_to, code_of, form, head, members, part
+from tests.agent.stage import (
+    BOUNDARY,
+    DOTNET_KIND,
+    AgentStage,
+    Started,
+    answer_to,
+    code_of,
+    dotnet_form,
+    form,
+    head,
+    members,
+    part,
+    report,
+)
 from tests.support.foreign_sites import FOREIGN, OWN
 from tests.support.waiting import until
 
@@ -108,6 +122,16 @@ def test_a_name_that_leads_elsewhere_is_refused(stage: AgentStage, job_id: str, 
     assert code_of(answer) == (400, "INVALID_PAYLOAD")
     assert nothing_is_left(stage, job_id)
     assert not list(stage.data.parent.rglob("*evil*"))
+
+
+@pytest.mark.parametrize("name", ["..%2Fevil", "%2Fetc%2Fevil", "a%5Cb", "a%00b", "%EF%BC%8E.%0Aevil"])
+def test_an_encoded_name_that_leads_elsewhere_is_refused(stage: AgentStage, job_id: str, name: str) -> None:
+    body = dotnet_form(b"evil", f"filename=good.txt; filename*=utf-8''{name}")
+
+    answer = stage.http.post(f"/run/{job_id}", content=body, headers={"Content-Type": DOTNET_KIND})
+
+    assert code_of(answer) == (400, "INVALID_PAYLOAD")
+    assert nothing_is_left(stage, job_id)
 
 
 @pytest.mark.parametrize("second", ["a.txt", "A.TXT", "a.txt/b"])
@@ -264,6 +288,32 @@ def test_a_full_disk_is_503_before_the_upload_is_read(stage: AgentStage, job_id:
     assert code_of(answer) == (503, "DISK_FULL")
     assert "retry-after" in answer.headers
     assert nothing_is_left(stage, job_id)
+
+
+def test_a_disk_without_a_byte_is_full_and_no_upload_too_large_for_it(
+    stage: AgentStage, job_id: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stage.agent.folders, "free_bytes", lambda: 0)
+    monkeypatch.setattr(files.os, "statvfs", lambda folder: os.statvfs_result((4096, 4096, 9, 0, 0, 9, 9, 9, 0, 255)))
+
+    answer = stage.run(job_id)
+
+    assert code_of(answer) == (503, "DISK_FULL")
+    assert "retry-after" in answer.headers
+
+
+@pytest.mark.parametrize("is_named", [True, False], ids=["with ?input=", "without"])
+def test_a_done_job_is_answered_however_full_the_disk_is(
+    stage: AgentStage, job_id: str, monkeypatch: pytest.MonkeyPatch, is_named: bool
+) -> None:
+    done = stage.run(job_id, "echo done")
+    query = f"?input={report(done.content)['input']}" if is_named else ""
+    monkeypatch.setattr(stage.agent.folders, "free_bytes", lambda: 0)
+    monkeypatch.setattr(jobs, "check_free", lambda folder, needed, *floors: check_space(1, 0))
+
+    again = stage.run(job_id, "echo done", query=query)
+
+    assert (again.status_code, again.content) == (200, done.content)
 
 
 @pytest.mark.parametrize("sent", [0, 10, 200, 2_000_000])

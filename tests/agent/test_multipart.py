@@ -12,7 +12,7 @@ import pytest
 from tasuki.agent.upload import HEADERS_MAX, HEADERS_MAX_BYTES, PARTS_MAX, FormParser, Part, boundary_of
 from tasuki.client.agents.transfer import RunForm, read_upload
 from tasuki.errors import InvalidInput
-from tests.agent.stage import BOUNDARY, form, part
+from tests.agent.stage import BOUNDARY, DOTNET_KIND, DOTNET_NAMES, dotnet_form, form, part
 
 KIND = f"multipart/form-data; boundary={BOUNDARY}"
 
@@ -47,6 +47,13 @@ def test_what_httpx_sends_is_understood() -> None:
     found = parsed(request.read(), 11, request.headers["content-type"])
 
     assert found == [(Part("exec", None), b"x"), (Part("file", "say %22hi%22.txt"), b"one"), (Part("file", "é.csv"), b"two")]
+
+
+@pytest.mark.parametrize("name", DOTNET_NAMES)
+def test_what_dotnet_sends_is_understood(name: str) -> None:
+    found = parsed(dotnet_form(b"1,2", DOTNET_NAMES[name]), 11, DOTNET_KIND)
+
+    assert found == [(Part("file", name), b"1,2"), (Part("exec", None), b"sh")]
 
 
 def test_what_our_client_sends_is_the_name_as_it_is(tmp_path: Path) -> None:
@@ -103,7 +110,11 @@ def with_headers(headers: bytes) -> bytes:
         (with_headers(b"Content-Disposition: form-data"), "Missing name"),
         (with_headers(b"Content-Disposition: form-data; name=a; name=b"), "cannot be read"),
         (with_headers(b'Content-Disposition: form-data; name="a'), "Missing name"),
-        (with_headers(b"Content-Disposition: form-data; name=a; filename*=utf-8''x"), "RFC 7578"),
+        (with_headers(b"Content-Disposition: form-data; name=a; filename*=x"), "percent-encoded"),
+        (with_headers(b"Content-Disposition: form-data; name=a; filename=b; filename*=utf-8''%E8%zz"), "percent-encoded"),
+        (with_headers(b"Content-Disposition: form-data; name=a; filename*=utf-8''%FF"), "percent-encoded"),
+        (with_headers(b"Content-Disposition: form-data; name=a; filename*=latin1''x"), "percent-encoded"),
+        (with_headers(b"Content-Disposition: form-data; name=a; filename*=utf-8''x; filename*=utf-8''y"), "cannot be read"),
         (with_headers(b"Content-Disposition: form-data; name=a\r\nContent-Transfer-Encoding: base64"), "as they are"),
         (with_headers(b"Content-Disposition: form-data; name=a\r\n folded"), "header continuation"),
         (with_headers(b"Content-Disposition: form-data; name=a\r\nX: \xff"), "decode"),

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tasuki.core.failover.agent_protocol import InputRecord, input_hash
-from tests.agent.stage import AgentStage, code_of, members, report
+from tests.agent.stage import DOTNET_KIND, DOTNET_NAMES, AgentStage, code_of, dotnet_form, members, report
 from tests.support.waiting import until
 
 HOLD = 'while [ ! -e "{gate}" ]; do sleep 0.02; done; echo held'
@@ -55,6 +55,16 @@ def test_several_files_lie_in_in_and_the_first_is_the_one_of_the_command(stage: 
     answer = stage.post(job_id, files)
 
     assert members(answer.content)["stdout.log"] == b"first second"
+
+
+@pytest.mark.parametrize("name", DOTNET_NAMES)
+def test_a_client_in_dotnet_is_served_without_a_token(stage: AgentStage, job_id: str, name: str) -> None:
+    body = dotnet_form(b"cat in/*.csv; ls in", DOTNET_NAMES[name])
+
+    answer = stage.http.post(f"/run/{job_id}", content=body, headers={"Content-Type": DOTNET_KIND})
+
+    assert "authorization" not in answer.request.headers
+    assert members(answer.content)["stdout.log"].decode().splitlines() == ["cat in/*.csv; ls in" + name]
 
 
 def test_args_and_exec_come_as_fields(stage: AgentStage, job_id: str) -> None:

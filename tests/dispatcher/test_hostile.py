@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from tasuki.agent import upload
-from tasuki.dispatcher import inputs
 from tests.agent.stage import BOUNDARY, form, head, part
 from tests.client.agent_stand_in import Asked, Reply, StandIn, refusal
 from tests.dispatcher.stage import BOOK, DispatcherStage, code_of, dispatching, job, tell, two_nodes
@@ -112,7 +111,6 @@ def test_a_half_sent_upload_becomes_no_job(tmp_path: Path, stored: bool) -> None
 
 
 def test_an_upload_that_does_not_go_on_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(inputs, "PATIENCE_S", 0.1)
     monkeypatch.setattr(upload, "PATIENCE_S", 0.1)
 
     async def story() -> None:

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from tasuki.agent import upload
 from tasuki.core.failover.nodes import BreakerRules, NodeState
 from tasuki.dispatcher import dispatch, node_pool
-from tests.agent.stage import form, head, part
+from tests.agent.stage import DOTNET_KIND, DOTNET_NAMES, AgentStage, dotnet_form, form, head, members, part
 from tests.client.agent_stand_in import Asked, Reply, StandIn, http, refusal, result, result_zip
 from tests.dispatcher.stage import BOOK, code_of, dispatching, hash_of, job, sha256_of, tell, two_nodes
 
@@ -353,6 +354,42 @@ def test_a_stored_upload_goes_to_the_next_node_without_a_second_upload(tmp_path:
                 assert f'name="{name}"\r\n\r\n{value}\r\n'.encode() in two.posts[0]
 
     tell(story())
+
+
+@pytest.mark.parametrize("stored", [True, False])
+def test_a_client_in_dotnet_reaches_an_agent_through_a_dispatcher(tmp_path: Path, stored: bool) -> None:
+    async def story() -> None:
+        async with dispatching(agent.url, inputs=str(tmp_path / "inputs") if stored else None) as stage:
+            for number, (name, written) in enumerate(DOTNET_NAMES.items()):
+                body = dotnet_form(b"ls in", written)
+                answer = await stage.http.post(f"/run/{number}", content=body, headers={"Content-Type": DOTNET_KIND})
+                assert members(answer.content)["stdout.log"].decode() == f"{name}\n"
+
+    with AgentStage(tmp_path) as agent:
+        tell(story())
+
+
+@pytest.mark.parametrize(
+    "upload_head", [head("slow", 10**6), head("slow", None) + b"ffffffffffffff\r\n"], ids=["a length", "one endless chunk"]
+)
+def test_an_upload_that_does_not_go_on_is_the_clients_fault_and_not_the_nodes(
+    tmp_path: Path, upload_head: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(upload, "PATIENCE_S", 0.5)
+
+    async def story() -> None:
+        async with dispatching(agent.url) as stage:
+            reader, writer = await asyncio.open_connection("127.0.0.1", stage.port)
+            writer.write(upload_head + part("file", b"slow", "book.csv"))
+            status = (await reader.readline()).split()[1]
+            writer.close()
+
+            assert status == b"400"
+            (line,) = (await stage.http.get("/nodes")).json()
+            assert (line["standing"], line["breaker"]) == ("free", "closed")
+
+    with AgentStage(tmp_path) as agent:
+        tell(story())
 
 
 @pytest.mark.parametrize("says", [None, job("interrupted")])

@@ -11,6 +11,7 @@ import asyncio
 import logging
 import re
 import ssl
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -42,7 +43,6 @@ if TYPE_CHECKING:
     from tasuki.agent.store_registry import StoreRegistry
 
 logger = logging.getLogger("tasuki.agent")
-FREE_SHARE = 4  # without a configured limit, an upload may use a quarter of the free space
 _digits = re.compile(r"[0-9]{1,18}").fullmatch
 
 
@@ -173,20 +173,15 @@ class Agent:
         if sent is not None:
             check_input_hash(sent)
         boundary = boundary_of(request.headers.get("content-type", ""))
-        max_bytes = self._config.max_upload_bytes
-        if max_bytes is None:
-            max_bytes = self.folders.free_bytes() // FREE_SHARE
-        announced = _announced(request)
-        if announced > max_bytes:
-            raise TooLarge(f"an upload of {announced} bytes is too large; the limit of this agent is {max_bytes}")
         await self.jobs.ask_others(job_id, sent)
-        found = self.jobs.arrive(job_id, sent, announced)
+        found = self.jobs.arrive(job_id, sent, _announced(request))
         if isinstance(found, EndedMarker):
-            if sent is None:
-                await self._compare(found, Upload(boundary, None, max_bytes, source=self._inputs), request)
+            if sent is None:  # nothing is written: the space that is left does not matter
+                limit_bytes = self._config.max_upload_bytes or sys.maxsize
+                await self._compare(found, Upload(boundary, None, limit_bytes, source=self._inputs), request)
             return self._stored(job_id, cache="hit")
         place = self.folders.new_place()
-        upload = Upload(boundary, place, max_bytes, source=self._inputs)
+        upload = Upload(boundary, place, found.max_bytes, source=self._inputs)
         answer = await self.jobs.run(found, upload, place.path, request.stream(), sent)
         if answer.ended.outcome is not AgentOutcome.SUCCEEDED:
             raise refusals.program_failed(answer.ended)

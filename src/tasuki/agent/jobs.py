@@ -29,7 +29,7 @@ from tasuki.config import DISK_FLOOR_BYTES, DISK_FLOOR_INODES
 from tasuki.core.failover import agent_protocol
 from tasuki.core.failover.agent_protocol import AgentOutcome, AgentState, EndedMarker, InputRecord, RunningMarker
 from tasuki.core.job import InputFile, JobSpec, Outcome, Progress
-from tasuki.errors import AgentRefusal, DiskFull, InvalidInput, NotFound, TasukiError, Unavailable, quoted
+from tasuki.errors import AgentRefusal, DiskFull, InvalidInput, NotFound, TasukiError, TooLarge, Unavailable, quoted
 from tasuki.event_loop import ignore_result
 from tasuki.worker.attempt import Attempt, RunResult, StopReason
 from tasuki.worker.execs import FILE, FILES, Exec
@@ -61,7 +61,7 @@ class SlotJob:
         self.exec = ""
         self.input: str | None = None
         """Input hash; None while the upload is received."""
-        self.announced_bytes = 0
+        self.announced_bytes = self.max_bytes = 0
         self.upload: Upload | None = None
         self.running: RunningMarker | None = None
         self.progress: Progress | None = None
@@ -154,6 +154,7 @@ class AgentMetrics:
 
 
 logger = logging.getLogger("tasuki.agent")
+FREE_SHARE = 4  # without a configured limit, an upload may use a quarter of the free space
 TIDY_S = 0.1
 MARK_S = 0.05
 """After this time the marker of a running job is made durable. Of a shorter job only the end is: after a power cut its id is
@@ -260,13 +261,26 @@ class AgentJobs:
             raise refusals.is_draining()
         if len(self._held) >= self.limit:
             raise refusals.is_full(len(self._held), self.limit)
-        awaited_bytes = sum(other.awaited_bytes for other in self._held.values())
-        check_free(self.folders.root, size_bytes + awaited_bytes, DISK_FLOOR_BYTES, DISK_FLOOR_INODES)
+        max_bytes = self._check_size(size_bytes)
         held = self._held[job_id] = SlotJob(job_id, marker.attempt + 1 if marker is not None else 1, time.time(), self._loop)
-        held.announced_bytes = size_bytes
+        held.announced_bytes, held.max_bytes = size_bytes, max_bytes
         self._free.clear()
         self.metrics.running.set(len(self._held))
         return held
+
+    def _check_size(self, size_bytes: int) -> int:
+        """Return the limit of an upload that is announced with this size; DiskFull, TooLarge."""
+        max_bytes = self._config.max_upload_bytes
+        if max_bytes is None:
+            self._check_free(0)  # with a full disk every upload would be too large
+            max_bytes = self.folders.free_bytes() // FREE_SHARE
+        if size_bytes > max_bytes:
+            raise TooLarge(f"an upload of {size_bytes} bytes is too large; the limit of this agent is {max_bytes}")
+        self._check_free(size_bytes + sum(other.awaited_bytes for other in self._held.values()))
+        return max_bytes
+
+    def _check_free(self, needed_bytes: int) -> None:
+        check_free(self.folders.root, needed_bytes, DISK_FLOOR_BYTES, DISK_FLOOR_INODES)
 
     async def run(self, held: SlotJob, upload: Upload, place: str, stream: AsyncIterable[bytes], sent: str | None) -> FinishedRun:
         """Receive an upload, run it, and wait for its end. If the client leaves, the run goes on."""

@@ -16,9 +16,10 @@ import hashlib
 import os
 import re
 import shutil
-from collections.abc import AsyncGenerator, AsyncIterable, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterable, Awaitable, Callable, Iterator, Sequence
 from contextlib import aclosing
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
+from urllib.parse import unquote
 
 import msgspec
 from multipart import MultipartError, MultipartSegment, PushMultipartParser  # type: ignore[import-untyped]
@@ -32,6 +33,8 @@ from tasuki.core.failover.nodes import InputRef, parse_input
 from tasuki.core.job import check_file_name
 from tasuki.errors import InvalidInput, NotFound, TooLarge, Unavailable, quoted
 
+T = TypeVar("T")
+
 # ------------------------------------------------------------------------------------------------ multipart/form-data
 
 HEADERS_MAX_BYTES = 8 * 1024  # of one part
@@ -41,6 +44,7 @@ PARTS_MAX = 1_000
 _BOUNDARY = re.compile(r"[0-9A-Za-z'()+_,./:=? -]{0,69}[0-9A-Za-z'()+_,./:=?-]").fullmatch
 _PARAMETER = re.compile(r""";[ \t]*([!#$%&'*+.^_`|~0-9A-Za-z-]+)=(?:"((?:[^"\\]|\\.)*)"|([^";\s]+))[ \t]*""", re.DOTALL)
 _ESCAPED = re.compile(r"\\([\\\"])")
+_EXTENDED = re.compile(r"utf-8'[A-Za-z0-9-]*'((?:[!#$&+.^_`|~0-9A-Za-z-]|%[0-9A-Fa-f]{2})+)", re.IGNORECASE).fullmatch
 _CONTROL = re.compile(r"[\r\n\0]").search
 _PLAIN_ENCODINGS = ("binary", "8bit", "7bit")
 
@@ -138,11 +142,25 @@ def _part_of(segment: MultipartSegment) -> Part:
         raise InvalidInput("a part of the form has a Content-Transfer-Encoding; send the bytes as they are")
     _, separator, rest = headers["Content-Disposition"].partition(";")
     parameters = _parameters(separator + rest)
-    if "filename*" in parameters:
-        raise InvalidInput("a part of the form has filename*, which RFC 7578 forbids; write the name as UTF-8 in filename")
     if "name" not in parameters:
         raise InvalidInput("a part of the form has no name")
-    return Part(parameters["name"], parameters.get("filename"))
+    filename = parameters.get("filename")
+    if "filename*" in parameters:  # RFC 7578 forbids it, and .NET always sends it; only there a name beyond ASCII is readable
+        filename = _extended_value(parameters["filename*"])
+    return Part(parameters["name"], filename)
+
+
+def _extended_value(text: str) -> str:
+    """Decode a parameter value that names its character set (RFC 8187): `utf-8''b%C3%BCcher.csv`."""
+    found = _EXTENDED(text)
+    try:
+        if found is not None:
+            return unquote(found[1], errors="strict")
+    except UnicodeDecodeError:
+        """It is refused like every other value that cannot be read."""
+    raise InvalidInput(
+        f"the file name {quoted(text)} of a part of the form must be utf-8'' and the name, percent-encoded as UTF-8"
+    )
 
 
 def _parameters(text: str) -> dict[str, str]:
@@ -213,6 +231,33 @@ class InputSource(Protocol):
     async def close(self) -> None: ...
 
 
+class UploadDeadline:
+    """Deadline of a client that sends a body: PATIENCE_S, and in addition as long as its bytes take at the slowest pace. Only
+    the time in which its bytes are awaited counts."""
+
+    def __init__(self) -> None:
+        self.received_bytes = 0
+        self._waited_s = 0.0
+
+    async def wait(self, piece: Awaitable[T]) -> T:
+        """Wait for the next piece; InvalidInput if it does not come in time. The caller counts its bytes."""
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        try:
+            async with asyncio.timeout(PATIENCE_S + self.received_bytes / SLOWEST_BYTES_PER_S - self._waited_s):
+                return await piece
+        except TimeoutError:
+            raise too_slow(self.received_bytes, self._waited_s + loop.time() - began) from None
+        finally:
+            self._waited_s += loop.time() - began
+
+
+def too_slow(received_bytes: int, seconds: float) -> InvalidInput:
+    return InvalidInput(
+        f"the upload is too slow: {received_bytes} bytes in {seconds:.0f} s; it needs {SLOWEST_BYTES_PER_S} bytes a second"
+    )
+
+
 class Upload:
     """One upload. Belongs to one task."""
 
@@ -257,10 +302,7 @@ class Upload:
                         await self._write()
                     patience.reschedule(began + PATIENCE_S + self.received_bytes / SLOWEST_BYTES_PER_S)
         except TimeoutError:
-            raise InvalidInput(
-                f"the upload is too slow: {self.received_bytes} bytes in {loop.time() - began:.0f} s; "
-                f"it needs {SLOWEST_BYTES_PER_S} bytes a second"
-            ) from None
+            raise too_slow(self.received_bytes, loop.time() - began) from None
         except ClientDisconnect:
             raise InvalidInput("the upload ended before it was whole") from None
         self._parser.finish()

@@ -31,7 +31,7 @@ from starlette.responses import Response, StreamingResponse
 
 from tasuki.agent.input_sources import PIECE_BYTES, StoredInputs
 from tasuki.agent.refusals import input_not_found
-from tasuki.agent.upload import PATIENCE_S, SLOWEST_BYTES_PER_S, Upload, UploadForm
+from tasuki.agent.upload import Upload, UploadDeadline, UploadForm
 from tasuki.blobs.blob import CHUNK_BYTES, BlobStore, BlobWriter
 from tasuki.blobs.files import disk_full_as_error
 from tasuki.blobs.folder import FolderBlobs
@@ -365,21 +365,16 @@ def _sha256(request: Request) -> str:
 
 async def _pieces(request: Request) -> AsyncGenerator[bytes, None]:
     """Yield the body in pieces that are worth a call of a thread. It must not be slower than an upload to an agent may be."""
-    loop, body = asyncio.get_running_loop(), aiter(request.stream())
-    received, waited_s, found = 0, 0.0, bytearray()
+    body, deadline, found = aiter(request.stream()), UploadDeadline(), bytearray()
     problem = ""
     while True:
-        began = loop.time()
         try:
-            # Only around the wait for the body: the caller may be slow.
-            async with asyncio.timeout(PATIENCE_S + received / SLOWEST_BYTES_PER_S - waited_s):
-                piece = await anext(body, None)
-        except TimeoutError:
-            piece, problem = None, f"the upload is too slow: {received} bytes in {waited_s:.0f} s"
+            piece = await deadline.wait(anext(body, None))
+        except InvalidInput as error:
+            piece, problem = None, error.message
         except ClientDisconnect:
             piece, problem = None, "the upload ended before it was whole"
-        waited_s += loop.time() - began
-        received += len(piece or b"")
+        deadline.received_bytes += len(piece or b"")
         found += piece or b""
         if found and (piece is None or len(found) >= PIECE_BYTES):
             yield bytes(found)

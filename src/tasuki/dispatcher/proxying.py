@@ -20,7 +20,7 @@ from starlette.types import Receive, Scope, Send
 
 from tasuki.agent.input_sources import StoredInputs
 from tasuki.agent.refusals import BODY_READ, input_not_found, log_context
-from tasuki.agent.upload import UploadForm
+from tasuki.agent.upload import UploadDeadline, UploadForm
 from tasuki.client.agents.transfer import ETAG, ZIP_TYPE, read_refusal
 from tasuki.core.failover.agent_protocol import InputRecord, input_hash
 from tasuki.core.failover.events import Refusal
@@ -52,6 +52,7 @@ class StreamedForm:
         self._kept: list[bytes] = []
         self._kept_bytes = 0
         self._waiting = bytearray()
+        self._deadline = UploadDeadline()
         self._over = asyncio.Event()
         self.spent = False
         """The body cannot be sent once more."""
@@ -75,7 +76,7 @@ class StreamedForm:
         """Return the next piece; large, so that the answer is noticed meanwhile. A canceled call loses nothing."""
         while len(self._waiting) < PASSED_BYTES and not self._over.is_set():
             # Not request.stream(): a generator that was canceled in the middle would be over for the next node.
-            message = await self._request.receive()
+            message = await self._deadline.wait(self._request.receive())
             if message["type"] == "http.disconnect":
                 self.spent = True
                 raise InvalidInput("the upload ended before it was whole")
@@ -85,6 +86,9 @@ class StreamedForm:
                 self._request.scope[BODY_READ] = True
         piece = bytes(self._waiting)
         self._waiting.clear()
+        # Counted when it is passed on, as the node counts: a client that is too slow is refused here before the node gives up,
+        # which would look as if the node had lost the job.
+        self._deadline.received_bytes += len(piece)
         return piece
 
     def _keep(self, piece: bytes) -> None:
