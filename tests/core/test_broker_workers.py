@@ -359,10 +359,10 @@ def test_the_next_turn_counts_every_item_for_backpressure(stage: BrokerStage) ->
     assert len(stage.broker.builder) == 0
     stage.tell(client, SubmitJobs(1, [JobSpec(job_id="c"), JobSpec(job_id="d")]))
     stage.tell(client, SubmitJobs(2, [JobSpec(job_id="e")], True, "rerun"))
-    stage.tell(worker, JobsFinished([ending(first), ending(second, error_code="EXIT_CODE")]))
     stage.tell(worker, JobsStarted([claim(first)]))
     stage.tell(worker, Heartbeat(3, [claim(first), claim(second)]))
     stage.tell(worker, JobsReleased([claim(second)]))
+    stage.tell(worker, JobsFinished([ending(first), ending(second, error_code="EXIT_CODE")]))
     stage.tell(client, CancelJobs(4, ["a", "b"]))
     items, questions = 3 + 2 + 1 + 2 + 1 + 2, len(["submit", "rerun", "finish", "fail", "start", "renew", "release", "get"])
     assert len(stage.broker.builder) == items + questions

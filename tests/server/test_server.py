@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tasuki.blobs.folder import FolderBlobs
+from tasuki.core.broker import state as state_module
 from tasuki.core.job import JobSpec, Outcome, State
 from tasuki.core.protocol import (
     Accepted,
@@ -129,6 +130,25 @@ def test_what_arrives_while_the_store_is_busy_shares_the_next_transaction(tmp_pa
 
     serve(tmp_path, store, work)
     assert batches == [1, 10]
+
+
+def test_a_worker_with_too_many_reports_on_leases_of_others_is_not_read_from_until_they_are_judged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(state_module, "PACED_MAX_BYTES", 10 * state_module.PACED_ITEM_BYTES)
+    foreign = JobsFinished([Ending(f"job-{n}", f"lease-{n}", 1, Outcome()) for n in range(20)])
+
+    async def work(server: Server) -> None:
+        conn, link = await worker(server)
+        _, other = await client(server)
+        server.received(conn, foreign)
+        assert link.paused != set()
+        assert other.paused == set()
+        server.received(conn, foreign)
+        await link.until(lambda: link.paused == set())
+        await link.wait_for(JobsRecorded, 2)
+
+    serve(tmp_path, MemoryStore(SystemClock()), work)
 
 
 def test_peers_are_not_read_from_while_too_much_waits_for_the_store(

@@ -87,6 +87,8 @@ class Server:
         self._busy = False
         self._pumping = False
         self._throttled = False
+        self._behind: set[int] = set()
+        """Connections that are not read from because too much of their workers waits for its turn."""
         self._readers = Readers(open_reader, config.readers)
         self._token_reader = Readers(open_reader)  # whoever comes in waits for nobody's `find`
         self._slow_reads: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
@@ -198,6 +200,9 @@ class Server:
             return
         self._apply(Received(conn, message))
         self._throttle()
+        if self.broker.paced and self.broker.is_behind(conn) and (link := self._links.get(conn)) is not None:
+            self._behind.add(conn)
+            link.pause_reading("its reports wait")
         if not self._pumping:
             self._pumping = True
             self._loop.call_soon(self._pump)
@@ -242,6 +247,10 @@ class Server:
             return
         self._busy = True
         self._thread.submit(turn)
+        for conn in [conn for conn in self._behind if not self.broker.is_behind(conn)]:
+            self._behind.remove(conn)
+            if (link := self._links.get(conn)) is not None:
+                link.resume_reading("its reports wait")
         if self._throttled:
             self._throttled = False
             for link in self._links.values():

@@ -12,7 +12,7 @@ one small struct, however many items it has.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from itertools import filterfalse, islice
 from operator import attrgetter
@@ -171,6 +171,70 @@ class TurnBuilder:
                 question.failed(error, effects)
             else:
                 following.repeat(question, self.items[question.verb][question.start : question.stop])
+
+
+PACED_PER_TURN = 256  # items of one owner: a few ms of the store, which everybody else waits for
+PACED_MAX_BYTES = 16 * 1024 * 1024  # that wait, of one owner; past this its connections are not read from
+PACED_ITEM_BYTES = 512  # of memory that an item takes beside its result
+
+
+class PacedQuestion(msgspec.Struct):
+    """A question whose items are asked in parts; the reply gets all answers together."""
+
+    verb: str
+    items: Sequence[Any]
+    reply: OnAnswers
+    item_bytes: int
+    asked: int = 0
+    answers: list[Any] = msgspec.field(default_factory=list)
+
+    def answered(self, answers: Sequence[Any], effects: TurnEffects) -> None:
+        """Take the answers of one part. Parts are answered in order, also after a turn that failed."""
+        self.answers += answers
+        if len(self.answers) == len(self.items):
+            self.reply(self.answers, effects)
+
+
+class PacedQuestions:
+    """Questions of workers about leases that their sessions were not given: each turn asks some items of every owner.
+
+    An outbox of an earlier connection or process is judged by the store alone, and so is a lease that was never this worker's.
+    However many of them come, the turn that carries them stays short.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: dict[str, deque[PacedQuestion]] = {}
+        self._bytes: Counter[str] = Counter()
+
+    def __bool__(self) -> bool:
+        return bool(self._waiting)
+
+    def add(self, owner: str, verb: str, items: Sequence[Any], reply: OnAnswers, size_bytes: int = 0) -> None:
+        """Add a question of this owner, behind its others; `size_bytes` of results are in its items."""
+        if items:
+            question = PacedQuestion(verb, items, reply, PACED_ITEM_BYTES + size_bytes // len(items))
+            self._waiting.setdefault(owner, deque()).append(question)
+            self._bytes[owner] += question.item_bytes * len(items)
+
+    def is_full(self, owner: str) -> bool:
+        return self._bytes[owner] > PACED_MAX_BYTES
+
+    def ask(self, builder: TurnBuilder) -> None:
+        """Add the next items of every owner to the turn."""
+        for owner, questions in list(self._waiting.items()):
+            room = PACED_PER_TURN
+            while questions and room:
+                question = questions[0]
+                part = question.items[question.asked : question.asked + room]
+                builder.ask(question.verb, part, question.answered)
+                builder.size_bytes += question.item_bytes * len(part)
+                question.asked += len(part)
+                room -= len(part)
+                self._bytes[owner] -= question.item_bytes * len(part)
+                if question.asked == len(question.items):
+                    questions.popleft()
+            if not questions:
+                del self._waiting[owner], self._bytes[owner]
 
 
 CREDIT_MAX = 100_000  # jobs for one worker: far above any real concurrency, below what would make a turn unbounded
@@ -447,6 +511,7 @@ class BrokerState:
         self.all_look = False
         """The next turn asks for work for every worker with credit."""
         self.builder = TurnBuilder()
+        self.paced = PacedQuestions()
         self.cluster = OtherServers()
         self.log_reads: dict[int, PendingLogRead] = {}
         self.last_log_read = 0
@@ -520,6 +585,11 @@ class BrokerState:
         elif isinstance(session, ClientSession):
             for job_id in session.watching:
                 self._unwatch(job_id, conn)
+
+    def is_behind(self, conn: int) -> bool:
+        """Return whether so much of this worker waits for its turn that no more should be read from it."""
+        session = self.sessions.get(conn)
+        return isinstance(session, WorkerSession) and self.paced.is_full(session.owner)
 
     def sessions_of(self, token_ids: Collection[str]) -> list[Session]:
         """Return the sessions of peers that came with one of these tokens."""

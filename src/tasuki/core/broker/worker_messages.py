@@ -18,7 +18,7 @@ from tasuki.core import protocol
 from tasuki.core.broker import authentication, log_reads
 from tasuki.core.broker.client_messages import ask_ends, transferred
 from tasuki.core.broker.events import Command, LogFenced
-from tasuki.core.broker.state import Account, BrokerState, Delivery, TurnEffects, WorkerSession
+from tasuki.core.broker.state import Account, BrokerState, Delivery, OnAnswers, TurnEffects, WorkerSession
 from tasuki.core.job import TERMINAL, Progress, State
 from tasuki.core.machine import Now, Send
 from tasuki.core.store_messages import (
@@ -56,13 +56,13 @@ def received(state: BrokerState, worker: WorkerSession, message: protocol.Messag
             state.look(worker, backlog=True)
         case protocol.JobsStarted():
             if message.claims:
-                held = _held(worker, message.claims)
-                state.builder.ask("start", held, partial(_renewed, state, worker.conn, 0, held))
+                held, paced = _held(worker, message.claims)
+                _ask(state, worker, "start", held, partial(_renewed, state, worker.conn, 0, held), paced)
         case protocol.Heartbeat():
+            held, paced = _held(worker, message.claims, log_reads.checked_progress(message.progress))
+            _ask(state, worker, "renew", held, partial(_renewed, state, worker.conn, message.msg_id, held), paced)
             if worker.resuming:
-                _resume(state, worker, message.claims)
-            held = _held(worker, message.claims, log_reads.checked_progress(message.progress))
-            state.builder.ask("renew", held, partial(_renewed, state, worker.conn, message.msg_id, held))
+                _resume(state, worker, message.claims, paced)
         case protocol.JobsReleased():
             _give_back(state, worker, message)
         case protocol.Subscribe():
@@ -79,6 +79,29 @@ def received(state: BrokerState, worker: WorkerSession, message: protocol.Messag
         case _:
             raise ProtocolError(f"a worker may not send {type(message).__name__}")
     return []
+
+
+def _is_paced(known: int, shown: int) -> bool:
+    """Return whether a message goes to the store in parts: of the leases that it shows, most were not given to its session.
+
+    Some of an honest worker's are not: they were given to an earlier session, or their reports are under way.
+    """
+    return 2 * known < shown
+
+
+def _ask(
+    state: BrokerState,
+    worker: WorkerSession,
+    verb: str,
+    items: Sequence[object],
+    reply: OnAnswers,
+    paced: bool,
+    size_bytes: int = 0,
+) -> None:
+    if paced:
+        state.paced.add(worker.owner, verb, items, reply, size_bytes)
+    else:
+        state.builder.ask(verb, items, reply)
 
 
 # ---------------------------------------------------------------------------------------------------- reports
@@ -104,12 +127,12 @@ def _finished(state: BrokerState, worker: WorkerSession, message: protocol.JobsF
         report = Report(ending.job_id, worker_id, ending.lease_id, ending.attempt, outcome, started_at, owner)
         (succeeded if outcome.error_code is None else failed).append(report)
     worker.account.ended(known)
-    builder = state.builder
-    builder.size_bytes += size_bytes
-    if succeeded:
-        builder.ask("finish", succeeded, partial(_reported, state, worker.conn, succeeded))
-    if failed:
-        builder.ask("fail", failed, partial(_reported, state, worker.conn, failed))
+    paced = _is_paced(known, len(message.endings))
+    if not paced:
+        state.builder.size_bytes += size_bytes
+    for verb, reports in (("finish", succeeded), ("fail", failed)):
+        if reports:
+            _ask(state, worker, verb, reports, partial(_reported, state, worker.conn, reports), paced, size_bytes)
 
 
 def _reported(
@@ -150,19 +173,23 @@ def _reported(
 # ---------------------------------------------------------------------------------------------------- starts and heartbeats
 
 
-def _held(worker: WorkerSession, claims: list[protocol.Claim], progress: Mapping[str, Progress] = NO_PROGRESS) -> list[HeldLease]:
-    """Return the leases that the worker shows; a shown lease has reached it."""
+def _held(
+    worker: WorkerSession, claims: list[protocol.Claim], progress: Mapping[str, Progress] = NO_PROGRESS
+) -> tuple[list[HeldLease], bool]:
+    """Return the leases that the worker shows, and whether they are asked in parts; a shown lease has reached it."""
     protocol.check_attempts(claims)
     held = []
+    known = 0
     worker_id, incarnation, owner, ttl_s = worker.worker_id, worker.incarnation, worker.owner, worker.ttl_s
     for claim in claims:
         lease_id = claim.lease_id
         delivery = worker.deliveries.get(lease_id)
         if delivery is not None:
             delivery.acked = True
+            known += 1
         told = progress.get(lease_id)
         held.append(HeldLease(claim.job_id, worker_id, incarnation, lease_id, claim.attempt, ttl_s, told, owner))
-    return held
+    return held, _is_paced(known, len(claims))
 
 
 def _renewed(
@@ -185,24 +212,29 @@ def _renewed(
         effects.send(conn, protocol.HeartbeatAnswer(msg_id or -1, cancel, lost, servers))
 
 
-def _resume(state: BrokerState, worker: WorkerSession, claims: list[protocol.Claim]) -> None:
-    """Take the leases that the worker names as delivered. Others that the store has for it never reached it."""
+def _resume(state: BrokerState, worker: WorkerSession, claims: list[protocol.Claim], paced: bool) -> None:
+    """Take the leases that the worker names as delivered. Others that the store has for it never reached it.
+
+    These are read behind the renewal: what is leased before it could be a job that the worker kept.
+    """
     worker.resuming = False
     for claim in claims:
         worker.deliveries.setdefault(claim.lease_id, Delivery(claim, 0.0, acked=True))
     worker.account.running = len(worker.deliveries)
-    read_back(state, worker)
+    read_back(state, worker, paced=paced)
 
 
 # ---------------------------------------------------------------------------------------------------- release
 
 
 def _give_back(state: BrokerState, worker: WorkerSession, message: protocol.JobsReleased) -> None:
+    claims, paced = _held(worker, message.claims)
     known = [worker.deliveries.pop(claim.lease_id, None) for claim in message.claims]
     worker.account.ended(len(known) - known.count(None))
     if worker.reading:
         worker.settled.update(claim.lease_id for claim in message.claims)
-    _release(state, _held(worker, message.claims))
+    if claims:
+        _ask(state, worker, "release", claims, partial(_released, state, claims), paced)
     state.look_everywhere()
 
 
@@ -366,12 +398,12 @@ def offer_the_rest(state: BrokerState, turn: Turn, answers: Answers) -> None:
 # ---------------------------------------------------------------------------------------------------- deliveries
 
 
-def read_back(state: BrokerState, worker: WorkerSession) -> None:
+def read_back(state: BrokerState, worker: WorkerSession, *, paced: bool = False) -> None:
     """Ask the store which assignments it has for this worker; until it answers nothing more is leased for it."""
     if not worker.reading:
         worker.reading = True
         holder = (worker.worker_id, worker.incarnation, worker.owner)
-        state.builder.ask("held", [holder], partial(_redelivered, state, worker.conn))
+        _ask(state, worker, "held", [holder], partial(_redelivered, state, worker.conn), paced)
 
 
 def _redelivered(state: BrokerState, conn: int, answers: Sequence[list[Grant]], effects: TurnEffects) -> None:
