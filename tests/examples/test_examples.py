@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -11,8 +12,9 @@ from pathlib import Path
 import httpx
 import pytest
 
+from tests.conftest import Require
 from tests.shape.source import ROOT
-from tests.support.processes import ServerProcess, start_server, start_worker
+from tests.support.processes import ChildProcess, ServerProcess, start_server, start_worker
 
 EXAMPLES = ROOT / "examples"
 TESTED = {
@@ -21,6 +23,7 @@ TESTED = {
     "execs.toml",
     "http_worker.py",
     "lines.sh",
+    "node_client.mjs",
     "prices.py",
     "prices.sh",
     "primes_client.py",
@@ -29,6 +32,21 @@ TESTED = {
     "square_worker.py",
 }
 TIMEOUT_S = 60
+SLOW_SQUARES = """
+import asyncio, sys
+from tasuki import Worker
+
+worker = Worker(sys.argv[1], concurrency=10)
+
+
+@worker.handler("math.square")
+async def square(job):
+    await asyncio.sleep(0.005)
+    return str(int(job.payload) ** 2).encode()
+
+
+worker.run()
+"""
 
 pytestmark = pytest.mark.e2e
 
@@ -71,6 +89,40 @@ def test_the_square_is_computed_once_and_another_body_is_refused(server: ServerP
     assert second == "once more: 49 (known before)"
     assert third.startswith("CONFLICT: ")
     assert "payload" in third
+
+
+def test_a_client_in_another_language_gets_all_results_from_a_server_that_is_killed_meanwhile(
+    server: ServerProcess, tmp_path: Path, require: Require
+) -> None:
+    require("node", shutil.which("node") is not None, "make system-deps, or apt-get install nodejs")
+    slow = tmp_path / "slow_worker.py"
+    slow.write_text(SLOW_SQUARES)
+    client = ChildProcess(
+        ["node", EXAMPLES / "node_client.mjs", server.url, "2000"],
+        tmp_path / "client.log",
+        {"TASUKI_TOKEN": server.create_token("client")},
+    )
+
+    with client, start_worker(server, script=slow, wait=False):
+        client.wait_for_output("300 of 2000 jobs ended")
+        server.kill()
+        assert "2000 of 2000" not in client.output()
+        server.restart()
+
+        assert client.wait(TIMEOUT_S) == 0, client.output()
+    assert client.output().splitlines()[-1] == f"the sum of 2000 squares is {sum(n * n for n in range(1, 2001))}"
+
+
+def test_a_client_in_another_language_says_that_its_token_is_refused(
+    server: ServerProcess, tmp_path: Path, require: Require
+) -> None:
+    require("node", shutil.which("node") is not None, "make system-deps, or apt-get install nodejs")
+    command = ["node", EXAMPLES / "node_client.mjs", server.url, "1"]
+
+    done = subprocess.run(command, env=environment(tmp_path), capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith("UNAUTHORIZED: ")
 
 
 def test_plain_functions_count_primes(server: ServerProcess, tmp_path: Path) -> None:
