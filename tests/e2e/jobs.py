@@ -6,6 +6,8 @@ Every run first adds its line to the ledger. What it does then stands in the job
     hold FILE           waits until the file exists
     rest SECONDS        sleeps
     spin SECONDS        computes; only with --plain, where handlers run in child processes
+    alone FILE          holds a lock on the file until FILE.end exists; fails if another run holds it. The file has the pid of
+                        the process that forked the handler's. Only with --plain
     withdraw            lets a cancellation escape that nobody asked for
     stumble             fails in its first attempt, succeeds in the next
     subscribe PATTERN…  has the worker take these subjects from now on
@@ -18,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import fcntl
 import hashlib
 import logging
 import os
@@ -90,6 +93,13 @@ def compute(job):
             digest = b""
             while time.monotonic() < end:
                 digest = hashlib.sha256(digest).digest()
+        case ["alone", path]:
+            with Path(path).open("a") as locked:
+                fcntl.flock(locked, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                locked.write(f"{os.getppid()}\n")
+                locked.flush()
+                while not Path(f"{path}.end").exists():
+                    time.sleep(0.01)
     return ended(job)
 
 

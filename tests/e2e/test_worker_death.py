@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import time
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tasuki import Client
+from tasuki.errors import JobFailed
 from tests.e2e.stage import (
     HERE,
     LOST_WITHIN_S,
@@ -86,6 +88,50 @@ def test_a_worker_that_hung_past_its_lease_drops_its_run(
             assert client.submit(subject="note.1", job_id="after").result(SOON_S) == b"1"
             assert ledger.of("after")[0].pid == hung.pid
     assert ledger.attempts("slept") == [1, 2]
+
+
+def test_a_plain_function_of_a_hung_worker_ends_before_the_next_attempt_begins(
+    server: ServerProcess, client: Client, ledger: Ledger, tmp_path: Path
+) -> None:
+    # given: a plain function that holds a lock, in a process below a worker that stops (SIGSTOP) alone
+    lock = tmp_path / "lock"
+    with jobs_worker(server, ledger, "--plain", "--slots", "1") as hung:
+        job = client.submit(subject="plain.1", payload=f"alone {lock}".encode(), job_id="alone", max_retries=0)
+        ledger.wait_for("alone")
+        with jobs_worker(server, ledger, "--plain", "--slots", "1") as second:
+            # when
+            hung.signal(signal.SIGSTOP)
+
+            # then: the next attempt finds the lock free, and ends
+            assert ledger.wait_for("alone", 2, LOST_WITHIN_S).pid == second.pid
+            lock.with_name("lock.end").touch()
+            assert job.result(SOON_S) == b"2"
+
+            # and: the first worker takes jobs again when it goes on
+            hung.signal(signal.SIGCONT)
+            second.stop()
+            assert client.submit(subject="plain.2", job_id="after").result(SOON_S) == b"1"
+    assert story(client, "alone") == ["lost"]
+
+
+def test_a_worker_goes_on_when_the_process_that_forks_its_functions_is_killed(
+    server: ServerProcess, client: Client, ledger: Ledger, tmp_path: Path
+) -> None:
+    # given: a plain function that runs
+    lock = tmp_path / "lock"
+    with jobs_worker(server, ledger, "--plain", "--slots", "2") as worker:
+        lost = client.submit(subject="plain.1", payload=f"alone {lock}".encode(), job_id="lost", max_retries=0)
+        forker = until(lambda: lock.exists() and lock.read_text().endswith("\n") and int(lock.read_text()), SOON_S, "it runs")
+
+        # when
+        os.kill(forker, signal.SIGKILL)
+
+        # then: that function has failed, and the worker runs the next one
+        with pytest.raises(JobFailed, match="SIGKILL"):
+            lost.result(SOON_S)
+        assert client.submit(subject="plain.2", job_id="after").result(SOON_S) == b"1"
+        assert worker.running
+        assert "Traceback" not in worker.output()
 
 
 def test_a_finish_that_comes_after_the_job_was_given_away_is_fenced(

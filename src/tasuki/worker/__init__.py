@@ -9,7 +9,8 @@
     results.py             the result archive, and the output files in it
     outbox.py              ended attempts until a server has answered them, on disk too
     transfers.py           downloads of inputs, uploads of results
-    handlers.py            Python functions as jobs, in the loop or in child processes
+    handlers.py            Python functions as jobs; `async def` in the loop
+    function_processes.py  the child processes of plain functions
     keeper/                the process that starts and ends commands; `preforked.py` is its warm interpreter
     credentials.py         the worker's identity and tokens on disk, and their rotation
     status.py              the status file for `tasuki worker status`

@@ -52,7 +52,8 @@ from tasuki.wire.compression import CODECS
 from tasuki.worker.attempt import Attempt, HandlerJob, JobRefused, RunResult, StopReason, worker_failure
 from tasuki.worker.credentials import CredentialFile, Rotation
 from tasuki.worker.execs import Exec
-from tasuki.worker.handlers import FunctionProcesses, Handler, Handlers
+from tasuki.worker.function_processes import FunctionProcesses
+from tasuki.worker.handlers import Handler, Handlers
 from tasuki.worker.keeper.client import Keeper
 from tasuki.worker.logs import DEFAULT_CAPS, LogCaps, LogFollow
 from tasuki.worker.outbox import Outbox, OutboxFiles, OutboxRecord, RejectedResults
@@ -412,6 +413,8 @@ class Worker:
         self._apply(event)
         if type(event) is Received and type(event.message) is HeartbeatAnswer:
             self._runner.renewed()
+            if self._function_processes is not None:
+                self._function_processes.renewed()
 
     def _log_disconnect(self, reason: str) -> None:
         """Log the reason once, then only a new one, or every LOG_AGAIN_S: an outage may last for days."""
@@ -455,9 +458,10 @@ class Worker:
         self._machine.handler_started(active.attempt.lease_id, wall)
         job = HandlerJob(spec, active.attempt.attempt)
         try:
-            outcome = await self._function_processes.run(handler.name, job, handler.limit_s(spec), stop)
+            deadline = functools.partial(self._machine.lease_deadline, active.attempt.lease_id)
+            outcome = await self._function_processes.run(handler.name, job, handler.limit_s(spec), stop, deadline)
         except Unavailable as error:
-            # The process that forks the children is gone: no plain function can run here any more.
+            # The processes that fork the children are gone: no plain function can run here any more.
             outcome = Outcome(error_code=error.code, message=error.message)
             self.stop(error)
         await self._end_run(active, outcome)

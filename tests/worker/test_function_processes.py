@@ -1,6 +1,7 @@
 """Plain functions in children: results, failures, deaths, time limits, and that none outlives the worker."""
 
 import asyncio
+import contextlib
 import os
 import signal
 import subprocess
@@ -13,10 +14,12 @@ from pathlib import Path
 import pytest
 import uvloop
 
+from tasuki.clocks import boot_time
 from tasuki.core.job import JobSpec, Outcome
 from tasuki.errors import Unavailable
+from tasuki.worker import function_processes
 from tasuki.worker.attempt import HandlerJob, StopReason
-from tasuki.worker.handlers import FunctionProcesses
+from tasuki.worker.function_processes import FunctionProcesses
 from tests.support.waiting import until_async
 from tests.worker.runs import DEADLINE_S, alive
 
@@ -67,8 +70,16 @@ def spins(job: HandlerJob) -> bytes:
         pass
 
 
+def waits(job: HandlerJob) -> None:
+    """Makes the file that its payload names, and waits until somebody removes it."""
+    note = Path(job.payload.decode())
+    note.touch()
+    while note.exists():
+        time.sleep(0.01)
+
+
 FUNCTIONS = {function.__name__: function for function in (
-    echo, describe, nothing, wrong_type, raises, exits, dies, killed, pid, spins
+    echo, describe, nothing, wrong_type, raises, exits, dies, killed, pid, spins, waits
 )}  # fmt: skip
 
 
@@ -76,11 +87,8 @@ FUNCTIONS = {function.__name__: function for function in (
 def children() -> Iterator[FunctionProcesses]:
     started = FunctionProcesses.start(FUNCTIONS)
     yield started
-    started.kill_all()
-    try:
-        os.waitpid(started.template_pid, 0)
-    except ChildProcessError:
-        return  # a test has closed it
+    with contextlib.suppress(ChildProcessError):  # a test has closed it
+        started.close()
 
 
 def job_of(payload: bytes = b"", **fields: object) -> HandlerJob:
@@ -91,10 +99,15 @@ Meanwhile = Callable[["asyncio.Future[StopReason]"], Awaitable[None]]
 
 
 async def call(
-    children: FunctionProcesses, name: str, job: HandlerJob, timeout_s: float | None = None, meanwhile: Meanwhile | None = None
+    children: FunctionProcesses,
+    name: str,
+    job: HandlerJob,
+    timeout_s: float | None = None,
+    meanwhile: Meanwhile | None = None,
+    lease_deadline: Callable[[], float | None] = lambda: None,
 ) -> Outcome:
     stop: asyncio.Future[StopReason] = asyncio.get_running_loop().create_future()
-    running = asyncio.ensure_future(children.run(name, job, timeout_s, stop))
+    running = asyncio.ensure_future(children.run(name, job, timeout_s, stop, lease_deadline))
     if meanwhile is not None:
         await meanwhile(stop)
     return await asyncio.wait_for(running, DEADLINE_S)
@@ -238,38 +251,125 @@ def test_a_canceled_task_leaves_no_child_at_work(children: FunctionProcesses, tm
     asyncio.run(scenario())
 
 
-def test_without_its_template_nothing_runs_and_the_error_says_what_to_do(children: FunctionProcesses) -> None:
+def test_a_lease_that_is_not_renewed_ends_the_function_and_what_it_started(children: FunctionProcesses, tmp_path: Path) -> None:
+    note = tmp_path / "note"
+    deadline = boot_time() + 1.0
+
+    outcome = asyncio.run(call(children, "spins", job_of(str(note).encode()), lease_deadline=lambda: deadline))
+
+    assert outcome.error_code == "LEASE_LOST"
+    assert boot_time() >= deadline
+    assert len(pids_in(note)) == 2
+    assert not [number for number in pids_in(note) if alive(number)]
+
+
+def test_a_renewed_lease_lets_the_function_go_on(children: FunctionProcesses, tmp_path: Path) -> None:
+    note = tmp_path / "note"
+    deadline = first = boot_time() + 1.0
+
+    async def renew(stop: "asyncio.Future[StopReason]") -> None:
+        nonlocal deadline
+        await until_async(note.exists, what="the function runs")
+        deadline = first + 1000.0
+        children.renewed()
+        await until_async(lambda: boot_time() > first + 0.2, what="its first deadline is over")
+        assert alive(pids_in(note)[0])
+        stop.set_result(StopReason.CANCELED)
+
+    outcome = asyncio.run(call(children, "spins", job_of(str(note).encode()), None, renew, lambda: deadline))
+
+    assert outcome.error_code == "CANCELED"
+
+
+def test_an_idle_child_outlives_the_lease_of_its_last_job(children: FunctionProcesses, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(function_processes, "REUSE_S", 0.0)
+
     async def scenario() -> None:
-        await call(children, "echo", job_of())
-        children.kill_all()
-        await until_async(lambda: children._template_gone, what="the end is noticed")
-        with pytest.raises(Unavailable, match="restart the worker"):
-            await call(children, "echo", job_of())
+        deadline = boot_time() + 0.5
+        first = await call(children, "pid", job_of(), lease_deadline=lambda: deadline)
+        await until_async(lambda: boot_time() > deadline + 0.2, what="that lease is over")
+        assert (await call(children, "pid", job_of())).result == first.result
 
     asyncio.run(scenario())
 
 
-def test_a_template_that_died_a_moment_ago_is_noticed_in_time(children: FunctionProcesses) -> None:
-    os.kill(children.template_pid, signal.SIGKILL)
-    os.waitid(os.P_PID, children.template_pid, os.WEXITED | os.WNOWAIT)  # dead, and nobody has heard of it
-
-    with pytest.raises(Unavailable, match="restart the worker"):
-        run(children, "echo")
-
-
-def test_children_die_with_their_template(children: FunctionProcesses, tmp_path: Path) -> None:
+def test_a_killed_template_costs_its_jobs_alone_and_the_next_one_takes_its_place(
+    children: FunctionProcesses, tmp_path: Path
+) -> None:
     note = tmp_path / "note"
 
     async def kill(_: "asyncio.Future[StopReason]") -> None:
         await until_async(note.exists, what="the function runs")
         os.kill(children.template_pid, signal.SIGKILL)
 
-    outcome = asyncio.run(call(children, "spins", job_of(str(note).encode()), None, kill))
+    async def scenario() -> None:
+        # given
+        before = children.template_pid
 
-    child, sleeper = pids_in(note)
-    os.kill(sleeper, signal.SIGKILL)  # nobody is left who knows of it
-    assert outcome.error_code == "SIGNAL"
-    asyncio.run(until_async(lambda: not alive(child), what="the child is dead"))
+        # when
+        lost = await call(children, "spins", job_of(str(note).encode()), None, kill)
+
+        # then
+        assert lost.error_code == "SIGNAL"
+        assert (await call(children, "echo", job_of(b"x"))).result == b"x"
+        assert children.template_pid != before
+        await until_async(lambda: not any(map(alive, pids_in(note))), what="nothing of the lost job is alive")
+
+    asyncio.run(scenario())
+
+
+def test_a_template_that_died_a_moment_ago_is_replaced_before_the_first_job(children: FunctionProcesses) -> None:
+    before = children.template_pid
+    os.kill(before, signal.SIGKILL)
+    asyncio.run(until_async(lambda: not alive(before), what="it is dead, and nobody has read of it"))
+
+    assert run(children, "echo", b"x").result == b"x"
+    assert children.template_pid != before
+
+
+def test_a_template_that_was_stopped_is_replaced_once_a_child_must_die(
+    children: FunctionProcesses, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(function_processes, "UNANSWERED_S", 0.1)
+    note = tmp_path / "note"
+
+    async def end(stop: "asyncio.Future[StopReason]") -> None:
+        await until_async(note.exists, what="the function runs")
+        os.kill(children.template_pid, signal.SIGSTOP)
+        stop.set_result(StopReason.LEASE_LOST)
+
+    async def scenario() -> None:
+        lost = await call(children, "spins", job_of(str(note).encode()), None, end)
+        assert lost.error_code == "LEASE_LOST"
+        await until_async(lambda: not any(map(alive, pids_in(note))), what="nothing of the lost job is alive")
+        assert (await call(children, "echo", job_of(b"x"))).result == b"x"
+
+    asyncio.run(scenario())
+
+
+def test_without_template_and_supervisor_nothing_runs_and_the_error_says_what_to_do(children: FunctionProcesses) -> None:
+    async def scenario() -> None:
+        await call(children, "echo", job_of())
+        children.kill_all()
+        await until_async(lambda: children._control is None, what="the end is noticed")
+        with pytest.raises(Unavailable, match="restart the worker"):
+            await call(children, "echo", job_of())
+
+    asyncio.run(scenario())
+
+
+def test_a_function_that_can_answer_nobody_ends_without_a_traceback(children: FunctionProcesses, tmp_path: Path) -> None:
+    note = tmp_path / "note"
+
+    async def hang_up(_: "asyncio.Future[StopReason]") -> None:
+        await until_async(note.exists, what="the function runs")
+        (child,) = children._alive.values()
+        child.writer.transport.abort()  # as the end of the worker does
+        note.unlink()
+
+    outcome = asyncio.run(call(children, "waits", job_of(str(note).encode()), None, hang_up))
+
+    assert outcome.exit_code == os.EX_OK
 
 
 def test_close_ends_the_template_and_its_children(children: FunctionProcesses) -> None:
@@ -301,8 +401,8 @@ def test_children_cannot_be_started_inside_a_loop() -> None:
 
 WORKER = """
 import asyncio, sys
-from tasuki.worker.handlers import FunctionProcesses
-from tests.worker.test_handlers import FUNCTIONS, call, job_of
+from tasuki.worker.function_processes import FunctionProcesses
+from tests.worker.test_function_processes import FUNCTIONS, call, job_of
 children = FunctionProcesses.start(FUNCTIONS)
 print(children.template_pid, flush=True)
 asyncio.run(call(children, "spins", job_of(sys.argv[1].encode())))
