@@ -187,6 +187,17 @@ def test_a_worker_that_rotates_while_it_is_revoked_is_revoked() -> None:
     assert stage.store.revoked_among(["t1", "t2"]) == ["t1", "t2"]
 
 
+def test_revoking_a_worker_ends_whatever_the_store_still_says_of_its_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    stage = BrokerStage()
+    register(stage, enrolling(stage))
+    monkeypatch.setattr(stage.store, "revoke_token", lambda token_id, actor: False)
+
+    answer = stage.request(stage.node(), "worker.revoke", worker_id="w-e1")
+
+    assert isinstance(answer, Reply)
+    assert answer.body == {"worker_id": "w-e1", "revoked": ["t1"]}
+
+
 def test_revoking_a_worker_that_nobody_knows_is_not_found() -> None:
     stage = BrokerStage()
 

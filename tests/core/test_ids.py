@@ -49,7 +49,7 @@ def test_a_job_id_of_the_alphabet_is_returned(job_id: str) -> None:
 
 @pytest.mark.parametrize(
     "job_id",
-    ["", ".", "..", ".hidden", "a/b", "a\\b", "a b", "a\n", "a\x00", "é", "a\uff10", "\ud800", "x" * 129, "a:b", "*"],
+    ["", ".", "..", ".hidden", "a/b", "a\\b", "a b", "a\n", "a\x00", "é", "a\uff10", "\ud800", "x" * 129, "a:b", "*", "index"],
 )
 def test_any_other_job_id_is_refused(job_id: str) -> None:
     with pytest.raises(InvalidInput):

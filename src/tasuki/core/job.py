@@ -222,7 +222,7 @@ class JobIncident(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     at: float
     kind: str
     """failed, lost, fenced, orphaned, released, canceled, cancel_requested, requeued, dead_lettered, taken_over,
-    resumed, skipped, restored"""
+    resumed, skipped, restored, no_payload"""
     attempt: int = 0
     worker_id: str = ""
     actor: str = ""
@@ -240,8 +240,8 @@ _is_name = re.compile(rf"[A-Za-z0-9_-][A-Za-z0-9._-]{{0,{NAME_MAX_CHARS - 1}}}")
 
 def check_job_id(job_id: str) -> str:
     """Return `job_id` if it is one, else raise InvalidInput."""
-    if _is_job_id(job_id) is None:
-        raise InvalidInput(f"job_id {quoted(job_id)} must be {_rule(JOB_ID_MAX_CHARS)}")
+    if _is_job_id(job_id) is None or job_id == RESERVED_JOB_ID:
+        raise InvalidInput(f"job_id {quoted(job_id)} must be {JOB_ID_RULE}")
     return job_id
 
 
@@ -254,6 +254,10 @@ def check_name(name: str, kind: str = "name") -> str:
 
 def _rule(max_chars: int) -> str:
     return f"1 to {max_chars} characters of A-Z a-z 0-9 . _ - and not begin with a dot"
+
+
+RESERVED_JOB_ID = "index"  # in Redis, {app}:lease:index is the index of all leases
+JOB_ID_RULE = f"{_rule(JOB_ID_MAX_CHARS)}, nor be {RESERVED_JOB_ID!r}"
 
 
 # A UUIDv7 (RFC 9562) is made of a stamp and a tail, and written as head, low and tail:

@@ -441,10 +441,10 @@ def _revoke_worker(state: BrokerState, conn: int, request: protocol.Request, ide
     under_way: tuple[str, ...] = ()
 
     def found(lists: Sequence[list[TokenRow]], effects: TurnEffects) -> None:
-        """Revoke the tokens that are there, and look again: the worker may have rotated its token meanwhile."""
+        """Revoke the tokens that are there, each once, and look again: the worker may have rotated its token meanwhile."""
         nonlocal under_way
         _end_sessions(state, under_way, conn, effects)
-        under_way = _tokens_of(lists[0], worker_id, subject)
+        under_way = tuple(token_id for token_id in _tokens_of(lists[0], worker_id, subject) if token_id not in revoked)
         revoked.extend(under_way)
         if under_way:
             _revoke_all(state, under_way, identity.name)
@@ -468,13 +468,13 @@ def _revoke_all(state: BrokerState, token_ids: Sequence[str], actor: str) -> Non
 
 
 def _tokens_of(rows: Sequence[TokenRow], worker_id: str, subject: str = "") -> tuple[str, ...]:
-    """Return the ids of the valid tokens that are bound to a worker, and cover the subject if one is given."""
+    """Return the ids of a worker's tokens, for the subject if one is given, that nobody revoked here: in Redis others may."""
 
     def covers_subject(scope: tuple[str, ...]) -> bool:
         return not subject or not scope or any(covers(pattern, subject) for pattern in scope)
 
-    bound = (PeerKind.WORKER, worker_id, None)
-    return tuple(row.token_id for row in rows if (row.kind, row.worker_id, row.revoked_at) == bound and covers_subject(row.scope))
+    bound = (PeerKind.WORKER, worker_id, "")
+    return tuple(row.token_id for row in rows if (row.kind, row.worker_id, row.revoked_by) == bound and covers_subject(row.scope))
 
 
 REQUESTS: dict[str, Callable[[BrokerState, int, protocol.Request, Identity], None]] = {

@@ -272,14 +272,18 @@ def outcome_arguments(outcome: Outcome) -> list[Argument]:
     return [encode(outcome), letters, *values]
 
 
-def _outcome(packed: bytes | None, result: bytes | None, summary: bytes | None, freqs: bytes | None) -> Outcome | None:
-    if packed is None:
+def _outcome(
+    packed: bytes | None, letters: Text, result: bytes | None, summary: bytes | None, freqs: bytes | None
+) -> Outcome | None:
+    """Return the outcome with the parts that its job's record has letters for: a key without one is an outsider's."""
+    if packed is None or not isinstance(letters, str):
         return None
     outcome = _decode_outcome(packed)
-    meta = {name: part.decode() for name, part in (("summary_text", summary), ("freqs_csv", freqs)) if part is not None}
+    found = {"summary_text": summary, "freqs_csv": freqs}
+    meta = {name: part.decode(errors="replace") for name, part in found.items() if part is not None and PARTS[name] in letters}
     if meta:
         outcome = replace(outcome, meta={**outcome.meta, **meta})
-    return outcome if result is None else replace(outcome, result=result)
+    return outcome if result is None or "r" not in letters else replace(outcome, result=result)
 
 
 def outcome_texts(packed: bytes | None) -> tuple[str, str]:
@@ -303,7 +307,7 @@ def job(row: Reply) -> Job | None:
     """Return a job made of its keys."""
     if row is None:
         return None
-    packed, value, payload, expires_at, outcome, result, summary, freqs = row
+    packed, value, payload, outcome, summary, freqs, result, expires_at = row
     record = read_record(packed)
     facts, packed_spec = split(value)
     rare = record.rare if isinstance(record.rare, dict) else {}
@@ -330,7 +334,7 @@ def job(row: Reply) -> Job | None:
         started_at=_time(record.started_at),
         finished_at=_time(record.finished_at),
         cancel_requested="cancel_requested" in rare,
-        outcome=_outcome(outcome, result, summary, freqs),
+        outcome=_outcome(outcome, record.outcome, result, summary, freqs),
         leader_epoch=int(rare.get("leader_epoch", 0)),
         progress=_decode_progress(rare["progress"]) if "progress" in rare else None,
     )
@@ -369,14 +373,17 @@ def token_arguments(token: TokenRow) -> list[Argument]:
     return flat
 
 
-def token(flat: Sequence[bytes]) -> TokenRow | None:
-    if not flat:
+def token(flat: Sequence[bytes], is_revoked: bool = False) -> TokenRow | None:
+    """Return a token made of field, value, …; None for fields that are none of a token: outsiders may write anything."""
+    fields: dict[str, Any] = {"revoked_at": 0.0} if is_revoked else {}
+    try:
+        pairs = ((name.decode(), value.decode()) for name, value in zip(flat[::2], flat[1::2], strict=True))
+        fields |= {name: value for name, value in pairs if name in TokenRow.__struct_fields__}
+        if "scope" in fields:
+            fields["scope"] = msgspec.json.decode(fields["scope"])
+        return msgspec.convert(fields, TokenRow, strict=False)
+    except (msgspec.MsgspecError, UnicodeDecodeError):
         return None
-    pairs = ((name.decode(), value.decode()) for name, value in zip(flat[::2], flat[1::2], strict=True))
-    fields: dict[str, Any] = {name: value for name, value in pairs if name in TokenRow.__struct_fields__}
-    if "scope" in fields:
-        fields["scope"] = msgspec.json.decode(fields["scope"])
-    return msgspec.convert(fields, TokenRow, strict=False)
 
 
 def audit_row(packed: bytes) -> AuditRow:

@@ -16,6 +16,7 @@ Redis.
 from __future__ import annotations
 
 import hashlib
+import logging
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
@@ -25,7 +26,17 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import redis
 
 from tasuki.core.apps import WORDS
-from tasuki.core.job import LEASED, PRIORITY_MAX, READY, TERMINAL, JobSpec, State
+from tasuki.core.job import (
+    JOB_ID_MAX_CHARS,
+    JOB_ID_RULE,
+    LEASED,
+    PRIORITY_MAX,
+    READY,
+    RESERVED_JOB_ID,
+    TERMINAL,
+    JobSpec,
+    State,
+)
 from tasuki.core.lifecycle import LEASE_MARGIN_S, RESUMED, RETRY_DELAY_MAX_S, TAKEOVER_TIE_S, TRANSITIONS
 from tasuki.core.store_messages import COUNTED
 from tasuki.errors import InterruptCause, StaleEpoch, TasukiError, TurnInterrupted, Unavailable
@@ -33,6 +44,8 @@ from tasuki.stores.common import GENERATIONS_BEGIN_AT, REMEMBERED_GROUPS_MAX
 from tasuki.stores.redis.codec import RARE, Argument, JobRecord, Reply, SpecFacts, template_value
 from tasuki.stores.redis.connection import translate
 from tasuki.stores.store import Clock
+
+logger = logging.getLogger("tasuki.store")
 
 T = TypeVar("T")
 
@@ -88,6 +101,9 @@ def _constants() -> str:
         "REMEMBERED_GROUPS_MAX": REMEMBERED_GROUPS_MAX,
         "GENERATIONS_BEGIN_AT": GENERATIONS_BEGIN_AT,
         "MARK_TTL_S": MARK_TTL_S,
+        "JOB_ID_MAX_CHARS": JOB_ID_MAX_CHARS,
+        "JOB_ID_RULE": JOB_ID_RULE,
+        "RESERVED_JOB_ID": RESERVED_JOB_ID,
     }
     return "\n".join(f"local {name} = {_literal(value)}" for name, value in tables.items())
 
@@ -192,13 +208,27 @@ class RedisSession:
     def look(self, call: ScriptCall[T]) -> T:
         """Call a verb that only reads. Harmless twice: a connection that broke while it idled is made again at once."""
         calls: list[ScriptCall[Any]] = [call]
-        [answer] = _twice(lambda: self._send("look", calls, self._clocks())[1])
+        _, [answer], notices = _twice(lambda: self._send("look", calls, self._clocks()))
+        self._log(notices)
         return call.decode(answer)
 
-    def fields_of(self, name: str) -> list[bytes]:
-        """Return (field, value, …) of a hash, with the same repetition."""
-        found: dict[bytes, bytes] = _twice(lambda: self._command("HGETALL", name))
-        return [part for pair in found.items() for part in pair]
+    def fields_of(self, name: str, listed_in: str, member: str) -> tuple[list[bytes], bool]:
+        """Return (field, value, …) of a hash, none if it is no hash, and whether a set has the member; repeated likewise."""
+        fields, is_member = _twice(lambda: self._pipeline(("HGETALL", name), ("SISMEMBER", listed_in, member)))
+        if isinstance(is_member, redis.ResponseError):
+            raise self._error(is_member)
+        found: dict[bytes, bytes] = {} if isinstance(fields, redis.ResponseError) else fields
+        return [part for pair in found.items() for part in pair], bool(is_member)
+
+    def _pipeline(self, *commands: tuple[str, ...]) -> list[Any]:
+        pipeline = self._client.pipeline(transaction=False)
+        for command in commands:
+            pipeline.execute_command(*command)
+        try:
+            answers: list[Any] = pipeline.execute(raise_on_error=False)
+        except redis.RedisError as error:
+            raise self._error(error) from error
+        return answers
 
     def _command(self, *parts: str) -> Any:
         try:
@@ -247,7 +277,12 @@ class RedisSession:
         if verdict == b"void":
             raise Unavailable(f"{self._where}: this turn was abandoned before; nothing was stored")
         found: list[Reply] = answers[0]
+        self._log(answers[1])
         return found
+
+    def _log(self, notices: Sequence[bytes]) -> None:
+        for notice in notices:
+            logger.warning("%s: %s", self._where, notice.decode())
 
     def _conflict(self) -> TurnInterrupted:
         return TurnInterrupted(

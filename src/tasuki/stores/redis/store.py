@@ -480,8 +480,9 @@ class RedisStore:
     def token(self, sha256: str) -> TokenRow | None:
         if self._open is not None:
             return self._do(_tokens_of([sha256]))[0]
-        # One plain command: doors ask this for every request.
-        return codec.token(self._session.fields_of(f"{self._app}:token:{sha256}"))
+        # Two plain commands at once: doors ask this for every request.
+        found = self._session.fields_of(f"{self._app}:token:{sha256}", f"{self._app}:revoked_tokens", sha256)
+        return codec.token(*found)
 
     @_verb
     def tokens(self) -> ScriptCall[list[TokenRow]]:

@@ -97,7 +97,7 @@ function leases.begin(job)
   local expires_at = count_from_now(job)
   if job.shown then
     local holder = job.assigned_worker_id
-    write('HSET', of('lease', job.id), 'worker_id', holder, 'lease_id', job.lease_id, 'expires_at', expires_at)
+    write_hash(of('lease', job.id), 'worker_id', holder, 'lease_id', job.lease_id, 'expires_at', expires_at)
   end
 end
 
@@ -111,7 +111,7 @@ function leases.extend(job, ttl_s)
   job.is_extended = true
   local expires_at = count_from_now(job)
   if job.shown then
-    write('HSET', of('lease', job.id), 'expires_at', expires_at)
+    write_hash(of('lease', job.id), 'expires_at', expires_at)
   end
 end
 
@@ -124,7 +124,9 @@ end
 -- Removes the lease from the fields of a record.
 function leases.remove(job, changes)
   if job.lease_id then
-    drop(of('lease', job.id))
+    if job.shown then
+      drop(of('lease', job.id))
+    end
     changes.lease_id, changes.incarnation, changes.owner, changes.ttl_s = false, false, false, false
     changes.keep, changes.reconnect_grace_s, changes.expires_at = false, false, false
   end

@@ -196,7 +196,7 @@ end
 
 function jobs.publish_status(job, detail)
   if job.shown then
-    write('HSET', of('status', job.id), 'status', WORDS[job.state], 'detail', detail, 'updated_at', now.text)
+    write_hash(of('status', job.id), 'status', WORDS[job.state], 'detail', detail, 'updated_at', now.text)
   end
 end
 
@@ -300,9 +300,9 @@ function jobs.requeue(job, actor, reason)
   jobs.change(job, changes)
 end
 
--- Returns whether the job can be requeued: its payload may have expired.
+-- Returns whether the job can run: its payload may have expired, or be an outsider's that is not there yet.
 function jobs.has_payload(job)
-  return not job.payload or redis.call('EXISTS', of('payload', job.id)) == 1
+  return not job.payload or redis.call('TYPE', of('payload', job.id))['ok'] == 'string'
 end
 
 -- Deletes every key of a job.

@@ -15,6 +15,7 @@
 --   {app}:summary:{id}, {app}:freqs:{id}  STRING  the parts of the result that have a key of their own
 --   {app}:token:{sha256}        HASH    one token
 --   {app}:revoked_tokens        SET     sha256 of revoked tokens
+--   {app}:misplaced:{name}      any     one of the keys above that had another type; see turn.lua
 --
 --   {app}:job:{id}              STRING  everything else that changes about a job (see jobs.lua); without it there is no job
 --   {app}:spec:{id}             STRING  everything that never changes about a job (see jobs.lua)
@@ -60,6 +61,15 @@ local key = {
   blobs = prefix .. 'blobs',
   condemned = prefix .. 'condemned',
   blob_bytes = prefix .. 'blob_bytes',
+}
+
+-- Types of the keys that outsiders may write and all jobs share.
+local TYPES = {
+  [key.queue] = 'list',
+  [key.index] = 'zset',
+  [key.delay] = 'zset',
+  [key.dlq] = 'list',
+  [key.revoked] = 'set',
 }
 
 local heads = {}

@@ -67,19 +67,27 @@ verbs.promote = function()
   check_epoch(epoch)
   local new = outsiders.record_new(tonumber(limit))
   local found = jobs.first_of(key.delay, text(now.wall), tonumber(limit))
-  local answer, seen = { tostring(#found + new) }, {}
+  local answer, seen, count = { '' }, {}, new
   if new > 0 then
     answer[2], seen[OWN.subject] = OWN.subject, true
   end
   for _, entry in ipairs(found) do
     local job = entry.job
-    jobs.change(job, {})
-    local subject = jobs.facts(job).subject
-    if not seen[subject] then
-      seen[subject] = true
-      answer[#answer + 1] = subject
+    if not job.delayed then
+      unrank(key.delay, job.id)
+    elseif not jobs.has_payload(job) then
+      outsiders.wait_for_payload(job)
+    else
+      jobs.change(job, {})
+      count = count + 1
+      local subject = jobs.facts(job).subject
+      if not seen[subject] then
+        seen[subject] = true
+        answer[#answer + 1] = subject
+      end
     end
   end
+  answer[1] = tostring(count)
   return answer
 end
 

@@ -2,11 +2,11 @@
 --   mode, session, number, lease clock or '', wall clock or '', digest, count of verbs, then for each its name, how many
 --     arguments, these
 -- Modes:
---   run     do it. Answers {'done', answers}
+--   run     do it. Answers {'done', answers, sentences for the log}
 --   lead    as run, for turns with a leader's verbs, which may be refused after others were done
 --   look    as run, for verbs that only read: leaves no trace of the turn
 --   try     do it and roll it back, to know the answers: {'done', answers, digest, lease clock, wall clock}
---   commit  do it if the answers still have the digest, else {'changed'} and nothing is written
+--   commit  as run, if the answers still have the digest, else {'changed'} and nothing is written
 --   recall  a turn whose answer was lost: {'done', answers} if it was done; else {'void'}, and it never will be done
 -- A turn is done once: its number must be above the last one of its session ({app}:turn:{session}), else {'void'}. A leader's
 -- verb of a stale epoch: {'stale', epoch, holder}, and nothing is written.
@@ -85,7 +85,7 @@ local function turn()
     if mode == 'run' then
       remember_turn(cmsgpack.pack(to_keep))
     end
-    return { 'done', to_show }
+    return { 'done', to_show, notices }
   end
   local found = redis.sha1hex(cmsgpack.pack(to_show))
   if mode == 'try' then
@@ -97,10 +97,11 @@ local function turn()
     return { 'changed' }
   end
   remember_turn(cmsgpack.pack(to_keep))
-  return { 'done', to_show }
+  return { 'done', to_show, notices }
 end
 
 read_clocks()
+move_misplaced_keys()
 if mode == 'recall' then
   return recall()
 end

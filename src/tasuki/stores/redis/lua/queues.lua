@@ -130,11 +130,12 @@ function queues.is_waiting(job)
   return READY[job.state] and not job.delayed
 end
 
--- Returns how many ready jobs are before it in its queue.
+-- Returns how many ready jobs are before it in its queue, false if somebody took it out.
 function queues.ahead_of(job)
   local queue = queues.of(jobs.facts(job), job.group)
   if queue.is_list then
-    return redis.call('LLEN', queue.name) - 1 - redis.call('LPOS', queue.name, job.id, 'RANK', -1)
+    local place = redis.call('LPOS', queue.name, job.id, 'RANK', -1)
+    return place and redis.call('LLEN', queue.name) - 1 - place
   end
   return redis.call('ZRANK', queue.name, job.id)
 end

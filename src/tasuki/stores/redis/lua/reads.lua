@@ -66,16 +66,11 @@ function complete.job(id, with_results)
   if not job then
     return false
   end
-  return {
-    redis.call('GET', of('job', id)),
-    redis.call('GET', of('spec', id)),
-    redis.call('GET', of('payload', id)),
-    job.lease_id and leases.expires_at(job) or false,
-    redis.call('GET', of('outcome', id)),
-    with_results and redis.call('GET', of('result', id)),
-    redis.call('GET', of('summary', id)),
-    redis.call('GET', of('freqs', id)),
-  }
+  local names = { of('job', id), of('spec', id), of('payload', id), of('outcome', id), of('summary', id), of('freqs', id) }
+  names[7] = with_results and of('result', id) or nil
+  local row = redis.call('MGET', unpack(names)) -- of a key of another type it makes nothing, not an error
+  row[7], row[8] = row[7] or false, job.lease_id and leases.expires_at(job) or false
+  return row
 end
 
 -- Adds the job that existed before to {'known', id}.
@@ -144,7 +139,8 @@ end
 
 reads.ready_ahead = function()
   local job = outsiders.load(take(1))
-  return job and queues.is_waiting(job) and tostring(queues.ahead_of(job)) or false
+  local ahead = job and queues.is_waiting(job) and queues.ahead_of(job)
+  return ahead and tostring(ahead) or false
 end
 
 -- top_band() -> the highest priority of which a job is ready, or false

@@ -125,6 +125,45 @@ local function write(command, name, ...)
   return redis.call(command, name, ...)
 end
 
+local NOTICES_MAX = 20
+
+local notices = {} -- sentences for the server's log
+
+local function notice(sentence)
+  notices[math.min(#notices, NOTICES_MAX) + 1] = #notices < NOTICES_MAX and sentence or 'and more of this kind'
+end
+
+-- HSET at once, of a key that outsiders know: one of another type is replaced.
+local function write_hash(name, ...)
+  if undo then
+    remember(name)
+  end
+  if has_dropped then
+    dropped[name] = nil
+  end
+  local answer = redis.pcall('HSET', name, ...)
+  if type(answer) ~= 'table' then
+    return
+  end
+  if string.find(answer.err, 'WRONGTYPE', 1, true) then
+    notice(name .. ' was no hash; it was replaced by one')
+    redis.call('DEL', name)
+  end
+  redis.call('HSET', name, ...)
+end
+
+-- Moves keys of outsiders aside that have another type than they must have, before anything is written: no verb may fail halfway.
+local function move_misplaced_keys()
+  for name, wanted in pairs(TYPES) do
+    local found = redis.call('TYPE', name)['ok']
+    if found ~= wanted and found ~= 'none' then
+      local aside = prefix .. 'misplaced:' .. string.sub(name, #prefix + 1)
+      redis.call('RENAME', name, aside)
+      notice(string.format('%s is a %s and must be a %s; it was renamed to %s', name, found, wanted, aside))
+    end
+  end
+end
+
 -- SET after the verb.
 local function put(name, value)
   puts[put_size + 1], puts[put_size + 2] = name, value
