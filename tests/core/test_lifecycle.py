@@ -241,7 +241,7 @@ def test_a_loss_without_budget_is_final(keep: bool) -> None:
     verdict = lost(keep=keep, losses=3)
 
     assert (verdict.event, verdict.state, verdict.losses) == (Event.FAIL, State.FAILED, 4)
-    assert "no loss left" in verdict.reason
+    assert verdict.reason == "worker w1 was lost; no loss left of 3"
 
 
 @pytest.mark.parametrize("losses", [0, 3])

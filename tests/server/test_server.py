@@ -29,7 +29,7 @@ from tasuki.core.protocol import (
     Welcome,
 )
 from tasuki.core.store_messages import Submission, Submitted
-from tasuki.errors import Conflict, InterruptCause, TurnInterrupted, Unauthorized
+from tasuki.errors import Conflict, InternalError, InterruptCause, TurnInterrupted, Unauthorized
 from tasuki.server import server as server_module
 from tasuki.server.server import Server, ServerConfig
 from tasuki.stores.common import RETRY_S, SystemClock
@@ -275,6 +275,26 @@ def test_a_server_stops_soon_though_its_store_is_away(tmp_path: Path, store: Gat
     began = time.monotonic()
     serve(tmp_path, store, work)
     assert time.monotonic() - began < RETRY_S / 2
+
+
+def test_the_cause_of_a_failed_turn_is_logged_once_in_a_while(
+    tmp_path: Path, store: GatedStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    def wrong_type(submissions: list[Submission], *, on_failed: str = "return") -> list[Submitted | Conflict]:
+        raise InternalError("Redis at db:6379: WRONGTYPE Operation against a key")
+
+    store.submit = wrong_type  # type: ignore[method-assign]
+
+    async def work(server: Server) -> None:
+        conn, link = await client(server)
+        for number in (1, 2):
+            server.received(conn, SubmitJobs(number, [JobSpec(job_id=f"job-{number}")]))
+            await link.wait_for(ErrorMessage, number)
+
+    serve(tmp_path, store, work)
+
+    [line] = [record.getMessage() for record in caplog.records if "turn" in record.getMessage()]
+    assert "INTERNAL: Redis at db:6379: WRONGTYPE Operation against a key" in line
 
 
 def test_the_last_client_is_told_of_and_workers_do_not_count(tmp_path: Path, store: GatedStore) -> None:

@@ -70,6 +70,8 @@ def _view_lines(view: dict[str, Any]) -> Iterable[str]:
     yield f"  created {when(view['created_at'])}, started {when(view['started_at'])}, finished {when(view['finished_at'])}"
     if (progress := progress_of(view)) is not None:
         yield f"  progress {progress}" + (f" {plain(view['progress_text'])}" if view["progress_text"] else "")
+    if view.get("cancel_reason"):
+        yield f"  to be canceled: {plain(view['cancel_reason'])}"
     outcome = view["outcome"]
     if outcome is not None:
         how = outcome["error_code"] or "success"

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import enum
 import hashlib
+from collections.abc import Collection, Sequence
 
 import msgspec
 
+from tasuki.core.job import check_name
 from tasuki.core.store_messages import TokenRow
-from tasuki.core.subject import check_pattern, matches
-from tasuki.errors import Forbidden, Unauthorized
+from tasuki.core.subject import DEFAULT_SUBJECT, check_pattern, matches
+from tasuki.errors import Forbidden, InvalidInput, Unauthorized
 
 TOKEN_PREFIXES = {"admin": "tsk_a_", "client": "tsk_c_", "worker": "tsk_w_", "enrol": "tsk_e_"}
 ENROL_TOKEN_S = 15 * 60.0
@@ -86,6 +88,20 @@ class Identity(msgspec.Struct, frozen=True, gc=False):
     def check_admin(self, what: str) -> None:
         if not self.admin:
             raise Forbidden(f"{what} needs an admin token; this token is of kind {self.kind}")
+
+
+def check_worker_id(worker_id: str, apps: Collection[str]) -> None:
+    """Refuse an id that cannot be the last token of a subject, or that ends the subject of jobs for any worker."""
+    check_name(worker_id, "worker_id")
+    if "." in worker_id:
+        raise InvalidInput(f"worker_id {worker_id!r} may not contain a dot: it can be the last token of a subject")
+    if worker_id == DEFAULT_SUBJECT.rpartition(".")[2] or worker_id in apps:
+        raise InvalidInput(f"worker_id {worker_id!r} ends the subject of jobs that are for any worker; choose another one")
+
+
+def in_scope(scope: Sequence[str], subject: str) -> bool:
+    """Return True if a worker with this scope may take jobs of the subject; an empty scope is for all."""
+    return not scope or any(matches(pattern, subject) for pattern in scope)
 
 
 def covers(wide: str, narrow: str) -> bool:

@@ -157,9 +157,10 @@ def after_loss(
         reason = f"canceled; worker {worker_id} was lost"
         return Disposition(Event.CANCEL, after(state, Event.CANCEL), 0.0, failures, losses, reason)
     losses += 1
-    what = f"worker {worker_id} was lost (loss {losses} of {max_losses})"
     if losses > max_losses:
-        return Disposition(Event.FAIL, after(state, Event.FAIL), 0.0, failures, losses, f"{what}; no loss left")
+        reason = f"worker {worker_id} was lost; no loss left of {max_losses}"
+        return Disposition(Event.FAIL, after(state, Event.FAIL), 0.0, failures, losses, reason)
+    what = f"worker {worker_id} was lost (loss {losses} of {max_losses})"
     if keep:
         return Disposition(Event.ORPHAN, after(state, Event.ORPHAN), 0.0, failures, losses, f"{what}; kept until the next grant")
     waits = losses if delay_first else losses - 1

@@ -222,7 +222,9 @@ class Cluster:
             case election.TookOver():
                 self._decide(command)
             case election.EpochFenced():
-                logger.warning("epoch %d was refused by the store: another server leads", command.epoch)
+                logger.warning(
+                    "epoch %d was refused by the store: another server leads, or the store was emptied or restored", command.epoch
+                )
                 self._decide(command)
 
     def _decide(self, event: election.Event) -> None:

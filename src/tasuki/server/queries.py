@@ -18,7 +18,7 @@ import msgspec
 from tasuki.core.access import Identity
 from tasuki.core.broker.events import Query
 from tasuki.core.explain import ExplainContext, explain
-from tasuki.core.job import Job
+from tasuki.core.job import TERMINAL, Job, State
 from tasuki.core.machine import Peer
 from tasuki.core.protocol import Message
 from tasuki.core.store_messages import Filter
@@ -56,6 +56,7 @@ def _get(reader: Reader, query: Query) -> Any:
     if with_result and len(job_ids) > GET_RESULTS_MAX:
         raise InvalidInput(f"results of at most {GET_RESULTS_MAX} jobs can be asked for at once, not of {len(job_ids)}")
     views: list[dict[str, Any]] = []
+    jobs: list[Job] = []
     size = 0
     for start in range(0, len(job_ids), STEP_ROWS):
         some = job_ids[start : start + STEP_ROWS]
@@ -64,7 +65,16 @@ def _get(reader: Reader, query: Query) -> Any:
         size += _size_of(views[start:])
         if size > GET_MAX_BYTES:
             raise TooLarge(f"these {len(job_ids)} jobs have more than {GET_MAX_BYTES} bytes; ask for fewer at once")
+    if len(views) == 1:
+        views[0]["cancel_reason"] = _cancel_reason(reader, jobs[0])
     return views
+
+
+def _cancel_reason(reader: Reader, job: Job) -> str:
+    """Return why a leased job was to be canceled. The reason for a waiting one is its outcome's message."""
+    if not job.cancel_requested or (job.state in TERMINAL and job.state is not State.CANCELED):
+        return ""
+    return next((one.reason for one in reversed(reader.incidents(job.job_id)) if one.kind == "cancel_requested"), "")
 
 
 def _visible(job_id: str, job: Job | None, identity: Identity) -> Job:

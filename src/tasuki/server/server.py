@@ -49,6 +49,7 @@ BUSY_ITEMS = 32  # waiting items from which on throughput comes before the laten
 DRAFT_SOFT_BYTES = 64 * 1024 * 1024
 DRAFT_SOFT_ITEMS = 20_000  # past this the doors stop reading until the store has caught up
 DOWNLOADS_AT_ONCE = 4  # of one connection: each holds a descriptor and a chunk
+FAILURE_LOG_S = 60.0
 STOP_TIMEOUT_S = 3.0  # for a store that cannot write: what workers reported and we never recorded, they keep
 
 
@@ -99,6 +100,7 @@ class Server:
         self._late = PerConnectionQueue(self._send_late, self._tasks.spawn, at_once=1)
         self._idle = asyncio.Event()
         self._stopping = False
+        self._failure, self._failure_at = "", 0.0
         self.on_last_client: Callable[[], None] = lambda: None
         self.on_turn: Callable[[Turn, Answers], None] = lambda turn, answers: None
 
@@ -271,9 +273,11 @@ class Server:
         self._busy = False
         self._fault("turn.before_answers")
         event: events.Event = events.TurnDone(turn, answers) if isinstance(answers, Answers) else events.TurnFailed(turn, answers)
-        if isinstance(event, events.TurnDone):
-            self.on_turn(event.turn, event.answers)
-            for lost in event.answers.reap:
+        if isinstance(answers, TasukiError):
+            self._log_failure(answers)
+        else:
+            self.on_turn(turn, answers)
+            for lost in answers.reap:
                 text = f"the lease of attempt {lost.attempt} is over: {lost.reason}"
                 self.refusals.write(f"worker {lost.worker_id}", "LEASE_LOST", text, lost.job_id)
         commands = self.broker.apply(event, self.now())
@@ -290,6 +294,13 @@ class Server:
         self._fault("turn.answered")
         if not self._busy:
             self._idle.set()
+
+    def _log_failure(self, error: TasukiError) -> None:
+        """Log why a turn failed: peers are told less. The same cause, which comes with every try, once in an interval."""
+        text, now_s = f"{error.code}: {error.message}", self.now().monotonic
+        if text != self._failure or now_s - self._failure_at > FAILURE_LOG_S:
+            self._failure, self._failure_at = text, now_s
+            logger.warning("a turn of the store failed: %s", text)
 
     def _apply(self, event: events.Event) -> None:
         if commands := self.broker.apply(event, self.now()):

@@ -83,13 +83,47 @@ def test_a_renewal_tells_how_long_the_lease_goes_on(stage: Stage, worker: Worker
 def test_a_renewal_tells_of_a_cancel_and_the_worker_reports_it(stage: Stage, worker: Worker) -> None:
     job_id = stage.submit()
     leased = worker.take(job_id)
-    stage.post(f"/v1/jobs/{job_id}/cancel", {"reason": "no longer needed"})
+    canceled = stage.post(f"/calc/zpe/jobs/{job_id}/cancel", {"reason": "no longer needed"}).json()
 
     renewed = worker.renew(leased).json()
     worker.fail(leased, error_code="CANCELED", error_message="stopped")
 
+    assert canceled == {"job_id": job_id, "status": "running", "requested": True}
     assert renewed["cancel"] is True
-    assert stage.status(job_id)["status"] == "canceled"
+    assert (stage.status(job_id)["status"], stage.status(job_id)["detail"]) == ("canceled", "no longer needed; stopped")
+
+
+def test_a_waiting_job_is_canceled_at_once_and_only_by_those_who_see_it(stage: Stage, worker: Worker) -> None:
+    job_id = stage.submit()
+
+    refused = [
+        stage.post(f"/calc/other/jobs/{job_id}/cancel", {}),
+        stage.post(f"/calc/zpe/jobs/{job_id}/cancel", {}, stage.create_token("client")),
+    ]
+    answer = stage.post(f"/calc/zpe/jobs/{job_id}/cancel", {"reason": "a typing error"}).json()
+
+    assert [code(one) for one in refused] == [(404, "NOT_FOUND")] * 2
+    assert answer == {"job_id": job_id, "status": "canceled", "requested": False}
+    assert stage.status(job_id)["detail"] == "a typing error"
+    assert worker.lease().status_code == 204
+
+
+def test_an_administrator_lists_the_workers_of_an_app_and_what_they_run(stage: Stage, worker: Worker) -> None:
+    job_id = stage.submit()
+    worker.take(job_id)
+    silent = stage.register(label="lab PC 3")
+    foreign = stage.register("other")
+
+    listed = stage.get("/calc/zpe/compute/servers", stage.admin).json()["servers"]
+
+    found = {one["worker_id"]: one for one in listed}
+    assert found[worker.worker_id]["connected"] is True
+    assert found[worker.worker_id]["job_ids"] == [job_id]
+    assert (found[silent.worker_id]["label"], found[silent.worker_id]["connected"]) == ("lab PC 3", False)
+    assert foreign.worker_id not in found
+    stage.call("DELETE", f"/calc/zpe/compute/servers/{silent.worker_id}", stage.admin)
+    left = stage.get("/calc/zpe/compute/servers", stage.admin).json()["servers"]
+    assert silent.worker_id not in {one["worker_id"] for one in left}
 
 
 def test_a_failure_is_tried_again_later(stage: Stage, worker: Worker) -> None:

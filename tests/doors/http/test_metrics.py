@@ -28,6 +28,8 @@ from tasuki.core.store_messages import (
 )
 from tasuki.doors.http.metrics import GROUPS_MAX, OTHER_GROUPS, REMEMBERED_MAX, UNKNOWN_GROUP, JobMetrics, bounded
 from tests.doors.http.stage import Stage, Worker
+from tests.support.redis_service import RedisService
+from tests.support.waiting import until
 
 DEPLOY = Path(__file__).parents[3] / "deploy" / "grafana"
 
@@ -276,3 +278,33 @@ def test_the_scrape_config_names_a_file_for_the_token() -> None:
 
     assert "credentials_file: " in text
     assert "credentials: " not in text
+
+
+def test_a_scraper_that_was_let_in_before_is_answered_while_the_store_is_away(tmp_path: Path) -> None:
+    with RedisService() as service, Stage(tmp_path, store=service.url()) as stage:
+        at_work = stage.get("/metrics", stage.admin).text
+        token_id, revoked = stage.create_named_token("admin")
+        before = stage.get("/metrics", revoked).status_code
+        stage.revoke_token(token_id)
+        after = stage.get("/metrics", revoked).status_code
+
+        service.stop()
+        away = stage.get("/metrics", stage.admin)
+        refused = [stage.get("/metrics", token).status_code for token in (revoked, stage.client, "tsk_a_unknown")]
+        others = stage.get("/v1/stats", stage.admin).status_code
+
+        service.start()
+
+        def is_up() -> bool:
+            return value(stage.get("/metrics", stage.admin).text, "tasuki_up ") == 1
+
+        until(is_up, what="the store is back")
+
+    assert value(at_work, "tasuki_up ") == 1
+    assert away.status_code == 200, away.text
+    assert "tasuki_up 0.0" in away.text
+    assert "tasuki_http_requests_total" in away.text
+    assert "tasuki_jobs{" not in away.text, "they are counted in the store"
+    assert (before, after) == (200, 403)
+    assert refused == [503, 503, 503]
+    assert others == 503

@@ -95,8 +95,22 @@ def another_method(stage: Stage, worker: Worker) -> httpx.Response:
 
 
 def large_payload(stage: Stage, worker: Worker) -> httpx.Response:
-    """A payload is part of a job's row; what is larger belongs into a blob, or behind a URL."""
-    return stage.post("/calc/zpe/jobs", {"text": "x" * 64 * 1024})
+    """A payload is part of a job's row; what is larger belongs behind a URL: an app's client cannot upload blobs."""
+    answer = stage.post("/calc/zpe/jobs", {"text": "x" * 64 * 1024})
+    assert "send its name" in answer.json()["error"]["message"]
+    return answer
+
+
+def job_without_a_body(stage: Stage, worker: Worker) -> httpx.Response:
+    """As `curl -d @missing.json` sends it."""
+    assert stage.call("POST", "/v1/jobs", stage.client, content=b"").status_code == 400
+    return stage.call("POST", "/calc/zpe/jobs", stage.client, content=b"")
+
+
+def enrolment_of_an_id_that_no_worker_can_have(stage: Stage, worker: Worker) -> httpx.Response:
+    """It could never lease: the last token of a subject may name a worker."""
+    assert stage.post("/calc/zpe/compute/enroll-tokens", {"worker_id": "default"}, stage.admin).status_code == 400
+    return stage.post("/calc/zpe/compute/enroll-tokens", {"worker_id": "my.lab"}, stage.admin)
 
 
 def large_payload_of_a_batch(stage: Stage, worker: Worker) -> httpx.Response:
@@ -127,6 +141,8 @@ CASES: list[tuple[int, str, Case]] = [
     (204, "", lease_of_nothing),
     (400, "INVALID_PAYLOAD", result_without_a_field),
     (400, "INVALID_PAYLOAD", what_the_framework_cannot_read),
+    (400, "INVALID_PAYLOAD", job_without_a_body),
+    (400, "INVALID_PAYLOAD", enrolment_of_an_id_that_no_worker_can_have),
     (401, "UNAUTHORIZED", unknown_token),
     (401, "UNAUTHORIZED", expired_token),
     (403, "FORBIDDEN", token_without_the_right),

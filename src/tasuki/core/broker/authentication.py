@@ -19,8 +19,8 @@ from typing import Any
 import msgspec
 from msgspec.structs import asdict, replace
 
-from tasuki.core import protocol
-from tasuki.core.access import ENROL_TOKEN_S, TOKEN_PREFIXES, WORKER_TOKEN_S, Identity, PeerKind, covers, identify, token_sha256
+from tasuki.core import access, protocol
+from tasuki.core.access import ENROL_TOKEN_S, TOKEN_PREFIXES, WORKER_TOKEN_S, Identity, PeerKind
 from tasuki.core.address import parse_url
 from tasuki.core.broker.events import Command
 from tasuki.core.broker.state import BrokerState, ClientSession, Session, TransferSession, TurnEffects, WorkerSession, ignore
@@ -28,7 +28,7 @@ from tasuki.core.job import TIME_END, check_name, is_sha256
 from tasuki.core.lifecycle import LEASE_MARGIN_S, LEASE_TTL_RANGE_S
 from tasuki.core.machine import Now, Peer, Send
 from tasuki.core.store_messages import LeaseHolder, TokenRow
-from tasuki.core.subject import DEFAULT_PATTERN, DEFAULT_SUBJECT
+from tasuki.core.subject import DEFAULT_PATTERN
 from tasuki.errors import Forbidden, InvalidInput, NotFound, ProtocolError, TasukiError, Unauthorized, VersionMismatch, discreet
 
 IDLE_TIMEOUT_S = 60.0  # a client that says nothing for so long is gone; it beats every third of it
@@ -69,7 +69,7 @@ def hello(state: BrokerState, session: Session, message: protocol.Message, now: 
         if conn not in state.sessions:
             return
         try:
-            identity = identify(rows[0], effects.now.wall)
+            identity = access.identify(rows[0], effects.now.wall)
             if isinstance(hello, protocol.HelloWorker) and identity.kind is PeerKind.WORKER and not identity.worker_id:
                 state.builder.ask("tokens", [None], partial(unbound, identity), failed)
                 return
@@ -92,7 +92,7 @@ def hello(state: BrokerState, session: Session, message: protocol.Message, now: 
     def failed(error: TasukiError, effects: TurnEffects) -> None:
         effects.commands += state.hang_up(conn, discreet(error))
 
-    state.builder.ask("token", [token_sha256(message.token)], known, failed)
+    state.builder.ask("token", [access.token_sha256(message.token)], known, failed)
     return []
 
 
@@ -175,10 +175,7 @@ def _check_worker(hello: protocol.HelloWorker, identity: Identity) -> None:
 
 def _new_worker(state: BrokerState, common: dict[str, Any], hello: protocol.HelloWorker, identity: Identity) -> WorkerSession:
     _check_worker(hello, identity)
-    if "." in hello.worker_id:
-        raise InvalidInput(f"worker_id {hello.worker_id!r} may not contain a dot: it can be the last token of a subject")
-    if hello.worker_id == DEFAULT_SUBJECT.rpartition(".")[2] or hello.worker_id in state.config.apps:
-        raise InvalidInput(f"worker_id {hello.worker_id!r} ends the subject of jobs that are for any worker; choose another one")
+    access.check_worker_id(hello.worker_id, state.config.apps)
     _check_owner(state, identity, hello.worker_id)
     patterns = checked_patterns(identity, hello.patterns or (DEFAULT_PATTERN,))
     config = state.config
@@ -234,7 +231,7 @@ def _check_owner(state: BrokerState, identity: Identity, worker_id: str) -> None
 
 
 def _create_token(state: BrokerState, conn: int, request: protocol.Request, identity: Identity, now: Now) -> None:
-    row = _checked_row(request, identity, now.wall)
+    row = _checked_row(state, request, identity, now.wall)
 
     def created(added: Sequence[bool], effects: TurnEffects) -> None:
         answer = {"token_id": row.token_id} if added[0] else _id_is_taken(row.token_id)
@@ -243,7 +240,7 @@ def _create_token(state: BrokerState, conn: int, request: protocol.Request, iden
     state.builder.ask("add_token", [row], created, partial(state.tell_failure, conn, request.msg_id))
 
 
-def _checked_row(request: protocol.Request, identity: Identity, now_wall: float) -> TokenRow:
+def _checked_row(state: BrokerState, request: protocol.Request, identity: Identity, now_wall: float) -> TokenRow:
     try:
         row = msgspec.convert(request.params, TokenRow)
     except msgspec.ValidationError as error:
@@ -257,7 +254,7 @@ def _checked_row(request: protocol.Request, identity: Identity, now_wall: float)
         raise InvalidInput(f"an enrol token is valid for at most {ENROL_TOKEN_S / 60:g} minutes; give it an expires_at")
     _check_new_token(request, row.token_id, row.sha256)
     if row.worker_id:
-        check_name(row.worker_id, "worker_id")
+        access.check_worker_id(row.worker_id, state.config.apps)
     identity.check_patterns(row.scope)
     return replace(row, created_at=now_wall, created_by=identity.name, revoked_at=None, revoked_by="")
 
@@ -359,6 +356,8 @@ def _register(state: BrokerState, conn: int, request: protocol.Request, identity
         old = _tokens_of(lists[0], worker_id)  # they are good no longer
         _revoke_all(state, old, identity.name)
         row = _worker_row(token, worker_id, identity, effects.now)
+        if not row.label:
+            row = replace(row, label=next((one.label for one in lists[0] if one.token_id == identity.token_id), ""))
         _add_token(state, session, request, row, old, [True])
 
     session.token_exchanges += 1
@@ -469,12 +468,12 @@ def _revoke_all(state: BrokerState, token_ids: Sequence[str], actor: str) -> Non
 
 def _tokens_of(rows: Sequence[TokenRow], worker_id: str, subject: str = "") -> tuple[str, ...]:
     """Return the ids of a worker's tokens, for the subject if one is given, that nobody revoked here: in Redis others may."""
-
-    def covers_subject(scope: tuple[str, ...]) -> bool:
-        return not subject or not scope or any(covers(pattern, subject) for pattern in scope)
-
     bound = (PeerKind.WORKER, worker_id, "")
-    return tuple(row.token_id for row in rows if (row.kind, row.worker_id, row.revoked_by) == bound and covers_subject(row.scope))
+    return tuple(
+        row.token_id
+        for row in rows
+        if (row.kind, row.worker_id, row.revoked_by) == bound and (not subject or access.in_scope(row.scope, subject))
+    )
 
 
 REQUESTS: dict[str, Callable[[BrokerState, int, protocol.Request, Identity], None]] = {

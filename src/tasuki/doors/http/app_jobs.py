@@ -8,10 +8,11 @@ import msgspec
 from msgspec import Meta
 
 from tasuki.core.apps import WORDS, result_of, template_of
-from tasuki.core.job import JobSpec
+from tasuki.core.job import BODY_INLINE_MAX_BYTES, JobSpec
 from tasuki.doors.http.context import RequestContext, detail_of, iso
 from tasuki.doors.http.exchange import BATCH_MAX, Error, JobId, error_of, whole_number
-from tasuki.doors.http.virtual_connection import TokenConnection
+from tasuki.doors.http.v1 import ReasonBody
+from tasuki.doors.http.virtual_connection import SubmitAnswer, TokenConnection
 from tasuki.errors import NoResult, NotFinished, TasukiError, TooLarge
 
 RESULT_MAX_BYTES = 64 * 1024 * 1024  # of a document that is decoded here; results of /v1 are streamed
@@ -74,10 +75,18 @@ async def _submit(context: RequestContext, specs: list[JobSpec]) -> list[AppAcce
     context.http.metrics.submitted(len(specs))
     async with context.client() as client:
         answers = await client.submit(specs)
-    return [
-        one if isinstance(one, TasukiError) else AppAccepted(spec.job_id, WORDS[one.state] if one is not None else "queued")
-        for spec, one in zip(specs, answers, strict=True)
-    ]
+    return [_accepted(spec, answer) for spec, answer in zip(specs, answers, strict=True)]
+
+
+def _accepted(spec: JobSpec, answer: SubmitAnswer) -> AppAccepted | TasukiError:
+    if isinstance(answer, TooLarge):
+        return TooLarge(
+            f"the payload has {len(spec.payload)} bytes, the limit is {BODY_INLINE_MAX_BYTES}; "
+            "keep what is larger where the workers can fetch it, and send its name"
+        )
+    if isinstance(answer, TasukiError):
+        return answer
+    return AppAccepted(spec.job_id, WORDS[answer.state] if answer is not None else "queued")
 
 
 class AppStatus(msgspec.Struct, kw_only=True):
@@ -105,6 +114,22 @@ async def status(context: RequestContext) -> AppStatus:
         updated_at=iso(max(view[name] or 0.0 for name in ("created_at", "assigned_at", "started_at", "finished_at"))),
         retry_count=view["failures"] + view["losses"],
     )
+
+
+class AppCanceled(msgspec.Struct):
+    """The state of the job. `requested`: it runs, and ends when its worker has heard of it, or when its lease ends."""
+
+    job_id: str
+    status: str
+    requested: bool
+
+
+async def cancel(context: RequestContext, body: ReasonBody) -> AppCanceled:
+    """Cancel a job. One that has ended stays as it is."""
+    async with context.client() as client:
+        await client.view(context.job_id, subject=context.subject)
+        answer = (await client.cancel([context.job_id], body.reason))[context.job_id]
+    return AppCanceled(context.job_id, WORDS[answer["state"]], answer["requested"])
 
 
 class AppResult(msgspec.Struct, kw_only=True):

@@ -11,7 +11,7 @@ from msgspec import Meta
 from msgspec.structs import replace
 from starlette.responses import Response
 
-from tasuki.core.access import ENROL_TOKEN_S, token_sha256
+from tasuki.core.access import ENROL_TOKEN_S, PeerKind, in_scope, token_sha256
 from tasuki.core.apps import WORDS, json_or_base64, outcome_of
 from tasuki.core.job import LEASED, Job, JobSpec, Outcome, State
 from tasuki.core.protocol import ERROR_CODE_MAX_CHARS, Claim, check_outcome
@@ -22,6 +22,7 @@ from tasuki.doors.http.workers import claim_of, shown_lease_id
 from tasuki.errors import Fenced, Forbidden, NotFound, ResultConflict, TasukiError
 from tasuki.server.assembly import make_secret
 
+LISTED_JOBS_MAX = 1000
 TRACEBACK_MAX_CHARS = 8 * 1024
 LeaseId = Annotated[str, Meta(min_length=1, max_length=200)]
 Label = Annotated[str, Meta(max_length=200)]
@@ -120,6 +121,54 @@ async def rotate(context: RequestContext) -> WorkerRegistered:
     with context.worker() as worker:
         token = await worker.rotate(context.caller, token_id, token_sha256(secret))
     return _registered(secret, token)
+
+
+class EnrolledWorker(msgspec.Struct, kw_only=True):
+    """A worker with a valid token for this app."""
+
+    worker_id: str
+    label: str
+    token_id: str
+    registered_at: str
+    """When it got its present token, by registration or rotation."""
+    expires_at: str | None
+    connected: bool
+    """A server heard of it within a lease's lifetime."""
+    job_ids: list[str]
+    """The jobs that it has now."""
+
+
+class EnrolledWorkers(msgspec.Struct):
+    """The workers of an app."""
+
+    servers: list[EnrolledWorker]
+
+
+async def list_workers(context: RequestContext) -> EnrolledWorkers:
+    """List the workers of this app, and the jobs that they have. For administrators."""
+    subject, now = context.subject, context.http.server.now().wall
+    async with context.client() as client:
+        tokens = await client.request("token.list")
+        connected = {worker["worker_id"] for worker in await client.request("workers")}
+        found = await client.request("find", subject=subject, states=list(LEASED), limit=LISTED_JOBS_MAX)
+    jobs: dict[str, list[str]] = {}
+    for job in found["jobs"]:
+        jobs.setdefault(job["assigned_worker_id"], []).append(job["job_id"])
+    workers = {
+        token["worker_id"]: EnrolledWorker(
+            worker_id=token["worker_id"],
+            label=token["label"],
+            token_id=token["token_id"],
+            registered_at=iso(token["created_at"]),
+            expires_at=None if token["expires_at"] is None else iso(token["expires_at"]),
+            connected=token["worker_id"] in connected,
+            job_ids=jobs.get(token["worker_id"], []),
+        )
+        for token in sorted(tokens, key=lambda token: token["created_at"])
+        if token["kind"] == PeerKind.WORKER and token["worker_id"] and token["revoked_at"] is None
+        if (token["expires_at"] or now) >= now and in_scope(token["scope"], subject)
+    }
+    return EnrolledWorkers(list(workers.values()))
 
 
 class WorkerRevoked(msgspec.Struct):

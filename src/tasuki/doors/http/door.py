@@ -29,7 +29,16 @@ from tasuki.doors.http.virtual_connection import Clients
 from tasuki.doors.http.worker_sessions import WorkerSessions
 from tasuki.doors.http.workers import Workers
 from tasuki.doors.listening import Connections, bound
-from tasuki.errors import InternalError, NotFound, Overloaded, TasukiError, TooManyRequests, Unauthorized, Unavailable
+from tasuki.errors import (
+    InternalError,
+    InvalidInput,
+    NotFound,
+    Overloaded,
+    TasukiError,
+    TooManyRequests,
+    Unauthorized,
+    Unavailable,
+)
 from tasuki.server.server import Server
 
 logger = logging.getLogger("tasuki.http")
@@ -141,7 +150,8 @@ class HttpDoor:
         if not route.kinds:
             return _encoded(await route.handle(self._http))
         exchange.check_site(request, self._http.config.host_names, loopback=self._loopback)
-        caller = await self._authenticator.admit(request, route.kinds)
+        admit = self._authenticator.admit_without_store if route.without_store else self._authenticator.admit
+        caller = await admit(request, route.kinds)
         app = request.path_params.get("app")
         if app is not None and app not in self._http.config.apps:
             raise NotFound(f"there is no app {app[:64]!r} here")
@@ -173,6 +183,8 @@ class HttpDoor:
 
 
 def _decoded(route: Route, body: bytes) -> Any:
+    if route.needs_body and not body:
+        raise InvalidInput('the body is empty; send the job as a JSON object, and an empty one as "{}"')
     if route.batch is not None and "jobs" in exchange.decode(body, dict[str, msgspec.Raw]):
         return exchange.decode(body, route.batch)
     return exchange.decode(body, route.body)

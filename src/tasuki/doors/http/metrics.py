@@ -218,8 +218,8 @@ class Metrics:
         self._reported.labels(app, what, "recorded").inc(recorded)
         self._reported.labels(app, what, "fenced").inc(fenced)
 
-    def text(self, counts: Mapping[str, GroupCounts], broker: Broker) -> bytes:
-        """Return the page, with the present values of store and server."""
+    def text(self, counts: Mapping[str, GroupCounts] | None, broker: Broker) -> bytes:
+        """Return the page, with the present values of store and server; `counts` is None if the store did not tell them."""
         now = CollectorRegistry()
         now.register(_Now(counts, broker))
         return generate_latest(now) + generate_latest(self._registry)
@@ -228,14 +228,14 @@ class Metrics:
 class _Now(Collector):
     """The present values of the store's counters, the workers and the server."""
 
-    def __init__(self, counts: Mapping[str, GroupCounts], broker: Broker) -> None:
+    def __init__(self, counts: Mapping[str, GroupCounts] | None, broker: Broker) -> None:
         self._counts, self._broker = counts, broker
 
     def collect(self) -> Iterable[GaugeMetricFamily]:
         jobs = GaugeMetricFamily(
             "tasuki_jobs", "Jobs that are kept, by group and state; active: leased.", labels=("group", "state")
         )
-        for (group, state), count in bounded(self._counts).items():
+        for (group, state), count in bounded(self._counts or {}).items():
             jobs.add_metric((group, state), count)
         yield jobs
         workers = self._broker.describe_workers()
@@ -244,7 +244,8 @@ class _Now(Collector):
             yield GaugeMetricFamily(f"tasuki_workers_{name}", text, sum(int(str(worker[name])) for worker in workers))
         yield GaugeMetricFamily("tasuki_leader", "1 at the server that is the leader.", bool(self._broker.epoch))
         problem = self._broker.store_problem or self._broker.disk_problem
-        yield GaugeMetricFamily("tasuki_up", "1 if the store took the last turn and there is room for jobs.", not problem)
+        is_up = self._counts is not None and not problem
+        yield GaugeMetricFamily("tasuki_up", "1 if the store took the last turn and there is room for jobs.", is_up)
 
 
 def bounded(counts: Mapping[str, GroupCounts]) -> dict[tuple[str, str], int]:

@@ -76,7 +76,9 @@ def _operation(route: Route) -> dict[str, Any]:
 
 
 def _is_required(route: Route) -> bool:
-    """Return if the body has required fields; an empty body stands for {}."""
+    """Return if an empty body is refused, also because it stands for {} and there are required fields."""
+    if route.needs_body:
+        return True
     fields = getattr(route.body, "__struct_fields__", ())
     return bool(len(fields) - len(getattr(route.body, "__struct_defaults__", ())))
 

@@ -35,12 +35,16 @@ class Route(msgspec.Struct, frozen=True, kw_only=True):
     kinds: frozenset[PeerKind] = frozenset()
     body: Any = None
     """The type of a JSON body."""
+    needs_body: bool = False
+    """An empty body is refused; elsewhere it stands for {}."""
     batch: Any = None
     """The type of a JSON body with the field `jobs`."""
     answers: tuple[Any, ...] = ()
     """The types of JSON answers."""
     content: str = ""
     """The media type of a body that is bytes."""
+    without_store: bool = False
+    """`handle` has an answer also while the store is away."""
     streamed: bool = False
     """`handle` reads the body itself, which may be larger than any other."""
     empty: bool = False
@@ -100,14 +104,17 @@ ROUTES: tuple[Route, ...] = (
     _post(
         _JOBS,
         app_jobs.submit_one,
+        needs_body=True,
         errors=(404, 409),
         query=(("job_id", _TEXT, "Your own id."), ("priority", _number("integer", 0, 9), "Higher first.")),
     ),
     _post(_JOBS + "/batch", app_jobs.submit_many, errors=(404,)),
     _get(_JOBS + "/{job_id}", app_jobs.status),
+    _post(_JOBS + "/{job_id}/cancel", app_jobs.cancel, errors=(404,)),
     _get(_JOBS + "/{job_id}/result", app_jobs.result, errors=(404, 409), query=(_WAIT,)),
     # -- an app's workers
     _post(_COMPUTE + "/enroll-tokens", app_workers.enroll_token, kinds=ADMINS, errors=(404,)),
+    _get(_COMPUTE + "/servers", app_workers.list_workers, kinds=ADMINS),
     _post(_COMPUTE + "/servers/register", app_workers.register, kinds=ENROLLERS, errors=(404,)),
     _post(_COMPUTE + "/servers/{worker_id}/rotate", app_workers.rotate, kinds=WORKERS, errors=(404,)),
     _route("DELETE", _COMPUTE + "/servers/{worker_id}", app_workers.revoke, kinds=ADMINS, errors=(404,)),
@@ -122,7 +129,7 @@ ROUTES: tuple[Route, ...] = (
     _post("/v1/workers/register", app_workers.register_worker, kinds=ENROLLERS),
     _get("/v1/workers/self", app_workers.describe_self, kinds=WORKERS, errors=()),
     # -- the general client API
-    _post("/v1/jobs", v1.submit_jobs, errors=(404, 409)),
+    _post("/v1/jobs", v1.submit_jobs, needs_body=True, errors=(404, 409)),
     _get(
         "/v1/jobs",
         v1.list_jobs,
@@ -185,5 +192,5 @@ ROUTES: tuple[Route, ...] = (
     _post(_BLOB + "/download", blobs.download, kinds=BLOB_USERS, errors=(404,), query=_WORKER),
     _post(_BLOB + "/upload", blobs.upload, kinds=BLOB_USERS, query=_WORKER),
     _post(_BLOB + "/commit", blobs.commit, kinds=BLOB_USERS, query=_WORKER),
-    _get("/metrics", v1.scrape, kinds=ADMINS, media_types=("text/plain",), errors=()),
+    _get("/metrics", v1.scrape, kinds=ADMINS, without_store=True, media_types=("text/plain",), errors=()),
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from typing import Annotated, Any
 
 import msgspec
@@ -13,13 +13,12 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from starlette.responses import Response, StreamingResponse
 
 from tasuki.core.job import TERMINAL, InputFile, JobSpec, State
-from tasuki.doors.http.context import HttpContext, RequestContext, detail_of
+from tasuki.doors.http.context import STORE_TIMEOUT_S, HttpContext, RequestContext, detail_of
 from tasuki.doors.http.exchange import BATCH_MAX, Error, JobId, error_of, number, whole_number
 from tasuki.errors import InvalidInput, NoResult, NotFinished, TasukiError, Unavailable
 
 LOG_WAIT_MAX_S = 25.0
 OFFSET_MAX = 2**53
-STORE_TIMEOUT_S = 2.0
 ZIP_MAGIC = b"PK\x03\x04"
 FILTERS = ("state", "subject", "array_id", "worker_id", "text", "cursor")
 
@@ -293,7 +292,10 @@ async def readyz(http: HttpContext) -> Health:
 
 
 async def scrape(context: RequestContext) -> Response:
-    """Return metrics for Prometheus. For administrators."""
-    counts = await context.http.server.ask(lambda reader: reader.counts())
+    """Return metrics for Prometheus, without those of the store while it is away. For administrators."""
+    counts = None
+    with suppress(TimeoutError, Unavailable):
+        async with asyncio.timeout(STORE_TIMEOUT_S):
+            counts = await context.http.server.ask(lambda reader: reader.counts())
     text = context.http.metrics.text(counts, context.http.server.broker)
     return Response(text, 200, media_type=CONTENT_TYPE_LATEST)

@@ -59,10 +59,11 @@ function rules.after_loss(state, job, facts, worker_id)
     return disposition(state, 'cancel', 0, failures, losses, 'canceled; worker ' .. worker_id .. ' was lost')
   end
   losses = losses + 1
-  local what = string.format('worker %s was lost (loss %d of %d)', worker_id, losses, max_losses)
   if losses > max_losses then
-    return disposition(state, 'fail', 0, failures, losses, what .. '; no loss left')
+    local reason = string.format('worker %s was lost; no loss left of %d', worker_id, max_losses)
+    return disposition(state, 'fail', 0, failures, losses, reason)
   end
+  local what = string.format('worker %s was lost (loss %d of %d)', worker_id, losses, max_losses)
   if job.keep then
     return disposition(state, 'orphan', 0, failures, losses, what .. '; kept until the next grant')
   end
