@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,6 +17,7 @@ from tasuki.core.failover.events import (
     Fetch,
     Finish,
     GiveUp,
+    Notify,
     Post,
     Redirected,
     Refusal,
@@ -23,7 +28,7 @@ from tasuki.core.failover.events import (
     Uploaded,
     not_trusted,
 )
-from tasuki.core.failover.nodes import Capacity, NodeState
+from tasuki.core.failover.nodes import BreakerNote, Capacity, NodeState
 from tasuki.core.failover.plan import TRIES_MAX
 from tasuki.errors import Conflict, DeadlineExceeded, Forbidden, InvalidInput, JobFailed, TooLarge, Unauthorized, Unavailable
 from tests.core.failover_table import INPUT, A, B, C, Table
@@ -650,3 +655,70 @@ def test_every_plan_ends_in_time_and_keeps_its_rules(
 
     assert table.now - began <= 300.0 + 25.0
     assert len(table.all(Finish)) + len(table.all(GiveUp)) == 1
+
+
+# ---------------------------------------------------------------------------------------------------- the bound on requests
+
+
+def left_out_but_steady(**job: Any) -> Table:
+    table = Table([A], **job)
+    table.nodes.recall({A: BreakerNote(failures=1, good_checks=3, left_out_s=25.0, reason="no connection")}, table.now)
+    return table
+
+
+def posts_in(table: Table, seconds: float, answer: Callable[[], object]) -> int:
+    """Return how often the job is posted, if each post is answered like this at once."""
+    before, end = len(table.posted), table.now + seconds
+    while table.now < end:
+        if table.plan._runs:
+            answer()
+        else:
+            table.later(0.05)
+    return len(table.posted) - before
+
+
+def test_a_full_node_is_waited_for_also_while_its_breaker_is_open() -> None:
+    table = left_out_but_steady()
+    table.capacity[A] = Capacity(1, 1)
+
+    table.begin().later(20.0)
+
+    assert table.posted == []
+    assert [note.text for note in table.all(Notify)] == ["all nodes are full; waiting for a free slot"]
+    table.capacity[A] = Capacity(0, 1)
+    assert table.later(1.0).posted == [A]
+
+
+def test_a_node_that_is_full_whatever_it_reports_is_asked_with_growing_pauses() -> None:
+    for table in (Table([A]), left_out_but_steady()):
+        table.begin()
+        full = partial(table.refused, 503, "FULL", message="all slots are taken", retry_after_s=1.0)
+
+        first, later = posts_in(table, 10.0, full), posts_in(table, 40.0, full)
+
+        assert (first <= 5, later <= 10) == (True, True)
+        notes = [note.text for note in table.all(Notify)]
+        assert f"{A}: answered 503 FULL: all slots are taken" in notes
+        assert len(notes) <= 2
+
+
+def test_a_node_that_contradicts_itself_is_not_sent_upload_after_upload() -> None:
+    table = Table([A]).begin()
+
+    def contradict() -> None:
+        if table.all(Post)[-1].ticket in table.plan._runs:
+            table.refused(423, "RUNNING")
+        else:
+            table.later(0.15).told(A, "interrupted")
+
+    assert posts_in(table, 20.0, contradict) <= 10
+
+
+def test_nodes_that_say_the_same_are_named_together() -> None:
+    table = Table()
+    table.refusing = {A, B, C}
+
+    table.begin().later(6.0)
+
+    assert str(table.error).count("UNAUTHORIZED") == 1
+    assert f"{A}, {B}, {C}: answered 401" in str(table.error)

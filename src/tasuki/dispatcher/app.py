@@ -27,7 +27,7 @@ from tasuki.client.agents.node import JobView
 from tasuki.config import DISK_FLOOR_BYTES
 from tasuki.core.address import Address
 from tasuki.core.failover.agent_protocol import AgentState, IdDecision, check_input_hash, judge, only_running
-from tasuki.core.failover.nodes import NodeState, authoritative_node
+from tasuki.core.failover.nodes import authoritative_node
 from tasuki.core.failover.registry_records import result_location_of
 from tasuki.core.job import Job, check_job_id
 from tasuki.dispatcher.dispatch import Dispatch, nobody
@@ -197,11 +197,11 @@ class Dispatcher:
             raise self._dispatch.full(job_id)
 
     def _is_full(self, job_id: str) -> bool:
-        return all(line.standing is NodeState.FULL for line in self.pool.candidates(job_id))
+        return all(line.full for line in self.pool.candidates(job_id))
 
     def _redirected(self, job_id: str, sent: str | None, first: str | None) -> Response:
         """Redirect with 307, which keeps method and body; only to a node of this dispatcher, as the client sends it the token."""
-        node = first or next(line.node for line in self.pool.candidates(job_id) if line.standing is not NodeState.FULL)
+        node = first or next(line.node for line in self.pool.candidates(job_id) if not line.full)
         self.pool.nodes.taken(node)
         logger.info("job %s: redirected to %s", job_id, node)
         return _leads_to(node, f"/run/{quote(job_id)}" + (f"?input={sent}" if sent is not None else ""))

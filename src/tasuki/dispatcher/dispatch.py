@@ -27,7 +27,7 @@ from tasuki.client.agents.transfer import NodeRefused
 from tasuki.clocks import now
 from tasuki.core.failover import agent_protocol
 from tasuki.core.failover.agent_protocol import AgentState
-from tasuki.core.failover.events import LONGER_THAN_THE_JOB_S, TOKEN_STATUSES, RefusalMeaning, about, meaning_of
+from tasuki.core.failover.events import LONGER_THAN_THE_JOB_S, TOKEN_STATUSES, RefusalMeaning, answers_in_words, meaning_of
 from tasuki.core.failover.nodes import NodeState
 from tasuki.core.failover.plan import ODD_MAX, WATCH_S
 from tasuki.dispatcher.metrics import DispatcherMetrics
@@ -164,7 +164,7 @@ class Dispatch:
         if spent or len(refused) < len(words):
             return nobody(job_id, words, spent=spent)
         refusal = max((one.refusal for one in refused.values()), key=lambda refusal: refusal.status)
-        message = f"no node could run job {job_id}: {_in_words(words)}"
+        message = f"no node could run job {job_id}: {answers_in_words(words)}"
         retry = refusal.retry_after_s is not None
         return AgentRefusal(refusal.status, refusal.code or TooLarge.code, message, retry=retry, job_id=job_id, nodes=words)
 
@@ -308,9 +308,5 @@ class Dispatch:
 def nobody(job_id: str, answers: dict[str, str], *, spent: bool = False) -> AgentRefusal:
     """Return the refusal of a job to which no node gave an answer."""
     again = "; what was sent is not kept here, send it again" if spent else ""
-    message = f"no node could take job {job_id}{again}: {_in_words(answers)}"
+    message = f"no node could take job {job_id}{again}: {answers_in_words(answers)}"
     return AgentRefusal(503, Unavailable.code, message, retry=True, job_id=job_id, nodes=answers)
-
-
-def _in_words(answers: dict[str, str]) -> str:
-    return "; ".join(about(node, words) for node, words in answers.items())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from enum import Enum
 
 import msgspec
@@ -128,6 +129,14 @@ def error_of(refusal: Refusal, job_id: str, message: str) -> TasukiError:
 def about(node: str, words: str) -> str:
     """Return the words of a node with its name, unless they name it already. A redirect names another node."""
     return words if node in words and not words.startswith("answered ") else f"{node}: {words}"
+
+
+def answers_in_words(answers: Mapping[str, str]) -> str:
+    """Return the answers of several nodes as text; nodes that answered the same stand together."""
+    nodes_by_words: dict[str, list[str]] = {}
+    for node, words in answers.items():
+        nodes_by_words.setdefault(words, []).append(node)
+    return "; ".join(about(", ".join(nodes), words) for words, nodes in nodes_by_words.items())
 
 
 class JobEnded(msgspec.Struct, frozen=True):

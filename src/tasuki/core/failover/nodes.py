@@ -191,6 +191,8 @@ class Ranked(msgspec.Struct, frozen=True):
     """Free slots, less the jobs that this client sent since the last check."""
     refusal: Refusal | None = None
     """The node refuses our token, or its certificate is not trusted."""
+    full: bool = False
+    """All its slots are taken, whatever its breaker says."""
 
     def view(self) -> dict[str, object]:
         """Return the node as data for `tasuki nodes --json` and `/nodes` of a dispatcher."""
@@ -235,9 +237,10 @@ class _Node:
             return NodeState.UNKNOWN
         if not self.well:
             return NodeState.UNWELL
-        if now < self.full_until or (self.free is not None and self.free <= 0):
-            return NodeState.FULL
-        return NodeState.FREE
+        return NodeState.FULL if self.is_full(now) else NodeState.FREE
+
+    def is_full(self, now: float) -> bool:
+        return now < self.full_until or (self.free is not None and self.free <= 0)
 
     def place(self, now: float) -> tuple[int, bool, int, float]:
         """Return the sort key; smaller is better. A node that does not report its capacity comes after those that do."""
@@ -338,15 +341,17 @@ class Nodes:
         return [self._ranked(node, now) for node in sorted(self._nodes.values(), key=lambda node: node.place(now))]
 
     def _ranked(self, node: _Node, now: float) -> Ranked:
+        standing = node.standing(now)
         return Ranked(
             node=node.name,
-            standing=node.standing(now),
+            standing=standing,
             running=node.capacity.running if node.capacity else None,
             limit=node.capacity.limit if node.capacity else None,
             breaker=node.breaker.state(now),
             good_checks=node.breaker.good_checks,
             left_out_s=node.breaker.left_out_s(now),
             steady=node.breaker.steady and node.well is True,
+            full=standing in (NodeState.FULL, NodeState.LEFT_OUT) and node.is_full(now),
             last_answer=node.last_answer,
             free=node.free,
             refusal=node.refusal,

@@ -7,10 +7,10 @@ Otherwise the job is posted to the first node of the ranking, and the response i
 A request that is lost, or answered without an outcome, goes to the next node at once. While a request waits, its node is asked
 for the status of the job: that gives the progress, and a node that is silent for `silent_s` (frozen, unplugged) is treated like
 one that hung up. A program's failure is an outcome, and final. A time limit is an outcome that another node may improve. 423
-means that the job runs there; it is followed. Full nodes are waited for. A node that cannot run this very job (it lacks the
-program, the space or the token) is not tried again for it, and keeps its rank for other jobs. With `hedge_s`, a job without an
-answer after that time goes to a second node as well. The first result wins, and every other run is canceled; a job that has ended
-is not removed, as it may be the same result seen through another dispatcher.
+means that the job runs there; it is followed. Full nodes are waited for, with growing pauses, whatever their breakers say. A node
+that cannot run this very job (it lacks the program, the space or the token) is not tried again for it, and keeps its rank for
+other jobs. With `hedge_s`, a job without an answer after that time goes to a second node as well. The first result wins, and
+every other run is canceled; a job that has ended is not removed, as it may be the same result seen through another dispatcher.
 
 A dispatcher is a node like any other. If it redirects to a node that fails, the dispatcher is asked again and not blamed.
 
@@ -34,9 +34,10 @@ FOLLOW_MAX_S = 2.0  # the longest pause between two questions; FOLLOW_FIRST_S is
 LOOK_AGAIN_S = 0.25  # while no node is well
 LOOK_FULL_S = 0.5  # while all healthy nodes are full
 REFRESH_S = 5.0  # during a run: the next node should be known when it is needed
-FULL_PAUSE_MAX_S = 2.0
+FULL_PAUSE_MAX_S = 2.0  # the longest first pause that a full node may ask for
 LED_PAUSE_S = 0.5  # longer each time a dispatcher redirects to a node that fails; most deaths it notices by itself
 UNKNOWN_PAUSE_S = 1.0  # after a node reported "running", and then did not know the job
+PAUSE_MAX_S = 4.0  # of pauses that double from the first one
 TRIES_MAX = 5  # of one node, without an outcome: bounds the uploads to a healthy node that never answers
 ODD_MAX = 3  # answers in a row that do not fit a waiting request: its connection is dead
 
@@ -62,6 +63,11 @@ class FailoverPlan:
         self._done_with: set[str] = set()
         self._not_here: dict[str, Refusal] = {}
         self._paused_until: dict[str, float] = {}
+        self._pauses: dict[str, int] = {}
+        """Number of pauses of each node."""
+        self._notes: dict[str, str] = {}
+        """Last note of each node that would be repeated; "" is that all of them are full."""
+        self._posted_to = ""
         self._left: set[str] = set()
         """Nodes that may still run the job, though the plan turned to others."""
         self._late: tuple[str, JobEnded] | None = None
@@ -198,15 +204,18 @@ class FailoverPlan:
         if meaning is RefusalMeaning.FAILED and not is_gone:
             return self._lost(run, refusal.words(), now)
         del self._runs[run.ticket]
+        if is_gone:
+            self._pause(run.node, 0.0, now)
         match meaning:
             case RefusalMeaning.RUNNING:
                 words = f"{run.where}: the job runs there already"
                 return [events.Notify(words), *self._start(run.node, RequestKind.FOLLOW, now)]
-            case RefusalMeaning.FULL if run.led_to:
-                self._paused_until[run.node] = now + LED_PAUSE_S
             case RefusalMeaning.FULL:
                 pause_s = min(FULL_PAUSE_MAX_S, max(LOOK_AGAIN_S, refusal.retry_after_s or 0.0))
-                self._nodes.full(run.node, refusal.words(), pause_s, now)
+                self._pause(run.node, LED_PAUSE_S if run.led_to else pause_s, now)
+                if not run.led_to:
+                    self._nodes.full(run.node, refusal.words(), pause_s, now)
+                return self._note_once(run.node, events.about(run.where, refusal.words()))
             case RefusalMeaning.TIMED_OUT:
                 ended = JobEnded("timed_out", refusal.exit_code, refusal.error_code or "TIMED_OUT", refusal.message)
                 return self._timed_out(run, ended, now)
@@ -229,6 +238,19 @@ class FailoverPlan:
                 self._verdict = events.error_of(refusal, self._job.job_id, f"{run.where} {refusal.words()}")
                 return [] if self._runs else self._give_up(self._verdict)
         return []
+
+    def _pause(self, node: str, first_s: float, now: float) -> None:
+        """Do not send the job to a node for a while, each time longer; with `first_s` 0 from the second time on. So neither a
+        full node nor one that contradicts itself is sent upload after upload."""
+        count = self._pauses[node] = self._pauses.get(node, 0) + 1
+        base_s = first_s or (LOOK_AGAIN_S if count > 1 else 0.0)
+        self._paused_until[node] = now + min(PAUSE_MAX_S, base_s * 2.0 ** min(count - 1, 10))
+
+    def _note_once(self, node: str, text: str) -> list[Command]:
+        if self._notes.get(node) == text:
+            return []
+        self._notes[node] = text
+        return [events.Notify(text)]
 
     def _timed_out(self, run: NodeRequest, ended: JobEnded, now: float) -> list[Command]:
         self._nodes.answered(run.node, now)
@@ -288,8 +310,8 @@ class FailoverPlan:
                 return self._start(run.node, RequestKind.FETCH, now, ended)
             case "timed_out" if status is not None:
                 return self._timed_out(run, JobEnded("timed_out", status.exit_code, "TIMED_OUT"), now)
-        if status is None:  # else interrupted, or a state of a newer version: it may be run again
-            self._paused_until[run.node] = now + UNKNOWN_PAUSE_S
+        # Not known any more; else interrupted, or a state of a newer version: it may be run again.
+        self._pause(run.node, UNKNOWN_PAUSE_S if status is None else 0.0, now)
         return []
 
     def _watched(self, run: NodeRequest, status: events.JobStatus | None, now: float) -> list[Command]:
@@ -361,22 +383,23 @@ class FailoverPlan:
         return [line for line in self._nodes.ranking(now) if line.node not in out and line.refusal is None]
 
     def _ready(self, line: Ranked, now: float) -> bool:
-        return line.standing is NodeState.FREE and now >= self._paused_until.get(line.node, now)
+        usable = line.standing is NodeState.FREE or line.steady
+        return usable and not line.full and now >= self._paused_until.get(line.node, now)
 
     def _next(self, now: float) -> list[Command]:
         if self._verdict is not None:
             return self._give_up(self._verdict)
         candidates = self._candidates(now)
         hope = [line for line in candidates if line.standing in (NodeState.FREE, NodeState.FULL, NodeState.UNKNOWN)]
+        hope = hope or [line for line in candidates if line.steady]
         best = next((line for line in hope if self._ready(line, now)), None)
-        if best is None and not hope:
-            best = next((line for line in candidates if line.steady), None)
         if best is not None:
-            answers = [events.Notify(f"going on at {best.node}")] if self._answers else []
-            return [*answers, *self._start(best.node, RequestKind.POST, now)]
+            moved = [events.Notify(f"going on at {best.node}")] if self._answers and best.node != self._posted_to else []
+            self._posted_to = best.node
+            return [*moved, *self._start(best.node, RequestKind.POST, now)]
         if hope:
             self._hopeless_since = None
-            return []
+            return self._note_once("", "all nodes are full; waiting for a free slot") if all(line.full for line in hope) else []
         if self._hopeless_since is None:
             self._hopeless_since = now
         if candidates and now < self._hopeless_since + self._job.patience_s:
@@ -389,7 +412,7 @@ class FailoverPlan:
             node, ended = self._late
             return self._start(node, RequestKind.FETCH, now, ended)
         lines = {line.node: line for line in self._nodes.ranking(now)}
-        answers = "; ".join(events.about(node, self._answers.get(node, lines[node].last_answer)) for node in self._nodes.names)
+        answers = events.answers_in_words({node: self._answers.get(node, lines[node].last_answer) for node in self._nodes.names})
         message = f"no node could run job {self._job.job_id}: {answers}"
         refusals = [refusal for node, line in lines.items() if (refusal := self._not_here.get(node) or line.refusal)]
         if len(refusals) < len(lines):
@@ -404,7 +427,8 @@ class FailoverPlan:
         return run.began + self._job.hedge_s if waits else None
 
     def _hedge(self, now: float) -> list[Command]:
-        best = next((line for line in self._candidates(now) if self._ready(line, now)), None)
+        free = (line for line in self._candidates(now) if line.standing is NodeState.FREE)
+        best = next((line for line in free if self._ready(line, now)), None)
         if best is None:
             return []
         return [events.Notify(f"no answer yet: also at {best.node}"), *self._start(best.node, RequestKind.POST, now)]
@@ -414,7 +438,7 @@ class FailoverPlan:
     def _out_of_time(self) -> TasukiError:
         where = ", ".join(run.node for run in self._runs.values() if run.kind is not RequestKind.FETCH)
         state = f"it may still run at {where}" if where else "no node was free in time"
-        answers = "; ".join(events.about(node, words) for node, words in self._answers.items())
+        answers = events.answers_in_words(self._answers)
         return DeadlineExceeded(
             f"job {self._job.job_id} has no result after {self._job.limit_s:g} s; {state}; "
             f"ask again with the same job id to go on waiting{'; ' + answers if answers else ''}"

@@ -16,6 +16,7 @@ import it.
     seed_runner  thousands of seeds on several processes
     coverage     rare events that must have happened
     ablations    safeguards taken away, to show that the checker notices (ablations_store: those of the stores)
+    agents       node agents and a client of them, in a world of their own
     scale        large worlds: delay, fairness and upkeep under load (scale_world: their processes)
 
 No transition, lease or retry rule is written here: those of `core/` and `stores/` run.

@@ -11,7 +11,7 @@ ablation that no longer finds what it replaces is an error.
 these are the condition of `reap` that is repeated in its write, and the lock on rows that are read to be judged: they matter
 only where several writers commit at the same time, which neither of the stores here has.
 
-This module has the table, and the safeguards of broker, worker, client, election and keeper; `ablations_store.py` has those of
+This module has the table, and the safeguards of broker, worker, clients, election and keeper; `ablations_store.py` has those of
 the stores, and the classes that replace something.
 """
 
@@ -29,6 +29,8 @@ from tasuki.core.broker import broker, client_messages, cluster, worker_messages
 from tasuki.core.broker.state import Account, TurnBuilder, TurnEffects
 from tasuki.core.client_machine import ClientMachine
 from tasuki.core.election import Election, Following, Resigned
+from tasuki.core.failover.nodes import NodeState
+from tasuki.core.failover.plan import FailoverPlan
 from tasuki.core.job import OnDisconnect, State
 from tasuki.core.machine import Send
 from tasuki.core.protocol import Accepted, HeartbeatAnswer, JobResult, JobsRecorded, SubmitJobs, Welcome
@@ -37,8 +39,9 @@ from tasuki.core.store_messages import ReportAnswer, ReportStatus
 from tasuki.core.worker.events import WorkerIdentity
 from tasuki.core.worker.machine import SeenLeases, Slots, WorkerMachine
 from tasuki.testing.sim.ablations_store import ORDERS, STORE, Ablation, Replacement
+from tasuki.testing.sim.agents import check_agents
 from tasuki.testing.sim.checker import Violation
-from tasuki.testing.sim.run import SeedOutcome, check_seed
+from tasuki.testing.sim.run import SeedOutcome
 from tasuki.testing.sim.workers import SimWorker
 from tasuki.testing.sim.world import SimOptions
 
@@ -328,6 +331,31 @@ _OF_CLIENTS = (
     ),
 )
 
+# ---------------------------------------------------------------------------------------------------- clients of node agents
+
+
+def _at_once(ready: Method) -> Method:
+    return lambda self, line, now: line.standing is NodeState.FREE or line.steady
+
+
+_OF_AGENTS = (
+    Ablation(
+        name="full_nodes_are_waited_for",
+        what="a node that is full or paused is sent nothing, whatever its breaker says",
+        invariants=("liveness",),
+        patches=(Replacement(FailoverPlan, "_ready", _at_once),),
+        check=check_agents,
+    ),
+    Ablation(
+        name="pauses_of_nodes",
+        what="a node that contradicts itself is paused before it is sent the job again",
+        invariants=("liveness",),
+        patches=(Replacement(FailoverPlan, "_pause", _nothing),),
+        check=check_agents,
+    ),
+)
+
+
 # ---------------------------------------------------------------------------------------------------- what cannot be seen
 
 
@@ -385,7 +413,7 @@ UNSEEN = (
     ),
 )
 
-MACHINES = (*_OF_THE_BROKER, *_OF_WORKERS, *_OF_CLIENTS)
+MACHINES = (*_OF_THE_BROKER, *_OF_WORKERS, *_OF_CLIENTS, *_OF_AGENTS)
 
 
 __all__ = ["ABLATIONS", "UNSEEN", "Ablation", "AblationFinding", "hunt", "table"]
@@ -408,7 +436,7 @@ def hunt(ablation: Ablation, seeds_max: int = SEEDS_MAX, *, store: str = "memory
     options = replace(ablation.options, store=store)
     with ablation.switch_off():
         for tries, seed in enumerate(range(first_seed, first_seed + seeds_max), 1):
-            violation = _broken(check_seed(seed, options))
+            violation = _broken(ablation.check(seed, options))
             if violation is not None:
                 return AblationFinding(seed, tries, violation)
     return None

@@ -21,6 +21,7 @@ from tasuki.stores.memory.records import MemoryJob, MemoryRecords
 from tasuki.stores.memory.store import MemoryStore
 from tasuki.stores.sql import lease, report, submit
 from tasuki.stores.sql.database import Transaction
+from tasuki.testing.sim.run import SeedOutcome, check_seed
 from tasuki.testing.sim.world import SimOptions
 
 # ---------------------------------------------------------------------------------------------------- replacements
@@ -92,6 +93,8 @@ class Ablation(msgspec.Struct, frozen=True, kw_only=True):
     """Stores whose own code has the safeguard."""
     why: str = ""
     """The reason why nothing breaks without it: something else holds the promise, and this one saves time or losses."""
+    check: Callable[[int, SimOptions], SeedOutcome] = check_seed
+    """The world that misses it."""
 
     @contextmanager
     def switch_off(self) -> Iterator[None]:

@@ -24,7 +24,7 @@ from tasuki.errors import InvalidInput
 from tasuki.testing.sim.clients import Operation
 from tasuki.testing.sim.faults import KINDS, PlannedFault
 from tasuki.testing.sim.history import AnyLine, FaultEvent, WatchingEvent, kind_of
-from tasuki.testing.sim.run import Plan, SeedOutcome, check_plan, plan_of
+from tasuki.testing.sim.run import Plan, SeedOutcome, check_plan, check_seed, plan_of
 from tasuki.testing.sim.servers import COORDINATION, STORE, MakeStore
 from tasuki.testing.sim.system import cast_of
 from tasuki.testing.sim.world import WALL_START_S, SimOptions, Trace, derived
@@ -127,9 +127,10 @@ def ablation(without: str) -> Ablation:
     """Return the ablation of this name."""
     from tasuki.testing.sim.ablations import ABLATIONS  # loads Django, which nobody else here needs
 
-    if without not in ABLATIONS:
-        raise InvalidInput(f"no such safeguard: {without}; there are {', '.join(ABLATIONS)}")
-    return ABLATIONS[without]
+    there = {name: ablation for name, ablation in ABLATIONS.items() if ablation.check is check_seed}
+    if without not in there:
+        raise InvalidInput(f"no such safeguard: {without}; there are {', '.join(there)}")
+    return there[without]
 
 
 def command_of(seed: int, options: SimOptions, without: str = "") -> str:
