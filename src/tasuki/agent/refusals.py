@@ -245,13 +245,16 @@ class GuardedServer:
                 http_answers.note_token(request, "token")
             return await handler(request), None
         except TasukiError as error:
-            self._refusals.error(peer_of(request), error, str(request.path_params.get("job_id", "")))
-            shown = error if isinstance(error, AgentRefusal) else discreet(error)
-            if shown is not error:
-                self._logger.warning("%s %s: %s", request.method, request.url.path[:200], error.message)
+            return self._refusal(request, error)
         except Exception:
             self._logger.exception("%s %s failed", request.method, request.url.path[:200])
-            shown = discreet(InternalError(""))
+            return self._refusal(request, InternalError(""))
+
+    def _refusal(self, request: Request, error: TasukiError) -> tuple[Response, str]:
+        self._refusals.error(peer_of(request), error, str(request.path_params.get("job_id", "")))
+        shown = error if isinstance(error, AgentRefusal) else discreet(error)
+        if shown is not error and error.message:
+            self._logger.warning("%s %s: %s", request.method, request.url.path[:200], error.message)
         return refusal_answer(shown), code_of(shown)
 
 

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import socket
 import threading
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from typing import Any
 
 import pytest
 from starlette.requests import Request
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from tasuki.doors.http import exchange, uvicorn_server
 from tasuki.doors.http.routes import ROUTES, Route
 from tasuki.errors import Forbidden, Unavailable
 from tests.doors.http.stage import ANSWER, Stage, Worker, path_of
+from tests.support import attacker
 from tests.support.foreign_sites import FOREIGN, OWN
 from tests.support.waiting import until
 
@@ -368,6 +372,28 @@ def test_a_poll_whose_peer_has_left_ends(stage: Stage) -> None:
             until(lambda: stage.door._under_way == 1)
 
     until(lambda: stage.door._under_way == 0, 3.0, "no request is under way")
+
+
+@pytest.mark.parametrize("kind", [kind for kind in attacker.FIRST if kind != "half TLS"])
+def test_the_memory_of_a_connection_is_free_when_it_ends(stage: Stage, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Free without the garbage collector, which comes late: each connection has up to 256 KiB for TLS."""
+    made: list[weakref.ref[uvicorn_server.LimitedProtocol]] = []
+
+    def note(self: uvicorn_server.LimitedProtocol, transport: Any, real: Any = H11Protocol.connection_made) -> None:
+        made.append(weakref.ref(self))
+        real(self, transport)
+
+    monkeypatch.setattr(H11Protocol, "connection_made", note)
+    data = attacker.FIRST[kind]({"token": stage.client, "job_id": stage.submit()})
+    made.clear()
+    gc.disable()
+    try:
+        with socket.create_connection((stage.address.host, stage.address.port)) as sock:
+            sock.sendall(data)
+            until(lambda: made)
+        until(lambda: made[0]() is None, what="the connection is freed")
+    finally:
+        gc.enable()
 
 
 def test_no_token_takes_all_requests_and_health_is_always_answered(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:

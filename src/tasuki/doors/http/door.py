@@ -137,14 +137,17 @@ class HttpDoor:
         try:
             return await self._answer(route, request)
         except TasukiError as error:
-            shown = discreet(error)  # on every route: the caller may not be authenticated yet
-            if shown is not error:
-                logger.warning("%s %s: %s", route.method, route.path, error.message)
-            self._http.server.refusals.error(exchange.peer_of(request), error, str(request.path_params.get("job_id", "")))
-            return error_answer(shown)
+            return self._refusal(route, request, error)
         except Exception:
             logger.exception("%s %s failed", route.method, route.path)
             return error_answer(discreet(InternalError("")))
+
+    def _refusal(self, route: Route, request: Request, error: TasukiError) -> Response:
+        shown = discreet(error)  # on every route: the caller may not be authenticated yet
+        if shown is not error:
+            logger.warning("%s %s: %s", route.method, route.path, error.message)
+        self._http.server.refusals.error(exchange.peer_of(request), error, str(request.path_params.get("job_id", "")))
+        return error_answer(shown)
 
     async def _answer(self, route: Route, request: Request) -> Response:
         if not route.kinds:

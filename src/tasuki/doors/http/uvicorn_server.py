@@ -175,8 +175,10 @@ class LimitedProtocol(H11Protocol):
         for timer in (self._deadline, self._stall_timer):
             if timer is not None:
                 timer.cancel()
-        self.app_state = {}  # no cycle
         super().connection_lost(exc)
+        # No reference cycle: the buffers of TLS, 256 KiB, would stay until the garbage collector comes.
+        self.app_state = {}
+        self.scope = self.cycle = None  # type: ignore[assignment]
 
     def _watch(self) -> None:
         """Set the deadline if no request is handled and one is expected or under way; it is not put off by further bytes."""
