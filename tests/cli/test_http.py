@@ -95,6 +95,25 @@ def test_a_worker_enrols_with_a_token_of_the_command_line(served: tuple[User, ht
     assert rows[worker["token_id"]]["worker_id"] == worker["worker_id"]
 
 
+def test_the_traceback_of_an_apps_job_is_shown(served: tuple[User, httpx.Client]) -> None:
+    user, client = served
+    enrol = user.json("token", "enroll", "--app", "zpe", "--json")["token"]
+    worker = bearer(client.post("/calc/zpe/compute/servers/register", headers=bearer(enrol), json={}).json()["worker_token"])
+    job_id = client.post("/calc/zpe/jobs", json={"n": 2}).json()["job_id"]
+    leased = client.post("/calc/zpe/compute/jobs/lease?wait=10", headers=worker, json={}).json()
+    report = {"lease_id": leased["lease_id"], "error_code": "QE_RUNTIME_ERROR", "traceback": "Traceback …\nKeyError: 'H'\n"}
+    client.post(f"/calc/zpe/compute/jobs/{job_id}/failed", headers=worker, json={**report, "permanent": True})
+
+    logs, shown = user.run("logs", job_id), user.run("dead", "show", job_id)
+    tail = user.run("logs", "--tail", "14", job_id).stderr
+
+    assert leased["job_id"] == job_id
+    assert (logs.returncode, logs.stdout, logs.stderr) == (0, "", report["traceback"])
+    assert tail == "KeyError: 'H'\n"
+    assert "KeyError: 'H'" in shown.stdout
+    assert user.json("dead", "show", job_id, "--json")["stderr"] == report["traceback"]
+
+
 def test_the_lease_of_a_worker_that_never_renews_is_as_long_as_the_operator_said(tmp_path: Path) -> None:
     user, two_hours_s = User(tmp_path), 7200.0
     words = ("--no-tcp", "--no-unix", "--http", "127.0.0.1:0", "--app", "zpe", "--http-lease-ttl", f"{two_hours_s:g}")

@@ -271,6 +271,18 @@ class TestWithOneWorker:
             with pytest.raises(NotFound, match=r"'of-an-app' has no logs: .* an app's"):
                 list(shared_client.logs("of-an-app", follow=follow))
 
+    def test_the_output_of_a_program_of_an_app_that_failed_is_kept(
+        self, shared_server: ServerProcess, shared_client: Client
+    ) -> None:
+        program = "zpe=/bin/sh -c 'echo said; echo trouble >&2; exit 3'"
+        with start_worker(shared_server, "--app", "zpe", "--exec", program, command=True):
+            job = shared_client.submit(job_id="app-failed", subject="job.assign.zpe", payload=b"{}", max_retries=0)
+            assert job.outcome(END_S).state == "FAILED"
+
+        for follow in (True, False):
+            assert b"".join(shared_client.logs("app-failed", follow=follow)) == b"said\n"
+            assert b"".join(shared_client.logs("app-failed", stream="stderr", follow=follow)) == b"trouble\n"
+
     def test_progress_is_shown_and_decides_nothing(self, shared_client: Client, tmp_path: Path) -> None:
         script = (
             f'echo "progress 0.25 a quarter" >&$TASUKI_PROGRESS_FD; while [ ! -e {tmp_path}/go ]; do sleep 0.02; done; exit 3'

@@ -7,11 +7,12 @@ or its retention ends.
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterable
+from contextlib import suppress
 from typing import Any
 
 from tasuki.cli import command as cli
 from tasuki.cli.connect import with_client
-from tasuki.cli.output import ExitCode, Output, plain, table, when
+from tasuki.cli.output import ExitCode, Output, plain, table, visible, when
 from tasuki.client import AsyncClient
 from tasuki.config import check_app
 from tasuki.core.job import State
@@ -22,6 +23,7 @@ PAGE = 1000
 ASK_MAX = 1000  # ids in one request
 ENDED = ("SUCCEEDED", "FAILED", "CANCELED", "TIMED_OUT", "SKIPPED")
 UNSUCCESSFUL = ("FAILED", "TIMED_OUT")
+STDERR_SHOWN_BYTES = 4096
 REASON_SHOWN_MAX = 100  # characters in the list of dead letters; `show` has all of it
 
 job_id_argument = cli.argument("job_id", metavar="JOB", help="Job id.")
@@ -285,7 +287,7 @@ def show_dead(output: Output, job_id: str, place: cli.Destination) -> None:
         view = await client.status(job_id)
         if view["state"] not in UNSUCCESSFUL:
             raise NotFound(f"job {job_id[:128]!r} is {view['state']}, not a dead letter; see: tasuki explain {job_id[:128]}")
-        return _letter(view) | await client.explain(job_id)
+        return _letter(view) | await client.explain(job_id) | {"stderr": await _stderr_tail(client, job_id)}
 
     letter = with_client(place, work)
 
@@ -296,9 +298,22 @@ def show_dead(output: Output, job_id: str, place: cli.Destination) -> None:
         counted = f"attempts {letter['attempts']}, {letter['failures']} failed, {letter['losses']} lost"
         yield f"  {counted}; ended {when(letter['finished_at'])}"
         yield from rest
+        if letter["stderr"]:
+            yield "  the end of its stderr, or its traceback:"
+            yield from (f"    {visible(line)}" for line in letter["stderr"].splitlines())
 
     output.show(letter, human)
     output.hint(f"set it going again with: tasuki dead retry {job_id}")
+
+
+async def _stderr_tail(client: AsyncClient, job_id: str) -> str:
+    """Return the end of what the last attempt wrote to stderr, or its traceback."""
+    from tasuki.client.logs import LogFollower
+
+    follower = LogFollower(client, job_id, "stderr", tail_bytes=STDERR_SHOWN_BYTES)
+    with suppress(NotFound):
+        return b"".join([part.data async for part in follower.parts(follow=False)]).decode("utf-8", "replace")
+    return ""
 
 
 @cli.command(

@@ -9,6 +9,7 @@ result, by the same offsets. A new attempt begins at 0; parts name their attempt
 from __future__ import annotations
 
 import asyncio
+import io
 import os
 import tempfile
 import zipfile
@@ -291,12 +292,17 @@ class LogFollower:
         if outcome is None:
             return None
         ref = BlobRef(outcome["result_sha256"], outcome["result_bytes"]) if outcome["result_is_blob"] else None
-        left = Outcome(error_code=outcome["error_code"], result=outcome["result"], result_ref=ref)
+        left = Outcome(error_code=outcome["error_code"], result=outcome["result"], result_ref=ref, meta=outcome["meta"])
         return JobResult(self.job_id, State(view["state"]), view["attempt"], left)
 
     async def _rest(self, ended: JobResult) -> AsyncIterator[LogPart]:
-        nothing = ended.outcome.result is None and ended.outcome.result_ref is None
-        if nothing or self._rest_of >= ended.attempt:
+        if self._rest_of >= ended.attempt:
+            return
+        if ended.outcome.result is None and ended.outcome.result_ref is None:
+            traceback = ended.outcome.meta.get("traceback")
+            if self.stream == "stderr" and isinstance(traceback, str):
+                for part in self._rest_of_attempt(ended.attempt, io.BytesIO(traceback.encode()), _CutLog(0, 0, 0)):
+                    yield part
             return
         with tempfile.TemporaryDirectory(prefix="tasuki-logs-") as folder:
             path = Path(folder) / "result.zip"
@@ -312,14 +318,18 @@ class LogFollower:
         """Yield the output of this attempt that was not read yet; `path` is the ZIP of its result."""
         if attempt < self.attempt or self._rest_of >= attempt:
             return
+        kept, cut = await asyncio.to_thread(unpack_log, path, self.stream)
+        with kept:
+            for part in self._rest_of_attempt(attempt, kept, cut):
+                yield part
+
+    def _rest_of_attempt(self, attempt: int, kept: BinaryIO, cut: _CutLog) -> Iterator[LogPart]:
         if attempt > self.attempt:
             self._begin(attempt)
         self._rest_of = attempt
-        kept, cut = await asyncio.to_thread(unpack_log, path, self.stream)
-        with kept:
-            for part in self._parts_of(kept, cut):
-                self.offset = part.offset + len(part.data)
-                yield part
+        for part in self._parts_of(kept, cut):
+            self.offset = part.offset + len(part.data)
+            yield part
 
     def _parts_of(self, kept: BinaryIO, cut: _CutLog) -> Iterator[LogPart]:
         """Yield the rest of a log. `kept` is its head, a line that marks the gap, and its tail; offsets count the gap."""

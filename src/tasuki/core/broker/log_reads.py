@@ -66,8 +66,8 @@ def job_seen(state: BrokerState, event: JobSeen, now: Now) -> list[Command]:
     if not isinstance(client, ClientSession):
         return []
     job, asked = event.job, event.question
-    if not (job.spec.exec or asked.attempt or _may_be_a_command(state, job)):
-        message = f"job {job.job_id!r} has no logs: it is a handler's, or an app's whose program does not run now"
+    if not (job.spec.exec or asked.attempt or _may_be_a_command(state, job) or _left_a_log(job)):
+        message = f"job {job.job_id!r} has no logs: it is a handler's, or an app's whose program neither runs now nor failed"
         return [Send(event.conn, protocol.error_message(event.msg_id, NotFound(message)))]
     offset = asked.offset if asked.attempt in (0, job.attempt) else 0
     answer = _answer_without_worker(job, asked.stream, offset)
@@ -136,6 +136,14 @@ def _may_be_a_command(state: BrokerState, job: Job) -> bool:
     """Return whether a job that names no program may run one: the worker of an app can have one for it."""
     worker = state.workers.get(job.lease.worker_id) if job.lease is not None and job.state in LEASED else None
     return worker is not None and worker.takes is Takes.ANY
+
+
+def _left_a_log(job: Job) -> bool:
+    """Return whether a failed job that names no program left a traceback, or an archive with its output."""
+    outcome = job.outcome
+    if outcome is None or outcome.error_code is None:
+        return False
+    return outcome.result is not None or outcome.result_ref is not None or "traceback" in outcome.meta
 
 
 def _answer_without_worker(job: Job, stream: str, offset: int) -> dict[str, Any]:
