@@ -169,16 +169,17 @@ def test_on_failed_must_be_one_of_two_words(stage: BrokerStage) -> None:
     assert stage.job("a") is None
 
 
-def test_a_job_whose_input_blob_is_not_here_is_refused(stage: BrokerStage) -> None:
+def test_a_job_whose_input_blob_is_not_here_or_has_another_size_is_refused(stage: BrokerStage) -> None:
     conn = stage.node()
     gone, here = "a" * 64, "b" * 64
     specs = [
         JobSpec(job_id="without", files=(InputFile("in", sha256=gone, size_bytes=1),)),
         JobSpec(job_id="with", files=(InputFile("in", sha256=here, size_bytes=1),)),
+        JobSpec(job_id="other-size", files=(InputFile("in", sha256=here, size_bytes=2),)),
     ]
     stage.store.blobs_stored(stage.store.place_blobs([BlobClaim(here, 1)]))
     stage.ask(conn, SubmitJobs(5, specs))
-    assert [(item.index, item.code) for item in stage.last(conn, Accepted).exceptions] == [(0, "NOT_FOUND")]
+    assert [(item.index, item.code) for item in stage.last(conn, Accepted).exceptions] == [(0, "NOT_FOUND"), (2, "NOT_FOUND")]
     assert stage.job("with") is not None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from typing import Any
 
@@ -36,7 +37,7 @@ from tasuki.core.protocol import (
     SubmitJobs,
     Subscribe,
 )
-from tasuki.core.store_messages import Turn
+from tasuki.core.store_messages import BlobClaim, Turn
 from tasuki.errors import DiskFull, InvalidInput, Unavailable
 from tasuki.stores.batching import execute
 from tests.core.broker_stage import UNIX, BrokerStage, claim, ending
@@ -212,6 +213,8 @@ def test_a_start_is_never_before_the_grant_nor_after_the_report(stage: BrokerSta
         {"result_sha256": "x" * 1000},
         {"result_sha256": "A" * 64},
         {"result_ref": BlobRef("a" * 64, 5), "result_sha256": "b" * 64},
+        {"result": b"x", "result_sha256": hashlib.sha256(b"y").hexdigest()},
+        {"result": b"1", "result_sha256": hashlib.sha256(b"y").hexdigest(), "meta": {"summary_text": "", "freqs_csv": ""}},
         {"meta": {"x": {None: 1}}},
         {"meta": {"x": {1, 2}}},
         {"meta": {"x": [{}] * 2000}},
@@ -229,6 +232,15 @@ def test_an_outcome_that_cannot_be_shown_fails_its_own_attempt(stage: BrokerStag
     assert (job.state, job.outcome.error_code, job.outcome.meta) == (State.FAILED, "BAD_OUTCOME", {})
 
 
+def test_an_inline_result_without_its_hash_gets_it(stage: BrokerStage) -> None:
+    client, worker = stage.node(), stage.worker(credit=1)
+    stage.submit(client, "a")
+    stage.ask(worker, JobsFinished([ending(stage.grants(worker)[0], result=b"x")]))
+    job = stage.job("a")
+    assert job is not None
+    assert job.outcome == Outcome(result=b"x", result_sha256=hashlib.sha256(b"x").hexdigest())
+
+
 def test_an_exact_repeat_is_recorded_again_told_once_and_counted_once(stage: BrokerStage) -> None:
     client, worker = stage.node(), stage.worker(credit=2)
     stage.submit(client, "a", "b")
@@ -240,11 +252,14 @@ def test_an_exact_repeat_is_recorded_again_told_once_and_counted_once(stage: Bro
     assert stage.broker.workers["w1"].account.running == 1
 
 
-def test_a_result_blob_that_is_not_here_is_not_recorded(stage: BrokerStage) -> None:
+@pytest.mark.parametrize("stored_bytes", [None, 200_000])
+def test_a_result_blob_that_is_not_here_or_has_another_size_is_not_recorded(stage: BrokerStage, stored_bytes: int | None) -> None:
     client, worker = stage.node(), stage.worker(credit=1)
     stage.submit(client, "a")
     [grant] = stage.grants(worker)
     ref = BlobRef("a" * 64, 10**6)
+    if stored_bytes is not None:
+        stage.store.blobs_stored(stage.store.place_blobs([BlobClaim(ref.sha256, stored_bytes)]))
     stage.ask(worker, JobsFinished([ending(grant, result_ref=ref)]))
     assert worker not in stage.hung_up
     job = stage.job("a")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -21,13 +22,14 @@ APP_META_MAX_BYTES = 4 * 1024
 assert NOTES_MAX_BYTES + APP_META_MAX_BYTES < META_MAX_BYTES
 _WHOLE = "document"  # in the notes: the bytes are the document of all three
 
+_NO_JSON = (msgspec.DecodeError, RecursionError, UnicodeDecodeError)
+
 
 def outcome_of(result: Any, summary_text: str, freqs_csv: str, meta: dict[str, Any]) -> tuple[Outcome, bytes | None]:
     """Return the outcome of a result, and the bytes of a blob if the result is too large for the row."""
     if len(msgspec.json.encode(meta)) > APP_META_MAX_BYTES:
         raise TooLarge(f"meta has more than {APP_META_MAX_BYTES} bytes; put large things into result")
-    parts = {"result": result, "summary_text": summary_text, "freqs_csv": freqs_csv}
-    document = msgspec.json.encode(parts, order="sorted")
+    document = _document(result, summary_text, freqs_csv)
     sha256 = hashlib.sha256(document).hexdigest()
     plain = msgspec.json.encode(result)
     notes: dict[str, Any] = {"meta": meta} if meta else {}
@@ -41,17 +43,44 @@ def outcome_of(result: Any, summary_text: str, freqs_csv: str, meta: dict[str, A
     return Outcome(result_sha256=sha256, meta=notes), document
 
 
+def _document(result: Any, summary_text: str, freqs_csv: str) -> bytes:
+    return msgspec.json.encode({"result": result, "summary_text": summary_text, "freqs_csv": freqs_csv}, order="sorted")
+
+
+def is_hash_of_all(outcome: Outcome) -> bool:
+    """Return whether `result_sha256` is the hash of the whole document of an app's result, whose summary and table are notes."""
+    summary_text, freqs_csv = outcome.meta.get("summary_text"), outcome.meta.get("freqs_csv")
+    if outcome.result is None or not isinstance(summary_text, str) or not isinstance(freqs_csv, str):
+        return False
+    try:
+        document = _document(msgspec.json.decode(outcome.result), summary_text, freqs_csv)
+    except _NO_JSON:
+        return False
+    return hashlib.sha256(document).hexdigest() == outcome.result_sha256
+
+
+class AppDocument(msgspec.Struct):
+    """The parts of a result whose bytes are the document of all three."""
+
+    result: Any = None
+    summary_text: str = ""
+    freqs_csv: str = ""
+
+
 def result_of(data: bytes, notes: dict[str, Any]) -> dict[str, Any]:
-    """Return result, summary_text, freqs_csv and meta from the stored bytes and notes."""
-    meta = notes.get("meta") or {}
+    """Return result, summary_text, freqs_csv and meta from the stored bytes and notes.
+
+    Workers of other kinds may finish an app's job too: notes that do not fit are left out, and bytes are shown as what they are.
+    """
+    parts = None
     if notes.get(_WHOLE):
-        return {**msgspec.json.decode(data), "meta": meta}
-    return {
-        "result": json_or_base64(data),
-        "summary_text": notes.get("summary_text", ""),
-        "freqs_csv": notes.get("freqs_csv", ""),
-        "meta": meta,
-    }
+        with suppress(*_NO_JSON):
+            parts = msgspec.json.decode(data, type=AppDocument)
+    if parts is None:
+        texts = [note if isinstance(note := notes.get(name), str) else "" for name in ("summary_text", "freqs_csv")]
+        parts = AppDocument(json_or_base64(data), *texts)
+    meta = notes.get("meta")
+    return {**msgspec.structs.asdict(parts), "meta": meta if isinstance(meta, dict) else {}}
 
 
 def json_or_base64(data: bytes) -> Any:
@@ -60,7 +89,7 @@ def json_or_base64(data: bytes) -> Any:
         return None
     try:
         msgspec.json.decode(data)
-    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
+    except _NO_JSON:
         return {"base64": base64.b64encode(data).decode()}
     return msgspec.Raw(data)
 

@@ -430,8 +430,9 @@ def unstorable(error: TasukiError) -> Outcome:
 
 def not_uploaded(outcome: Outcome) -> Outcome:
     """Return the failure that replaces a report whose result is a blob that is not stored."""
-    sha256 = outcome.result_ref.sha256 if outcome.result_ref is not None else "?"
-    return Outcome(error_code="BAD_OUTCOME", message=f"the worker's result, blob {sha256}, is not here: it was not uploaded")
+    ref = outcome.result_ref
+    blob = f"blob {ref.sha256} of {ref.size_bytes} bytes" if ref is not None else "a blob"
+    return Outcome(error_code="BAD_OUTCOME", message=f"the worker's result, {blob}, is not here: it was not uploaded")
 
 
 def check_outcome(outcome: Outcome) -> None:

@@ -23,7 +23,7 @@ from typing import TypeVar
 from tasuki.clocks import boot_time
 from tasuki.core import subject as subjects
 from tasuki.core.backoff import Backoff
-from tasuki.core.job import JobIncident, Outcome
+from tasuki.core.job import BlobRef, JobIncident, JobSpec, Outcome
 from tasuki.core.lifecycle import Event
 from tasuki.core.store_messages import Filter, Report
 from tasuki.errors import InterruptCause, InvalidInput, StaleEpoch
@@ -99,6 +99,16 @@ def check_on_failed(on_failed: str) -> bool:
 def stale_epoch(epoch: int, current: int, holder: str) -> StaleEpoch:
     """Return the error for a leader's verb with an epoch that is not the registered one."""
     return StaleEpoch(f"epoch {epoch} does not lead, {current} does ({holder or 'nobody'}); step down")
+
+
+def input_refs(spec: JobSpec) -> list[BlobRef]:
+    """Return the inputs of a job that are blobs."""
+    return [BlobRef(file.sha256, file.size_bytes or 0) for file in spec.files if file.sha256 is not None]
+
+
+def missing_result(ref: BlobRef) -> str:
+    """Return why a report is not recorded whose result is not stored, or has another size."""
+    return f"its result, blob {ref.sha256} of {ref.size_bytes} bytes, is not stored; bring it again"
 
 
 def fenced_reason(report: Report, attempt: int, state: str) -> str:

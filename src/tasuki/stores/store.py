@@ -137,7 +137,8 @@ class Store(Reader, Protocol):
         """Store new jobs. Same id and body: the existing job. Same id, other body: Conflict. Also between items of one batch.
         Every new job is younger than all jobs stored before it, also than those before it in the batch.
 
-        A new job that names input blobs is stored, with its references, only if all of these blobs are stored; else MissingBlobs.
+        A new job that names input blobs is stored, with its references, only if all of these blobs are stored, with
+        the size that it names; else MissingBlobs.
 
         An existing job comes with its outcome but without the result's bytes (`result` None, `result_ref` and `result_sha256`
         kept): a frame of known ids would else bring 64 KiB each. Read them with `get`.
@@ -196,7 +197,7 @@ class Store(Reader, Protocol):
 
     def finish(self, reports: Sequence[Report]) -> list[ReportAnswer]:
         """Record that attempts succeeded, with their results. BLOB_MISSING, and nothing written, if the result is a blob that is
-        not stored (also for `fail`); else the reference to it is written too."""
+        not stored or has another size (also for `fail`); else the reference to it is written too."""
 
     def fail(self, reports: Sequence[Report]) -> list[ReportAnswer]:
         """Record that attempts failed: PENDING with not_before while a retry remains, else FAILED, TIMED_OUT or CANCELED."""

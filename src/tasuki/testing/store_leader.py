@@ -572,6 +572,13 @@ class BlobCases(StoreCase):
         assert stage.store.blob_owners(A) == ["whole"]
         assert stage.store.counts()["render"].pending == 3
 
+    def test_a_job_that_names_another_size_than_its_input_has_is_not_stored(self, stage: Stage) -> None:
+        stage.store_blobs(A, B, size_bytes=4)
+        files = needs(A)["files"] + (InputFile("right", sha256=B, size_bytes=4),)
+        assert stage.submit("a", files=files) == MissingBlobs("a", (A,))
+        assert stage.submit("b", files=files[1:]) == Submitted("b", True)
+        assert stage.store.blob_owners(B) == ["b"]
+
     def test_when_the_blobs_have_come_the_job_is_stored(self, stage: Stage) -> None:
         assert stage.submit("a", **needs(A)) == MissingBlobs("a", (A,))
         stage.store_blobs(A)
@@ -623,6 +630,14 @@ class BlobCases(StoreCase):
         assert report(grant, result_ref=BlobRef(A, 3), result_sha256=A).answer is ReportStatus.RECORDED
         assert stage.store.blob_owners(A) == ["a"]
         assert report(grant, result_ref=BlobRef(A, 3), result_sha256=A).answer is ReportStatus.REPEATED
+
+    @pytest.mark.parametrize("verb", ["finish", "fail"])
+    def test_a_result_of_another_size_than_its_blob_counts_as_not_stored(self, stage: Stage, verb: str) -> None:
+        grant = stage.running("a", max_retries=0)
+        stage.store_blobs(A, size_bytes=4)
+        report = getattr(stage, verb)
+        assert report(grant, result_ref=BlobRef(A, 3)).answer is ReportStatus.BLOB_MISSING
+        assert report(grant, result_ref=BlobRef(A, 4)).answer is ReportStatus.RECORDED
 
     def test_a_missing_blob_keeps_no_other_report_from_being_recorded(self, stage: Stage) -> None:
         stage.store_blobs(A)

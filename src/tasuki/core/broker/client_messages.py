@@ -112,7 +112,8 @@ def _submitted(
         index = indexes[place] if indexes is not None else place
         if isinstance(answer, MissingBlobs):
             job_id, named = answer.job_id, ", ".join(answer.sha256s[:3])
-            missing = f"job {job_id!r} needs blobs that are not here: {named}; upload its input files before the job"
+            unfit = f"job {job_id!r} needs blobs that are not here, or have another size: {named}"
+            missing = f"{unfit}; upload its input files before the job"
             exceptions.append(_refused(index, job_id, NotFound(missing, blobs=list(answer.sha256s[:100]))))
         else:
             exceptions.append(_existing(state, client, index, answer, message))

@@ -7,6 +7,7 @@ function that gets the answers after the commit.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from itertools import chain, islice
@@ -15,11 +16,12 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from tasuki.core import protocol
+from tasuki.core.apps import is_hash_of_all
 from tasuki.core.broker import authentication, log_reads
 from tasuki.core.broker.client_messages import ask_ends, transferred
 from tasuki.core.broker.events import Command, LogFenced
 from tasuki.core.broker.state import Account, BrokerState, Delivery, OnAnswers, TurnEffects, WorkerSession
-from tasuki.core.job import TERMINAL, Progress, State
+from tasuki.core.job import TERMINAL, Outcome, Progress, State
 from tasuki.core.machine import Now, Send
 from tasuki.core.store_messages import (
     Answers,
@@ -33,7 +35,7 @@ from tasuki.core.store_messages import (
     Submitted,
     Turn,
 )
-from tasuki.errors import ProtocolError, TasukiError
+from tasuki.errors import InvalidInput, ProtocolError, TasukiError
 
 NOT_HELD = "the lease is not held, or no longer; the job may have another one, or none"  # of jobs of others: no more than this
 LEASE_BATCH_MAX = 512  # jobs of one lease request: bounds a turn, and with it the wait of everybody else
@@ -119,6 +121,8 @@ def _finished(state: BrokerState, worker: WorkerSession, message: protocol.JobsF
         if reading:
             worker.settled.add(ending.lease_id)
         outcome = protocol.storable(ending)
+        if outcome.result is not None:
+            outcome = _hashed(outcome)
         size_bytes += len(outcome.result or b"")
         started_at = ending.started_at
         if started_at is not None:  # the word of another clock: not before the attempt was granted, and not after now
@@ -133,6 +137,18 @@ def _finished(state: BrokerState, worker: WorkerSession, message: protocol.JobsF
     for verb, reports in (("finish", succeeded), ("fail", failed)):
         if reports:
             _ask(state, worker, verb, reports, partial(_reported, state, worker.conn, reports), paced, size_bytes)
+
+
+def _hashed(outcome: Outcome) -> Outcome:
+    """Return an outcome whose `result_sha256` is the hash of its inline result; a failure if it says another one."""
+    sha256 = hashlib.sha256(outcome.result or b"").hexdigest()
+    if outcome.result_sha256 == sha256:
+        return outcome
+    if outcome.result_sha256 is None:
+        return replace(outcome, result_sha256=sha256)
+    if is_hash_of_all(outcome):
+        return outcome
+    return protocol.unstorable(InvalidInput(f"result_sha256 is {outcome.result_sha256}, but its result has {sha256}"))
 
 
 def _reported(

@@ -16,7 +16,7 @@ import msgspec
 from msgspec.structs import replace
 
 from tasuki.core import subject as subjects
-from tasuki.core.job import LEASED, READY, Job, JobIncident, OnDisconnect, Outcome
+from tasuki.core.job import LEASED, READY, BlobRef, Job, JobIncident, OnDisconnect, Outcome
 from tasuki.core.lifecycle import LEASE_MARGIN_S, TAKEOVER_TIE_S
 from tasuki.core.store_messages import (
     COUNTED,
@@ -331,10 +331,14 @@ class MemoryRecords:
         """Return the one row that is not condemned."""
         return next((row for row in self._blobs.get(sha256, {}).values() if not row.condemned), None)
 
-    def _missing_among(self, sha256s: Iterable[str]) -> tuple[str, ...]:
-        """Return the blobs that no job may refer to now."""
-        rows = ((sha256, self._live_blob(sha256)) for sha256 in sorted(set(sha256s)))
-        return tuple(sha256 for sha256, row in rows if row is None or not row.place.stored)
+    def _missing_among(self, refs: Iterable[BlobRef]) -> tuple[str, ...]:
+        """Return the blobs that no job may refer to now: not stored, or of another size."""
+        missing = set()
+        for ref in refs:
+            row = self._live_blob(ref.sha256)
+            if row is None or not row.place.stored or row.place.size_bytes != ref.size_bytes:
+                missing.add(ref.sha256)
+        return tuple(sorted(missing))
 
     def blob_places(self, sha256s: Sequence[str]) -> list[BlobPlace | None]:
         rows = [self._live_blob(sha256) for sha256 in sha256s]

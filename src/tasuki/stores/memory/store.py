@@ -58,7 +58,9 @@ from tasuki.stores.common import (
     belongs_to_story,
     check_on_failed,
     fenced_reason,
+    input_refs,
     matches,
+    missing_result,
     report_identity,
     requeue_reason,
 )
@@ -93,7 +95,7 @@ class MemoryStore(MemoryRecords):
         spec = submission.spec
         record = self._records.get(spec.job_id)
         if record is None:
-            missing = self._missing_among(file.sha256 for file in spec.files if file.sha256 is not None)
+            missing = self._missing_among(input_refs(spec))
             if missing:
                 return MissingBlobs(spec.job_id, missing)
             self._last_seq += 1
@@ -361,9 +363,8 @@ class MemoryStore(MemoryRecords):
         if lease is None or shown != (lease.worker_id, lease.lease_id, lease.attempt, lease.owner):
             return self._repeated_or_fenced(record, report, verb)
         ref = report.outcome.result_ref
-        if ref is not None and self._missing_among((ref.sha256,)):
-            missing = f"its result, blob {ref.sha256}, is not stored; bring it again"
-            return ReportAnswer(ReportStatus.BLOB_MISSING, job.state, missing)
+        if ref is not None and self._missing_among((ref,)):
+            return ReportAnswer(ReportStatus.BLOB_MISSING, job.state, missing_result(ref))
         if job.started_at is None:
             job = replace(job, started_at=report.started_at)
         report = replace(report, outcome=replace(report.outcome, message=storable_text(report.outcome.message)))

@@ -26,7 +26,7 @@ from tasuki.core.job import (
 )
 from tasuki.core.store_messages import AuditRow, Grant, Report, TokenRow, kind_of
 from tasuki.core.subject import group_of
-from tasuki.stores.common import report_identity
+from tasuki.stores.common import input_refs, report_identity
 
 PARTS = {"summary_text": "s", "freqs_csv": "f"}
 """Entries of an outcome's meta that have a key of their own (`{app}:summary:{id}`, `{app}:freqs:{id}`), and their letter."""
@@ -68,7 +68,7 @@ class SpecFacts(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Hex; an outsider's job has none."""
     array_id: Text = False
     inputs: Text = False
-    """The sha256 of the input blobs, one after the other."""
+    """The input blobs, each as `sha256:size_bytes;`."""
     not_before: Text = False
     not_after: Text = False
     delay_first_loss: Text = False
@@ -195,7 +195,7 @@ def template_value(template: JobSpec, submitter: str) -> tuple[bytes, Place]:
 
 
 def _all_facts(spec: JobSpec, shape: SharedValues, hashed: Text) -> bytes:
-    inputs = "".join(dict.fromkeys(file.sha256 for file in spec.files if file.sha256 is not None))
+    inputs = "".join(f"{ref.sha256}:{ref.size_bytes};" for ref in dict.fromkeys(input_refs(spec)))
     facts = replace(
         shape.facts,
         body_hash=hashed,
@@ -256,7 +256,7 @@ def report_key(report: Report, verb: str) -> str:
 
 def outcome_arguments(outcome: Outcome) -> list[Argument]:
     """Return the packed outcome without the parts that have a key of their own, the letters of these parts (b: a result that is a
-    blob), and the parts."""
+    blob, by its sha256 and size), and the parts."""
     letters, values = "", list[Argument]()
     if outcome.result is not None:
         letters, values = "r", [outcome.result]
@@ -268,7 +268,7 @@ def outcome_arguments(outcome: Outcome) -> list[Argument]:
         outcome = replace(outcome, meta={name: value for name, value in outcome.meta.items() if name not in taken})
     if outcome.result_ref is not None:
         letters += "b"
-        values.append(outcome.result_ref.sha256)
+        values += (outcome.result_ref.sha256, outcome.result_ref.size_bytes)
     return [encode(outcome), letters, *values]
 
 

@@ -25,7 +25,7 @@ from importlib.resources import files
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
-from tasuki.core.job import JobIncident, Outcome, State
+from tasuki.core.job import BlobRef, JobIncident, Outcome, State
 from tasuki.core.store_messages import COUNTED, storable_text
 from tasuki.errors import TasukiError, Unavailable
 from tasuki.stores.common import FairTurns, stale_epoch
@@ -372,10 +372,10 @@ class Transaction:
         """Return the rows of the jobs that exist, without a lock: others may change them meanwhile."""
         return self.rows(job_ids, "rows_seen")
 
-    def stored_among(self, sha256s: Iterable[str]) -> set[str]:
+    def stored_among(self, refs: Iterable[BlobRef]) -> set[BlobRef]:
         """Return the blobs that a job may refer to; they stay stored until the transaction ends (see `blobs.py`)."""
-        names = sorted(set(sha256s))
-        return {sha256 for (sha256,) in self.session.rows("stored_blobs", (self.session.listed(names),))} if names else set()
+        names = sorted({ref.sha256 for ref in refs})
+        return {BlobRef(*row) for row in self.session.rows("stored_blobs", (self.session.listed(names),))} if names else set()
 
     def change_state(
         self,

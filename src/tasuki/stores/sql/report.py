@@ -13,7 +13,7 @@ from typing import Any
 from tasuki.core.job import LEASED, OnDisconnect, Outcome, State
 from tasuki.core.lifecycle import LEASE_MARGIN_S, RESUMED, Disposition, Event, after, after_failure, after_loss, sources
 from tasuki.core.store_messages import HeldLease, LeaseHolder, LeaseStatus, Report, ReportAnswer, ReportStatus, storable_text
-from tasuki.stores.common import INCIDENT_OF, LEASES_ENDED_MAX, belongs_to_story, fenced_reason
+from tasuki.stores.common import INCIDENT_OF, LEASES_ENDED_MAX, belongs_to_story, fenced_reason, missing_result
 from tasuki.stores.sql.database import Transaction, must_change
 from tasuki.stores.sql.rows import (
     DELAYED,
@@ -155,7 +155,7 @@ def _finish_batch(tx: Transaction, by_row: dict[int, Report]) -> frozenset[int]:
     full = []
     if len(plain) < len(by_row):
         unusual = [(row_id, report) for row_id, report in by_row.items() if not _is_plain(report.outcome)]
-        refs = {row_id: ref.sha256 for row_id, report in unusual if (ref := report.outcome.result_ref) is not None}
+        refs = {row_id: ref for row_id, report in unusual if (ref := report.outcome.result_ref) is not None}
         stored = tx.stored_among(refs.values())
         # A report whose result is a blob that is not stored is left to `_report`.
         full = [(row_id, *_full_values(report)) for row_id, report in unusual if row_id not in refs or refs[row_id] in stored]
@@ -186,10 +186,8 @@ def _report(tx: Transaction, report: Report, verb: Event, row: JobRow | None = N
     if row.job_state not in _REPORTABLE or not _is_of_attempt(row, report):
         return _repeated_or_fenced(tx, row, report, verb)
     ref = report.outcome.result_ref
-    if ref is not None and not tx.stored_among((ref.sha256,)):
-        return ReportAnswer(
-            ReportStatus.BLOB_MISSING, row.job_state, f"its result, blob {ref.sha256}, is not stored; bring it again"
-        )
+    if ref is not None and ref not in tx.stored_among((ref,)):
+        return ReportAnswer(ReportStatus.BLOB_MISSING, row.job_state, missing_result(ref))
     started_at = row.started_at if row.started_at is not None else report.started_at
     if verb is Event.SUCCEED:
         state = after(row.job_state, verb)

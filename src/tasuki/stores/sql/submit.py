@@ -12,7 +12,7 @@ from tasuki.core.lifecycle import Event, after, cancel_is_immediate, not_after_a
 from tasuki.core.store_messages import Canceled, MissingBlobs, Requeued, Submission, Submitted, kind_of, storable_text
 from tasuki.core.subject import group_of
 from tasuki.errors import Conflict, Unavailable
-from tasuki.stores.common import check_on_failed, requeue_reason
+from tasuki.stores.common import check_on_failed, input_refs, requeue_reason
 from tasuki.stores.sql.database import NOTHING_STORED, Transaction, must_change
 from tasuki.stores.sql.rows import JobRow, decode_spec, encode_spec, job_of, outcome_of, ready_value
 from tasuki.stores.store import Answered
@@ -30,9 +30,9 @@ def submit(tx: Transaction, submissions: Sequence[Submission], *, on_failed: str
 
 def _insert_with_files(tx: Transaction, submissions: Sequence[Submission], rerun: bool) -> list[Answered]:
     """Insert all but the new jobs whose input blobs are not all stored. A known id is answered as known, whatever its blobs."""
-    inputs = [_input_blobs(submission.spec) for submission in submissions]
+    inputs = [input_refs(submission.spec) for submission in submissions]
     stored = tx.stored_among(chain.from_iterable(inputs))
-    missing = [tuple(sha256 for sha256 in sha256s if sha256 not in stored) for sha256s in inputs]
+    missing = [tuple(sorted({ref.sha256 for ref in refs if ref not in stored})) for refs in inputs]
     ids = [submission.spec.job_id for submission in submissions]
     known = set(tx.rows_unlocked(job_id for job_id, sha256s in zip(ids, missing, strict=True) if sha256s))
     refused: dict[int, MissingBlobs] = {}
@@ -75,7 +75,7 @@ def _count_created(tx: Transaction, batch: Sequence[Submission]) -> None:
         tx.count(group_of(subject), State.PENDING, n)
     for spec in specs:
         if spec.files:
-            for sha256 in _input_blobs(spec):
+            for sha256 in sorted({ref.sha256 for ref in input_refs(spec)}):
                 tx.session.change("add_blob", (spec.job_id, sha256, "in"))
 
 
@@ -173,10 +173,6 @@ def _requeue(tx: Transaction, rows: list[JobRow], *, actor: str, reason: str) ->
         tx.count_move(row.group, row.job_state, after(row.job_state, Event.REQUEUE))
     must_change(len(batch), tx.session.changed("requeue", (), batch))
     tx.clear_results([row.id for row in rows])
-
-
-def _input_blobs(spec: JobSpec) -> list[str]:
-    return sorted({file.sha256 for file in spec.files if file.sha256 is not None})
 
 
 def _is_plain(spec: JobSpec) -> bool:

@@ -6,18 +6,19 @@ local function member_of(seq, sha256)
   return string.format('%015d:%s', seq, sha256)
 end
 
-function blobs.is_stored(sha256)
-  return redis.call('HGET', of('blob', sha256), 'stored') == '1'
+function blobs.is_stored(sha256, size_bytes)
+  local row = redis.call('HMGET', of('blob', sha256), 'stored', 'size_bytes')
+  return row[1] == '1' and row[2] == size_bytes
 end
 
--- Returns the blobs of the list that no job may refer to now, each once, in order; nil if there are none.
-function blobs.missing(sha256s)
+-- Returns the input blobs that no job may refer to now (not stored, or of another size), each once, in order; nil if there is none.
+function blobs.missing(facts)
   local missing, seen = {}, {}
-  for _, sha256 in ipairs(sha256s) do
-    if not seen[sha256] and not blobs.is_stored(sha256) then
+  for sha256, size_bytes in string.gmatch(facts.inputs or '', '(%x+):(%d+);') do
+    if not seen[sha256] and not blobs.is_stored(sha256, size_bytes) then
       missing[#missing + 1] = sha256
+      seen[sha256] = true
     end
-    seen[sha256] = true
   end
   table.sort(missing)
   return #missing > 0 and missing or nil
@@ -45,10 +46,10 @@ function blobs.touch(sha256, seq)
   end
 end
 
--- Returns the input blobs of a job, whose facts have their hashes one after the other.
+-- Returns the hashes of the input blobs of a job.
 function blobs.inputs_of(facts)
   local inputs = {}
-  for sha256 in string.gmatch(facts.inputs or '', string.rep('%x', 64)) do
+  for sha256 in string.gmatch(facts.inputs or '', '(%x+):') do
     inputs[#inputs + 1] = sha256
   end
   return inputs

@@ -1,7 +1,7 @@
 -- The verbs of workers. Reports, of finish and fail, are first all job_ids, then for each the arguments of `read_report`. They are
 -- accepted only from the holder of the current lease; an exact repeat of the report that ended the attempt is known by its key.
 
-local ended = { packed = '', r = nil, s = nil, f = nil, blob = nil }
+local ended = { packed = '', r = nil, s = nil, f = nil, blob = nil, blob_bytes = nil }
 local report = { id = '', worker_id = '', lease_id = '', attempt = '', owner = '', started_at = '', report_key = '', ended = ended }
 
 -- Reads a report into the one table, where it stays until the next is read.
@@ -10,10 +10,14 @@ local function read_report(id, with_failure)
   report.worker_id, report.lease_id, report.attempt, report.owner = take(4)
   report.started_at, report.report_key = take(2)
   local packed, letters = take(2)
-  ended.packed, ended.r, ended.s, ended.f, ended.blob = packed, nil, nil, nil, nil
+  ended.packed, ended.r, ended.s, ended.f, ended.blob, ended.blob_bytes = packed, nil, nil, nil, nil, nil
   for i = 1, #letters do
     local letter = string.sub(letters, i, i)
-    ended[letter == 'b' and 'blob' or letter] = take(1)
+    if letter == 'b' then
+      ended.blob, ended.blob_bytes = take(2)
+    else
+      ended[letter] = take(1)
+    end
   end
   if with_failure then
     report.error_code, report.permanent, report.what = take(3)
@@ -63,8 +67,10 @@ local function record(report, apply)
   if not leases.is(job, report.worker_id, nil, report.lease_id, report.attempt, report.owner) then
     return repeated_or_fenced(job, report)
   end
-  if report.ended.blob and not blobs.is_stored(report.ended.blob) then
-    return { 'blob_missing', job.state, 'its result, blob ' .. report.ended.blob .. ', is not stored; bring it again' }
+  local blob, blob_bytes = report.ended.blob, report.ended.blob_bytes
+  if blob and not blobs.is_stored(blob, blob_bytes) then
+    local missing = string.format('its result, blob %s of %s bytes, is not stored; bring it again', blob, blob_bytes)
+    return { 'blob_missing', job.state, missing }
   end
   local reason = apply(job, report)
   return reason and { 'recorded', job.state, reason } or 'recorded'

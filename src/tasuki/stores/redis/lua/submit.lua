@@ -50,8 +50,7 @@ end
 -- Stores a job whose facts are read from `spec`.
 local function store_new(id, seq, spec, payload)
   local facts = jobs.read_facts(spec)
-  local inputs = blobs.inputs_of(facts)
-  local missing = blobs.missing(inputs)
+  local missing = blobs.missing(facts)
   if missing then
     return { 'missing', unpack(missing) }
   end
@@ -66,7 +65,7 @@ local function store_new(id, seq, spec, payload)
     not_before = facts.not_before,
     not_after = facts.not_after,
   })
-  for _, sha256 in ipairs(inputs) do
+  for _, sha256 in ipairs(blobs.inputs_of(facts)) do
     blobs.refer(sha256, id)
   end
   return 'created'

@@ -449,7 +449,7 @@ DELETE FROM tasuki_turnmark WHERE writer = $1::text
 -- each other; touching a row takes neither. A writer that waited for a row that was then condemned finds that in the recheck.
 
 -- name: stored_blobs
-SELECT sha256 FROM tasuki_blob
+SELECT sha256, size_bytes FROM tasuki_blob
 WHERE sha256 = ANY($1::text[]) AND stored = 1 AND condemned = 0 ORDER BY sha256 FOR KEY SHARE
 
 -- name: blob_places

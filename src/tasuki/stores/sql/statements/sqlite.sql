@@ -391,7 +391,7 @@ UPDATE tasuki_token SET revoked_at = ?2, revoked_by = ?3 WHERE token_id = ?1 AND
 -- At most one row of a sha256 is not condemned. The columns of a place are sha256, size_bytes, generation, stored.
 
 -- name: stored_blobs
-SELECT sha256 FROM tasuki_blob
+SELECT sha256, size_bytes FROM tasuki_blob
 WHERE sha256 IN (SELECT value FROM json_each(?1)) AND stored = 1 AND condemned = 0
 
 -- name: blob_places
