@@ -15,6 +15,7 @@ import os
 import re
 import secrets
 import stat
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Self
@@ -32,6 +33,7 @@ KEY_BYTES = 32
 SECRET_FILE_MAX_BYTES = 1024 * 1024  # of a token file or a PEM file; a thousand tokens are half of it
 OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 OTHERS_READ = stat.S_IRGRP | stat.S_IROTH
+TCP_LISTEN = "0A"  # in /proc/net/tcp
 
 
 def parse_listen(text: str, default_port: int = DEFAULT_PORT) -> Address:
@@ -250,6 +252,26 @@ def ensure_agent_token(folder: DataFolder) -> str:
     if not folder.make().agent_token_file.exists():
         _make_key(folder.agent_token_file, f"{secrets.token_hex(32)}\n".encode())
     return find_token(folder.agent_token_file)
+
+
+def own_agent_token(agents: Iterable[Address], data: str | os.PathLike[str] | None = None) -> str:
+    """Return the token that the data folder's agents made, if this user's processes listen on all the addresses, else ""."""
+    if not all(address.loopback and not address.path and is_listener_ours(address.port) for address in agents):
+        return ""
+    file = data_folder(data).agent_token_file
+    return find_token(file) if file.exists() else ""
+
+
+def is_listener_ours(port: int) -> bool:
+    """Return whether every listener on this port of this machine belongs to the user of this process; False if unknown."""
+    uids = set()
+    for name in ("tcp", "tcp6"):
+        with suppress(OSError):  # not Linux, or without IPv6
+            for line in Path(f"/proc/net/{name}").read_text("ascii").splitlines()[1:]:
+                _, local, _, state, _, _, _, uid, *_ = line.split()
+                if state == TCP_LISTEN and int(local.rpartition(":")[2], 16) == port:
+                    uids.add(int(uid))
+    return uids == {_user()}
 
 
 def _make_key(path: Path, key: bytes) -> None:

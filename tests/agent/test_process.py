@@ -17,8 +17,9 @@ import httpx
 import pytest
 
 from tasuki.agent.settings import choose_default, read_tokens
-from tasuki.cli import agents
-from tasuki.config import DataFolder, ensure_agent_token
+from tasuki.client.agents.client import AgentsClient
+from tasuki.config import DataFolder, ensure_agent_token, own_agent_token
+from tasuki.core.address import parse_agents
 from tasuki.errors import ConfigError
 from tests.agent.stage import AgentStage, Started, code_of, members
 from tests.support.certificates import TestAuthority
@@ -109,8 +110,12 @@ def test_without_its_keeper_an_agent_ends(agent: AgentProcess, tmp_path: Path) -
     assert (tmp_path / "data/jobs/one/.interrupted").exists()
 
 
-def test_without_a_token_file_an_agent_makes_a_token_which_the_same_users_client_finds(tmp_path: Path) -> None:
+def test_without_a_token_file_an_agent_makes_a_token_which_the_same_users_clients_find(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     data = tmp_path / "data"
+    monkeypatch.setenv("TASUKI_DATA", str(data))
+    monkeypatch.delenv("TASUKI_TOKEN", raising=False)
     options = ["--listen", "127.0.0.1:0", "--exec", "sh=/bin/sh {file}", "--data", data]
     with ChildProcess([*TASUKI, "agent", *options], tmp_path / "log", {"TASUKI_TOKEN": ""}) as agent:
         url = re.findall(r"listening (http://\S+)", agent.wait_for_output("ready "))[0]
@@ -121,11 +126,13 @@ def test_without_a_token_file_an_agent_makes_a_token_which_the_same_users_client
         refused = httpx.post(f"{url}/run/one", files={"file": ("job.sh", b"true")})
         admitted = httpx.get(f"{url}/capacity", headers=bearer)
         command = [*TASUKI, "run", "--to", f"agents:{url}", "--data", data, "--file", tmp_path / "job.sh", "sh"]
-        ran = subprocess.run(command, capture_output=True, text=True, timeout=60, env={**os.environ, "TASUKI_TOKEN": ""})
+        ran = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        with AgentsClient(url) as client:
+            ended = client.run("sh", files=[tmp_path / "job.sh"], output=tmp_path / "result.zip")
 
         assert (refused.status_code, admitted.status_code) == (401, 200)
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
-        assert (ran.returncode, ran.stdout) == (0, "found\n"), ran.stderr
+        assert (ran.returncode, ran.stdout, ended.exit_code) == (0, "found\n", 0), ran.stderr
         assert path.read_text().strip() not in agent.output()
 
 
@@ -140,16 +147,15 @@ def test_the_token_of_a_folder_is_made_once_by_whoever_is_first(tmp_path: Path) 
 
 
 def test_the_token_of_a_folder_is_not_sent_to_a_listener_of_another_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = DataFolder(tmp_path)
-    token = ensure_agent_token(folder)
+    token = ensure_agent_token(DataFolder(tmp_path))
     with socket.create_server(("127.0.0.1", 0)) as listener:
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        assert agents._own_token(folder, f"agents:{url}") == token
-        assert agents._own_token(folder, f"agents:{url},http://n2:7090") == ""
-        assert agents._own_token(folder, f"agents:{url}/prefix") == ""
+        assert own_agent_token(parse_agents(f"{url}"), tmp_path) == token
+        assert own_agent_token(parse_agents(f"{url},http://n2:7090"), tmp_path) == ""
+        assert own_agent_token(parse_agents(f"{url}/prefix"), tmp_path) == ""
 
         monkeypatch.setattr(os, "geteuid", lambda: 12345)
-        assert agents._own_token(folder, f"agents:{url}") == ""
+        assert own_agent_token(parse_agents(f"{url}"), tmp_path) == ""
 
 
 def test_without_any_token_an_agent_says_so_at_its_start(tmp_path: Path) -> None:

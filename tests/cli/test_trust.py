@@ -13,6 +13,7 @@ import pytest
 from msgspec.structs import replace
 
 from tasuki import Client
+from tasuki.cli.connect import GUEST_PREFIX, LOCK_NAME, _private_folder
 from tasuki.config import DataFolder, check_folder, data_folder, find_token, user_key
 from tasuki.core.job import InputFile, JobSpec, is_marked, mark
 from tasuki.errors import ConfigError
@@ -39,6 +40,24 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 # ---------------------------------------------------------------------------------------------------- folders
+
+
+@pytest.mark.timeout(10)
+def test_a_pipe_that_another_user_put_among_the_temporary_folders_is_not_waited_for(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(place))
+    planted, left = place / f"{GUEST_PREFIX}planted", place / f"{GUEST_PREFIX}left"
+    for folder in (planted, left):
+        folder.mkdir(0o700)
+    os.mkfifo(planted / LOCK_NAME)
+    planted.chmod(0o777)
+    (left / LOCK_NAME).touch()
+
+    with _private_folder() as made:
+        assert mode_of(made) == 0o700
+
+    assert (planted.exists(), left.exists()) == (True, False)
 
 
 def test_an_own_folder_that_others_can_read_is_closed_to_them(place: Path) -> None:

@@ -97,6 +97,15 @@ def test_a_folder_of_another_user_is_refused(victim: Victim, planted: Path, proo
     assert not proof.exists()
 
 
+@pytest.mark.parametrize("note", [b"", b"[[1]]", b"\xff", b"{}"])
+def test_a_list_of_renames_that_is_none_is_refused_in_words(victim: Victim, note: bytes) -> None:
+    (victim.data / "restoring").mkdir(parents=True)
+    (victim.data / "restoring" / "decided").write_bytes(note)
+
+    with pytest.raises(ConfigError, match=r"restoring/decided has renames that no restore has written; remove .*restoring"):
+        prepare_folder(DataFolder(victim.data))
+
+
 @pytest.mark.parametrize("target", ["../hook", "/{home}/hook", "replaced-1/../../hook", "blobs/../../hook"])
 def test_a_clone_cannot_have_files_moved_out_of_it(victim: Victim, target: str) -> None:
     """A restore that was killed is finished at the next start, by the list of renames that it left in the folder."""

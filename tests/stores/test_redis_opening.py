@@ -192,6 +192,34 @@ def test_settings_that_cannot_be_checked_are_a_warning_even_if_strict(
     assert "could not be checked" in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("url", "is_clear"),
+    [
+        ("redis://127.0.0.1:6379/0", False),
+        ("redis://:pw@localhost/0", False),
+        ("redis:///0", False),
+        ("unix:///run/redis.sock?db=0", False),
+        ("rediss://cache/0", False),
+        ("rediss+sentinel://one,two/main/0", False),
+        ("redis://cache:6379/0", True),
+        ("redis://user:pw@10.0.0.7/0", True),
+        ("redis+sentinel://127.0.0.1,two:26379/main/0", True),
+    ],
+)
+def test_jobs_that_go_to_another_host_in_clear_text_are_warned_of(url: str, is_clear: bool) -> None:
+    assert ("rediss://" in connection.clear_text_problem(url)) is is_clear
+
+
+def test_the_warning_is_given_at_the_opening(
+    redis_url: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connection, "clear_text_problem", lambda url: "a problem")
+
+    RedisStore.open(redis_url).close()
+
+    assert any("a problem" in record.getMessage() for record in caplog.records)
+
+
 def test_an_old_redis_and_a_cluster_are_refused(monkeypatch: pytest.MonkeyPatch, redis_url: str) -> None:
     for told, words in (({"redis_version": "5.0.14"}, "6.2 or newer"), ({"redis_mode": "cluster"}, "Sentinel")):
         monkeypatch.setattr(connection, "_asked", lambda ask, told=told: told)

@@ -8,17 +8,20 @@ import threading
 import tracemalloc
 import zipfile
 from collections.abc import Iterator
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tasuki.blobs.zip.reader import ZipLimits
 from tasuki.blobs.zip.writer import ZipMember, write_zip
 from tasuki.errors import ConfigError
 from tasuki.worker import results as module
 from tasuki.worker.execs import parse_execs
-from tasuki.worker.results import DEFAULT_OUTPUTS, OutputCollector, OutputRules
+from tasuki.worker.results import DEFAULT_OUTPUTS, OutputCollector, OutputRules, glob_pattern
 from tests.support.zips import check_zip
 from tests.worker.runs import attempt_of, exec_of, names_of, report_of, run, runner_in, shell
 
@@ -91,6 +94,32 @@ def test_globs(out: Path, glob: str, taken: list[str]) -> None:
         (out / name).touch()
 
     assert sorted(collected(out, glob)[0]) == taken
+
+
+names = st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=5).map("/".join)
+
+
+@pytest.mark.timeout(10)
+@pytest.mark.parametrize("glob", ["out/" + "*a" * 20 + "*b", "out/" + "?*" * 20 + "b", "out/" + "**/a/" * 20 + "b"])
+@pytest.mark.parametrize("ending", ["b", "c"])
+def test_a_name_that_a_job_made_for_it_takes_no_time_to_match(glob: str, ending: str) -> None:
+    name = f"out/{'a/' * 120}{ending}" if "**" in glob else f"out/{'a' * 250}{ending}"
+
+    assert bool(glob_pattern(glob).fullmatch(name)) is (ending == "b")
+
+
+@given(glob=st.lists(st.sampled_from(["**", "*", "a", "*a", "a*", "?b*", "*a*b*"]), min_size=1, max_size=4), name=names)
+def test_a_glob_matches_as_if_every_way_was_tried(glob: list[str], name: str) -> None:
+    def matches(parts: list[str], names: list[str]) -> bool:
+        if not parts or not names:
+            return not parts and not names
+        if parts == ["**"]:
+            return True
+        if parts[0] == "**":
+            return matches(parts[1:], names) or matches(parts, names[1:])
+        return fnmatchcase(names[0], parts[0]) and matches(parts[1:], names[1:])
+
+    assert bool(glob_pattern("/".join(glob)).fullmatch(name)) is matches(glob, name.split("/"))
 
 
 def test_a_large_file_never_stands_in_memory(out: Path) -> None:

@@ -23,6 +23,7 @@ from starlette.types import Receive, Scope, Send
 
 from tasuki.agent import refusals
 from tasuki.blobs.blob import BlobStore
+from tasuki.config import is_listener_ours
 from tasuki.core.address import Address, parse_url
 from tasuki.core.failover.agent_protocol import EndedMarker
 from tasuki.core.failover.registry_records import ResultLocation
@@ -30,7 +31,6 @@ from tasuki.core.ranges import content_range, range_headers, requested_range
 from tasuki.core.store_messages import BlobPlace
 from tasuki.doors.http.exchange import envelope, json_answer
 from tasuki.doors.http.uvicorn_server import while_connected
-from tasuki.doors.listening import is_listener_ours
 from tasuki.errors import AgentRefusal, ConfigError, Corrupt, NotFound, TasukiError, Unavailable
 from tasuki.net.streams import FileSource, pieces_from
 from tasuki.server.refusal_log import RefusalLog

@@ -20,7 +20,7 @@ from tasuki.cli import result
 from tasuki.cli.command import Destination, command, connection_options, flag, number
 from tasuki.cli.connect import read_token
 from tasuki.cli.output import ExitCode, Output, table
-from tasuki.config import DataFolder, data_folder, default_url, find_token
+from tasuki.config import data_folder, default_url, own_agent_token
 from tasuki.core.address import AGENTS, parse_agents, shown_address
 from tasuki.core.failover.events import WAY_IN
 from tasuki.core.failover.nodes import Ranked
@@ -57,18 +57,8 @@ def open_client(place: Destination) -> AsyncAgentsClient:
     if not where.startswith(AGENTS):
         raise ConfigError(f"--to {shown_address(where)!r} names no node agents; write --to agents:http://n1:7090,http://n2:7090")
     folder = data_folder(place.data)
-    token = read_token(place.token_file) or _own_token(folder, where)
+    token = read_token(place.token_file) or own_agent_token(parse_agents(where), place.data)
     return AsyncAgentsClient(where, token=token, tls_ca=place.tls_ca, notes=folder.root)
-
-
-def _own_token(folder: DataFolder, agents: str) -> str:
-    """Return the token that the folder's agents made, if this user's processes listen on all the addresses, else ""."""
-    if not folder.agent_token_file.exists():
-        return ""
-    from tasuki.doors.listening import is_listener_ours  # of Linux, as agents are
-
-    ours = all(at.loopback and not at.path and is_listener_ours(at.port) for at in parse_agents(agents))
-    return find_token(folder.agent_token_file) if ours else ""
 
 
 # ---------------------------------------------------------------------------------------------------- run

@@ -27,7 +27,7 @@ from tasuki.cli.command import STDIN, Destination
 from tasuki.cli.output import when
 from tasuki.client import AsyncClient
 from tasuki.client.embedded import owner_files, read_owner
-from tasuki.config import TOKEN_MAX_CHARS, DataFolder, check_app, data_folder, default_url, find_token
+from tasuki.config import TOKEN_MAX_CHARS, DataFolder, check_app, check_folder, data_folder, default_url, find_token
 from tasuki.core.address import Address, parse_url, shown_address
 from tasuki.core.apps import DEFAULT_APP
 from tasuki.core.election import LOCK_TTL_S
@@ -221,10 +221,12 @@ def _private_folder() -> Iterator[Path]:
     """Make a folder for this user only. Folders of processes that were killed are removed: nobody holds their lock."""
     import fcntl
 
-    for left in Path(tempfile.gettempdir()).glob(f"{GUEST_PREFIX}*/{LOCK_NAME}"):
-        with suppress(OSError), left.open() as lock:  # another user's, or gone meanwhile
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(left.parent, ignore_errors=True)
+    for left in Path(tempfile.gettempdir()).glob(f"{GUEST_PREFIX}*"):
+        with suppress(OSError, ConfigError):  # another user's, or gone meanwhile
+            check_folder(left)
+            with (left / LOCK_NAME).open() as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(left, ignore_errors=True)
     with tempfile.TemporaryDirectory(prefix=GUEST_PREFIX) as name:
         folder = Path(name)
         with (folder / "lock.new").open("w") as lock:

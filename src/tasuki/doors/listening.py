@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import resource
 import socket
 import ssl
@@ -39,7 +38,6 @@ BACKLOG = 1024
 ACCEPTED_AT_ONCE = 8  # of one listener, before those who are connected are served again
 ACCEPT_AGAIN_S = 0.1  # when the descriptors are used up
 TLS_CLOSE_TIMEOUT_S = 5.0  # for the peer's answer to the end of TLS; asyncio's own is 30 s
-_LISTENS = "0A"  # TCP_LISTEN in /proc/net/tcp
 EXPIRES_SOON = timedelta(days=14)
 
 logger = logging.getLogger("tasuki.server")
@@ -60,18 +58,6 @@ def connections_max() -> int:
     """Return how many connections this process can hold; without descriptors left, the store could not open a file either."""
     descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return max(1, min(CONNECTIONS_MAX, descriptors - DESCRIPTORS_KEPT))
-
-
-def is_listener_ours(port: int) -> bool:
-    """Return whether every listener on this port of this machine belongs to the user of this process; False if unknown."""
-    uids = set()
-    for name in ("tcp", "tcp6"):
-        with contextlib.suppress(OSError):  # not Linux, or without IPv6
-            for line in Path(f"/proc/net/{name}").read_text("ascii").splitlines()[1:]:
-                _, local, _, state, _, _, _, uid, *_ = line.split()
-                if state == _LISTENS and int(local.rpartition(":")[2], 16) == port:
-                    uids.add(int(uid))
-    return uids == {os.geteuid()}
 
 
 def bound(address: Address) -> socket.socket:

@@ -24,7 +24,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import msgspec
@@ -190,10 +190,12 @@ def decide(folder: DataFolder, aside: str, fault: Callable[[str], None]) -> None
 def carry_out(folder: DataFolder, fault: Callable[[str], None] = lambda point: None) -> None:
     """Do the renames that were decided and are not done yet. The lock is held."""
     note = staging_of(folder) / DECIDED_NAME
-    moves = msgspec.json.decode(note.read_bytes(), type=list[Move])
+    moves: list[Move] | None = None
+    with suppress(msgspec.DecodeError):
+        moves = msgspec.json.decode(note.read_bytes(), type=list[Move])
     # The folder may be a copy of somebody else's: nothing is moved but the files of a store, and those stay in the folder.
     is_inside = re.compile(rf"(?:[\w-]+/)?(?:{'|'.join(map(re.escape, store_names(folder)))})").fullmatch
-    if not all(is_inside(path) for move in moves for path in move):
+    if moves is None or not all(is_inside(path) for move in moves for path in move):
         raise ConfigError(
             f"{note} has renames that no restore has written; remove {staging_of(folder)}, or use another data folder"
         )

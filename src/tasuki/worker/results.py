@@ -299,16 +299,26 @@ def _printable(name: str) -> str:
 @functools.lru_cache(maxsize=256)
 def glob_pattern(glob: str) -> re.Pattern[str]:
     """Compile a glob: `**` matches any number of folders (at the end: everything below), `*` and `?` text inside one name."""
-    pattern = ""
     *folders, last = glob.split("/")
+    runs = [""]
     for part in folders:
-        pattern += "(?:[^/]+/)*" if part == "**" else _part_pattern(part) + "/"
-    return re.compile(pattern + (".+" if last == "**" else _part_pattern(last)), re.DOTALL)
+        runs = [*runs, ""] if part == "**" else [*runs[:-1], f"{runs[-1]}{_part_pattern(part)}/"]
+    return re.compile(_joined(runs, "(?:[^/]+/)*") + (".+" if last == "**" else _part_pattern(last)), re.DOTALL)
 
 
 def _part_pattern(part: str) -> str:
-    wild = {"*": "[^/]*", "?": "[^/]"}
-    return "".join(wild.get(character) or re.escape(character) for character in part)
+    return _joined([re.escape(text).replace(r"\?", "[^/]") for text in part.split("*")], "[^/]*")
+
+
+def _joined(texts: Sequence[str], gap: str) -> str:
+    """Return a pattern for texts with gaps between them that takes linear time, also for names that a job made for this purpose.
+
+    Each text but the last is looked for at the first place where it fits, and never again (an atomic group): the gap behind it
+    can take all that an earlier place leaves over.
+    """
+    first, *others = texts
+    middle = "".join(f"(?>{gap}?{text})" for text in others[:-1] if text)
+    return first + middle + (gap + others[-1] if others else "")
 
 
 class Times(msgspec.Struct, frozen=True):

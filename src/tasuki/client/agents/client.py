@@ -28,7 +28,7 @@ from tasuki.client.agents.run import AgentResult, AgentRun
 from tasuki.client.agents.transfer import NodeRefused, RunProgress, read_upload
 from tasuki.client.sync import LoopThread
 from tasuki.clocks import now
-from tasuki.config import find_token
+from tasuki.config import find_token, own_agent_token
 from tasuki.core.address import parse_agents
 from tasuki.core.failover.events import LIMIT_S, LONGER_THAN_THE_JOB_S, PATIENCE_S, SILENT_S, FailoverJob, TimePassed
 from tasuki.core.failover.nodes import DEFAULT_RULES, BreakerNote, BreakerRules, Nodes, Ranked
@@ -164,9 +164,10 @@ class AsyncAgentsClient:
         notes: Path | None = None,
     ) -> None:
         addresses = parse_agents(agents if isinstance(agents, str) else ",".join(agents))
-        secret = find_token(token_file) if token is None else token
+        if token is None:
+            token = find_token(token_file) or own_agent_token(addresses)
         tls = client_tls(tls_ca)
-        self.agents = {str(address): AgentNode(address, secret, tls, proxies=True) for address in addresses}
+        self.agents = {str(address): AgentNode(address, token, tls, proxies=True) for address in addresses}
         self.nodes = Nodes(list(self.agents), random.random, rules)
         self._notes = BreakerFile(notes) if notes is not None else None
         self._make_id = IdMaker(lambda: time.time_ns() // 1_000_000, os.urandom)

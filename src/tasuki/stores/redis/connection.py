@@ -24,6 +24,7 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 from redis.sentinel import Sentinel
 
+from tasuki.core.address import Address
 from tasuki.errors import ConfigError, DiskFull, InternalError, InterruptCause, TasukiError, TurnInterrupted
 from tasuki.stores.wakeups import TIMEOUT_S as HINT_TIMEOUT_S
 from tasuki.stores.wakeups import Wakeups
@@ -152,11 +153,14 @@ class Settings(NamedTuple):
     """False: a restart loses everything."""
 
 
-def check_settings(client: redis.Redis, where: str, *, strict: bool) -> bool:
+def check_settings(client: redis.Redis, url: str, *, strict: bool) -> bool:
     """Check the settings that keep acknowledged jobs. Wrong: a warning, or ConfigError if `strict`. Unknown: a warning.
 
     Return False if a restart of Redis loses everything.
     """
+    where = name_of(url)
+    if problem := clear_text_problem(url):
+        logger.warning("%s: %s", where, problem)
     found = look_at_settings(client, where)
     for name in found.unknown:
         logger.warning("%s: its setting %s could not be checked", where, name)
@@ -165,6 +169,15 @@ def check_settings(client: redis.Redis, where: str, *, strict: bool) -> bool:
     for problem in found.problems:
         logger.warning("%s: %s", where, problem)
     return found.is_durable
+
+
+def clear_text_problem(url: str) -> str:
+    """Return a warning about a connection to another host without TLS; empty if there is none."""
+    parts = urlsplit(url)
+    hosts = [_host_and_port(place)[0] for place in parts.netloc.rpartition("@")[2].split(",")]
+    if parts.scheme.startswith(("rediss", "unix")) or all(not host or Address("tcp", host).loopback for host in hosts):
+        return ""
+    return "passwords and jobs go to another host in clear text; use rediss:// in the address"
 
 
 def look_at_settings(client: redis.Redis, where: str) -> Settings:

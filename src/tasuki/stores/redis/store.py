@@ -154,7 +154,7 @@ class RedisStore:
         session = RedisSession(client, name_of(url), script(app, template, result_ttl_s), clock)
         try:
             session.time()
-            is_durable = not check or check_settings(client, name_of(url), strict=strict)
+            is_durable = not check or check_settings(client, url, strict=strict)
         except BaseException:
             session.close()
             raise
