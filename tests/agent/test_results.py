@@ -5,7 +5,7 @@ from __future__ import annotations
 import httpx
 import pytest
 
-from tests.agent.stage import AgentStage, code_of
+from tests.agent.stage import AgentStage, code_of, report
 
 BIG = "head -c 3000000 /dev/urandom > out/big.bin"
 
@@ -94,3 +94,14 @@ def test_a_download_outlives_its_job(stage: AgentStage, job_id: str) -> None:
 def test_a_job_that_is_not_there_is_404(stage: AgentStage) -> None:
     for path in ("/result/nobody", "/jobs/nobody"):
         assert code_of(stage.http.get(path)) == (404, "NOT_FOUND")
+
+
+def test_outputs_that_were_left_out_are_counted_in_a_header(stage: AgentStage, job_id: str) -> None:
+    whole = stage.run(f"{job_id}-whole", "echo x > out/x")
+    answer = stage.run(job_id, "ln -s x out/one; ln -s x out/two; mkfifo out/three")
+
+    assert "tasuki-left-out" not in whole.headers
+    assert answer.headers["tasuki-left-out"] == "3"
+    assert stage.http.get(f"/result/{job_id}").headers["tasuki-left-out"] == "3"
+    assert stage.http.get(f"/jobs/{job_id}").json()["left_out"] == 3
+    assert report(answer.content)["left_out_count"] == 3

@@ -18,7 +18,7 @@ from tasuki.clocks import now
 from tasuki.core.failover.nodes import BreakerState, NodeState
 from tasuki.dispatcher.settings import Mode
 from tasuki.errors import Unauthorized
-from tests.client.agent_stand_in import Asked, Reply, StandIn, refusal
+from tests.client.agent_stand_in import Asked, Reply, StandIn, refusal, result
 from tests.dispatcher.stage import DispatcherStage, code_of, job, tell, two_nodes
 
 LARGE = bytes(range(256)) * (LARGE_BYTES // 256)
@@ -228,6 +228,25 @@ def test_a_job_that_no_node_knows_yet_is_not_unknown_to_the_dispatcher_that_has_
 
 
 # ---------------------------------------------------------------------------------------------------- what is removed
+
+
+def test_a_result_through_a_dispatcher_names_the_node_that_ran_it_and_what_was_left_out(tmp_path: Path) -> None:
+    async def story() -> None:
+        async with two_nodes() as (one, _, stage):
+            answers = result(one.data, Tasuki_Left_Out="2")
+
+            async def take(asked: Asked) -> Reply:
+                await one.take(asked)
+                return answers
+
+            one.on_post = take
+            (tmp_path / "book.csv").write_bytes(SMALL)
+            async with AsyncAgentsClient([stage.url], token="") as client:
+                ended = await client.run("pricer", files=[tmp_path / "book.csv"], output=tmp_path / "result.zip")
+
+            assert (ended.node, ended.left_out) == (one.url, 2)
+
+    tell(story())
 
 
 def test_a_dispatcher_removes_only_what_runs_if_it_is_asked_to(tmp_path: Path) -> None:

@@ -528,8 +528,8 @@ def test_an_exec_names_its_outputs_and_their_limits() -> None:
     [
         ({"outputs_required": ["../x"]}, "outputs_required has '../x'"),
         ({"outputs_max_files": 10_000}, "outputs_max_files must be 0 to 9000"),
-        ({"outputs_max_file_mb": 1025}, "outputs_max_file_mb must be 0 to 1024"),
-        ({"outputs_max_total_mb": -1}, "outputs_max_total_mb must be 0 to 2048"),
+        ({"outputs_max_file_mb": 65_537}, "outputs_max_file_mb must be 0 to 65536"),
+        ({"outputs_max_total_mb": -1}, "outputs_max_total_mb must be 0 to 65536"),
     ],
 )
 def test_settings_that_cannot_work(setting: dict[str, Any], says: str) -> None:

@@ -448,6 +448,7 @@ class AgentJobs:
             ended_at=time.time(),
             result_sha256=outcome.result_sha256,
             result_bytes=size_bytes,
+            left_out=outcome.meta.get("left_out", 0),
         )
         if isinstance(archive, bytes):
             await self._syncer.sync(self.folders.write_end(marker, archive))

@@ -69,6 +69,8 @@ class ResultResponse(Response):
         )
         if cache is not None:
             self.headers["Tasuki-Cache"] = cache
+        if ended.left_out:
+            self.headers["Tasuki-Left-Out"] = str(ended.left_out)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:

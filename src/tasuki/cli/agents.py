@@ -184,6 +184,7 @@ def _deliver(ended: AgentResult, output: Output) -> int:
     output.end_progress()
     if ended.path is not None:
         captured.print_result(ended.path, is_command=True)
+    code = result.check_left_out(ended.job_id, ended.left_out, code, output)
     if output.json:
         captured.show(_describe(ended), code)
     elif ended.path is None:
@@ -213,6 +214,7 @@ def _describe(ended: AgentResult) -> dict[str, Any]:
         "error_code": ended.error_code,
         "message": ended.message,
         "result_sha256": ended.sha256 or None,
+        "left_out": ended.left_out,
     }
 
 

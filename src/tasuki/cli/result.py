@@ -162,6 +162,17 @@ class CapturedOutput:
         self._output.show({**facts, **texts, "exit": code}, list)
 
 
+def check_left_out(job_id: str, left_out: object, code: int, output: Output) -> int:
+    """Say that outputs are missing from a result, and return the exit code: a success without all its outputs is none."""
+    if not isinstance(left_out, int) or left_out <= 0:
+        return code
+    many = "1 output is" if left_out == 1 else f"{left_out} outputs are"
+    output.hint(
+        f"tasuki: job {job_id}: {many} not in the result (too large, too many, or no plain file); its result.json says which"
+    )
+    return code or ExitCode.COULD_NOT_RUN
+
+
 def describe(ended: JobResult) -> dict[str, Any]:
     """Return how a job ended, for programs."""
     outcome = ended.outcome
@@ -173,6 +184,7 @@ def describe(ended: JobResult) -> dict[str, Any]:
         "error_code": outcome.error_code,
         "message": outcome.message,
         "result_sha256": outcome.result_sha256,
+        "left_out": outcome.meta.get("left_out", 0),
     }
 
 

@@ -285,6 +285,7 @@ async def _deliver(
             await streaming.finish(path if left else None, ended.attempt)
         elif left:
             captured.print_result(path, is_command=is_command)
+    code = result.check_left_out(ended.job_id, ended.outcome.meta.get("left_out"), code, output)
     if output.json:
         captured.show(result.describe(ended), code)
     elif ended.outcome.error_code not in (None, "EXIT_CODE"):

@@ -167,7 +167,7 @@ async def until_disconnected(request: Request) -> None:
 
 PASSED_HEADERS = (
     "content-type", "content-length", "content-range", "content-disposition", "accept-ranges", "etag", "retry-after",
-    "tasuki-cache", "tasuki-outcome",
+    "tasuki-cache", "tasuki-outcome", "tasuki-left-out",
 )  # fmt: skip
 NODE_HEADER = "Tasuki-Node"
 

@@ -47,6 +47,7 @@ FILE, FILES, ARGS = "{file}", "{files}", "{args}"
 RESERVED_PREFIX = "TASUKI_"  # variables of tasuki itself, which neither a job nor an exec may set
 NICE_RANGE = (0, 19)  # below 0 needs a privilege that a worker should not have
 MB = 1024 * 1024
+OUTPUTS_MAX_MB = 64 * 1024  # the largest blob of a server
 
 PASSED_ON = ("PATH", "HOME", "LANG", "LC_ALL", "TZ")
 DEFAULT_PATH = "/usr/local/bin:/usr/bin:/bin"
@@ -289,11 +290,11 @@ def _check_numbers(table: _ExecTable) -> None:
         raise ConfigError(f"stop_grace_s must be 0 or more, got {table.stop_grace_s}; leave it out for the default")
     if not NICE_RANGE[0] <= table.nice <= NICE_RANGE[1]:
         raise ConfigError(f"nice must be {NICE_RANGE[0]} to {NICE_RANGE[1]}, got {table.nice}")
-    widest = _ExecTable()
-    for setting in ("outputs_max_files", "outputs_max_file_mb", "outputs_max_total_mb"):
-        value, most = getattr(table, setting), getattr(widest, setting)
+    limits = {"outputs_max_files": MAX_FILES, "outputs_max_file_mb": OUTPUTS_MAX_MB, "outputs_max_total_mb": OUTPUTS_MAX_MB}
+    for setting, most in limits.items():
+        value = getattr(table, setting)
         if not 0 <= value <= most:
-            raise ConfigError(f"{setting} must be 0 to {most}, which readers of results accept; got {value}")
+            raise ConfigError(f"{setting} must be 0 to {most}, got {value}")
 
 
 def _check_environment(table: _ExecTable) -> None:

@@ -69,7 +69,7 @@ _OPEN_FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CL
 
 
 class OutputRules(msgspec.Struct, frozen=True, kw_only=True):
-    """The outputs that an exec collects. The default limits are also the maximum: readers of archives accept no more."""
+    """The outputs that an exec collects. `extract_zip` refuses archives that are larger than the default limits allow."""
 
     globs: tuple[str, ...] = DEFAULT_OUTPUTS
     required: tuple[str, ...] = ()

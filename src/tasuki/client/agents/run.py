@@ -31,6 +31,7 @@ class AgentResult(msgspec.Struct, frozen=True):
 
     job_id: str
     node: str
+    """Node that ran the job, also behind a dispatcher."""
     outcome: str
     """succeeded, failed or timed_out"""
     exit_code: int | None
@@ -42,6 +43,8 @@ class AgentResult(msgspec.Struct, frozen=True):
     sha256: str
     cached: bool
     """The result was stored; nothing was run for it."""
+    left_out: int = 0
+    """Number of outputs that are not in the ZIP; its `result.json` names them."""
 
     @property
     def succeeded(self) -> bool:
@@ -212,7 +215,7 @@ class AgentRun:
                 raise self._unwritable(error) from None
         return AgentResult(
             job_id=self._job.job_id,
-            node=self._ended.node,
+            node=result.node or self._ended.node if result is not None else self._ended.node,
             outcome=ended.outcome,
             exit_code=ended.exit_code,
             error_code=ended.error_code,
@@ -221,6 +224,7 @@ class AgentRun:
             size_bytes=result.size_bytes if result is not None else 0,
             sha256=result.sha256 if result is not None else "",
             cached=result is not None and (result.cached or not self._posts),
+            left_out=result.left_out if result is not None else 0,
         )
 
     async def _end_requests(self) -> None:

@@ -365,6 +365,9 @@ class DownloadedResult(msgspec.Struct, frozen=True):
     sha256: str
     size_bytes: int
     cached: bool
+    left_out: int
+    node: str
+    """Node that ran the job, if the one that was asked is a dispatcher; else empty."""
     part: PartFile
 
 
@@ -384,6 +387,8 @@ class Download:
         self._sha256 = ""
         self._ended = JobEnded("succeeded", 0)
         self._cached = False
+        self._left_out = 0
+        self._node = ""
 
     def __enter__(self) -> Self:
         return self
@@ -471,6 +476,9 @@ class Download:
         self._cached = response.headers.get("tasuki-cache") == "hit"
         outcome = response.headers.get("tasuki-outcome", "succeeded")
         self._ended = JobEnded(outcome, 0 if outcome == "succeeded" else None)
+        left_out = response.headers.get("tasuki-left-out", "")
+        self._left_out = int(left_out) if is_number(left_out) else 0
+        self._node = response.headers.get("tasuki-node", "")
 
     def whole(self, node: str) -> DownloadedResult:
         """Return the result if it is what was announced; ResponseLost, NodeRefused."""
@@ -483,4 +491,4 @@ class Download:
             raise ResponseLost(f"the result from {node} has the sha256 {digest}, not {self._sha256} as announced")
         if not zipfile.is_zipfile(self._part.path):
             raise NodeRefused(Refusal(200, "", "with a result that is no ZIP; is this a node agent?"))
-        return DownloadedResult(self._ended, digest, self.have, self._cached, self._part)
+        return DownloadedResult(self._ended, digest, self.have, self._cached, self._left_out, self._node, self._part)

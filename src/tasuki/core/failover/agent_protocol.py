@@ -109,6 +109,8 @@ class EndedMarker(JobMarker, frozen=True, kw_only=True):
     ended_at: float
     result_sha256: str
     result_bytes: int
+    left_out: int = 0
+    """Number of outputs that are not in the result."""
 
     @property
     def state(self) -> AgentState:
@@ -163,7 +165,7 @@ def job_view(
     if progress is not None:
         facts["progress"] = {"fraction": progress.fraction, "message": progress.text}
     if isinstance(ended, EndedMarker):
-        names = ("exit_code", "error_code", "message", "result_sha256", "result_bytes")
+        names = ("exit_code", "error_code", "message", "result_sha256", "result_bytes", "left_out")
         facts |= {name: getattr(ended, name) for name in names}
     return facts
 
