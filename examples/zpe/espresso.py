@@ -16,6 +16,7 @@ from pathlib import Path
 from molecule import Molecule
 from problem import (
     QE_NOT_FOUND,
+    QE_PSEUDO_MISMATCH,
     QE_PSEUDO_NOT_FOUND,
     QE_RELAX_NOT_CONVERGED,
     QE_RUNTIME_ERROR,
@@ -35,6 +36,8 @@ TIMES_HEAD = "     init_run     :"
 FINAL_HEAD, FINAL_END = "Begin final coordinates", "End final coordinates"
 POSITION = re.compile(r"^[A-Z][a-z]?\d*\s+(\S+)\s+(\S+)\s+(\S+)$", re.MULTILINE)
 VERSION = re.compile(r"Program PWSCF v\.(\S+) starts")
+CONFLICT = "conflicting values for"  # of pw.x, when the files do not agree on the functional
+UPF_ELEMENT = re.compile(r"<PP_HEADER\b(?:[^>]*?\belement=\"|>[^\n]*\n[^\n]*\n)\s*([A-Z][a-z]?)\b", re.IGNORECASE)  # UPF 2, UPF 1
 ERROR = re.compile(r"%{20,}\n\s*(Error in routine .*?)\n\s*%{20,}", re.DOTALL)
 
 
@@ -125,6 +128,14 @@ def link_pseudopotentials(molecule: Molecule, source: Path, folder: Path) -> Non
                 f"there is no pseudopotential {name} for {element} in {source}; install Debian's quantum-espresso-data, "
                 "put the file there, or name another folder with --pseudo",
             )
+        # pw.x takes the charge from the file and the mass from us: it would compute a molecule that does not exist.
+        found = UPF_ELEMENT.search((source / name).read_text(errors="replace"))
+        if found is not None and found[1].capitalize() != element:
+            raise Problem(
+                QE_PSEUDO_MISMATCH,
+                f"the pseudopotential {name} for {element} is one of {found[1].capitalize()}; "
+                f"name another file in pseudopotentials.{element}",
+            )
         (folder / name).symlink_to((source / name).resolve())
 
 
@@ -189,6 +200,8 @@ def check_ended(code: int, output: str) -> None:
     ended = f"was killed by signal {-code}" if code < 0 else f"exited with code {code}"
     found = ERROR.search(output)
     why = ": " + " ".join(found[1].split()) if found else ""
+    if CONFLICT in why:
+        raise Problem(QE_PSEUDO_MISMATCH, f"all pseudopotentials must be of one functional; pw.x {ended}{why}", _end_of(output))
     raise Problem(QE_RUNTIME_ERROR, f"pw.x {ended}{why}", _end_of(output))
 
 

@@ -90,6 +90,9 @@ CRASHED = """
 
      stopping ...
 """
+MIXED = CRASHED.replace("readpp (1)", "set_dft_from_name (3)").replace(
+    "file ./H.pbe-nix.UPF not found", "conflicting values for icorr"
+)
 HYDROXYL = Molecule(
     name="OH",
     elements=["O", "H"],
@@ -183,6 +186,14 @@ def test_a_crash_tells_what_pw_said(code: int, output: str, message: str) -> Non
     assert (problem.exit_code, problem.permanent) == (70, False)
 
 
+def test_pseudopotentials_of_different_functionals_are_never_tried_again() -> None:
+    problem = problem_of(1, MIXED)
+
+    assert (problem.error_code, problem.permanent) == ("QE_PSEUDO_MISMATCH", True)
+    assert "conflicting values for icorr" in problem.message
+    assert "of one functional" in problem.message
+
+
 def test_the_input_of_a_relaxation() -> None:
     text = input_of(HYDROXYL, HYDROXYL.positions_bohr, "relax")
 
@@ -221,3 +232,23 @@ def test_a_pseudopotential_that_is_not_there_is_named_with_its_folder(tmp_path: 
 
     assert caught.value.message.startswith(f"there is no pseudopotential H.UPF for H in {tmp_path}; install Debian's")
     assert (caught.value.error_code, caught.value.exit_code, caught.value.permanent) == ("QE_PSEUDO_NOT_FOUND", 69, False)
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        '<UPF version="2.0.1">\n<PP_INFO>for H</PP_INFO>\n<PP_HEADER\n generated="by hand"\n element="N "\n functional="PBE"/>\n',
+        "<PP_INFO>\nfor H\n</PP_INFO>\n<PP_HEADER>\n  0  Version\n  N      Element\n   US    Ultrasoft\n</PP_HEADER>\n",
+    ],
+    ids=["UPF 2", "UPF 1"],
+)
+def test_a_pseudopotential_of_another_element_is_refused(tmp_path: Path, header: str) -> None:
+    (tmp_path / "O.UPF").write_text(header.replace('"N "', '"O"').replace("  N  ", "  O  "))
+    (tmp_path / "H.UPF").write_text(header)
+    (tmp_path / "work").mkdir()
+
+    with pytest.raises(Problem) as caught:
+        link_pseudopotentials(HYDROXYL, tmp_path, tmp_path / "work")
+
+    assert caught.value.message == "the pseudopotential H.UPF for H is one of N; name another file in pseudopotentials.H"
+    assert (caught.value.error_code, caught.value.exit_code, caught.value.permanent) == ("QE_PSEUDO_MISMATCH", 2, True)
