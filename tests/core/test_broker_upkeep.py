@@ -31,7 +31,7 @@ from tasuki.core.cluster_messages import ServerInfo
 from tasuki.core.election import EpochFenced, TakeOver, TookOver
 from tasuki.core.job import InputFile, State
 from tasuki.core.protocol import BlobPut, ErrorMessage, GiveCredit, Reply, Results
-from tasuki.core.store_messages import Answers, Promoted, Turn
+from tasuki.core.store_messages import Answers, JobKind, ReadyQueue, Turn, TurnNotes
 from tasuki.errors import StaleEpoch, Unavailable
 from tasuki.stores.batching import execute
 from tests.core.broker_stage import BrokerStage
@@ -175,7 +175,7 @@ def test_a_full_batch_means_that_duties_have_not_caught_up() -> None:
     stage.apply(Elected(3))
     turn = next_duty(stage)
 
-    stage.apply(TurnDone(turn, Answers(promote=Promoted(("a",), PROMOTE_BATCH))))
+    stage.apply(TurnDone(turn, Answers(promote=PROMOTE_BATCH, notes=TurnNotes((ReadyQueue("a", JobKind.HANDLER),)))))
 
     assert not stage.broker.upkeep.caught_up
     assert stage.broker.upkeep.counts.promoted == PROMOTE_BATCH

@@ -13,7 +13,7 @@ NAMES = tuple(verb.name for verb in VERBS)
 
 def test_turns_and_answers_have_the_verbs_of_the_table_in_its_order() -> None:
     assert Turn.__struct_fields__ == (*NAMES, "epoch", "context")
-    assert Answers.__struct_fields__ == NAMES
+    assert Answers.__struct_fields__ == (*NAMES, "notes")
 
 
 @pytest.mark.parametrize("store", [Store, MemoryStore, SqlStore, RedisStore])

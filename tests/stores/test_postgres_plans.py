@@ -25,6 +25,7 @@ INDEX_OF = {
     "band": "tasuki_job_ready",
     "groups": "tasuki_job_ready",
     "subjects": "tasuki_job_ready",
+    "queues": "tasuki_job_ready",
     "claim_of_queue": "tasuki_job_ready",
     "next_of_queues": "tasuki_job_ready",
     "ahead": "tasuki_job_ready",
@@ -41,9 +42,9 @@ INDEX_OF = {
     "find_by_array": "tasuki_job_array",
 }
 HOT = [
-    "submit_plain", "submit_full", "band", "groups", "subjects", "claim_of_queue", "next_of_queues", "start", "renew", "release",
-    "finish_plain", "finish_full", "settle", "resume", "leases_over", "late", "delayed_due", "promote", "next_lease_over",
-    "next_delayed", "old", "count", "mark",
+    "submit_plain", "submit_full", "band", "groups", "subjects", "queues", "claim_of_queue", "next_of_queues", "start", "renew",
+    "release", "finish_plain", "finish_full", "settle", "resume", "leases_over", "late", "delayed_due", "promote",
+    "next_lease_over", "next_delayed", "old", "count", "mark",
 ]  # fmt: skip
 
 MEANT_WHOLE = {"counts": {"tasuki_counter"}}  # some rows for each group; there is no order in which to look

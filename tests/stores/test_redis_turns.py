@@ -118,6 +118,7 @@ def plain(answers: Answers) -> dict[str, object]:
     found["cancel"] = [(answer.state, answer.requested) for answer in answers.cancel]
     found["get"] = [job and (job.job_id, job.state, job.attempt) for job in answers.get]
     found["rerun"] = [answer.created for answer in answers.rerun if isinstance(answer, Submitted)]
+    del found["notes"]  # of Redis: not known
     return {name: list(value) if isinstance(value, tuple) else value for name, value in found.items()}
 
 

@@ -158,8 +158,9 @@ def test_more_groups_than_one_request_looks_at_take_turns(store: SqlStore) -> No
 def test_the_only_group_with_a_match_is_found_behind_any_number_of_others(store: SqlStore) -> None:
     add(store, *(f"g{number:05}.x" for number in range(MANY_GROUPS)), "z.y")
 
-    assert lease(store, 1, "*.y") == ["z.y"]
-    assert lease(store, 1, "*.y") == []
+    found = [lease(store, 1, "*.y") for _ in range(3)]  # each looks at a bounded number, and the next one goes on
+
+    assert found.count(["z.y"]) == 1
 
 
 def test_a_lease_costs_a_bounded_number_of_steps_however_many_groups_wait(store: SqlStore) -> None:

@@ -51,6 +51,13 @@ def kind_of(exec: str, submitter: str) -> JobKind:
     return JobKind.LOCAL_COMMAND if submitter.startswith("uid:") else JobKind.COMMAND
 
 
+class ReadyQueue(NamedTuple):
+    """A queue of ready jobs, by what decides which workers may take them."""
+
+    subject: str
+    kind: JobKind
+
+
 class Takes(enum.StrEnum):
     """Kinds of job that a worker can run."""
 
@@ -325,14 +332,20 @@ class Reaped(msgspec.Struct, frozen=True, gc=False):
     reason: str
 
 
-class Promoted(msgspec.Struct, frozen=True, gc=False):
-    """Jobs that became ready: their number, and their subjects, each once. If the number reaches the limit, there may be more."""
+class ReadyPage(msgspec.Struct, frozen=True, gc=False):
+    """Some queues of ready jobs, and the place to go on at (None: no more). Only the store that gave a place understands it."""
 
-    subjects: tuple[str, ...] = ()
-    count: int = 0
+    queues: list[ReadyQueue]
+    place: Any = None
 
-    def __bool__(self) -> bool:
-        return self.count > 0
+
+class TurnNotes(msgspec.Struct, frozen=True, gc=False):
+    """Facts about a turn beside its answers, by which a server knows for whom it has to look again."""
+
+    ready: tuple[ReadyQueue, ...] | None = ()
+    """Queues that jobs came back to, by a retry, loss, release, requeue or promotion, each once. None: not known."""
+    cut: tuple[int, ...] = ()
+    """Positions of the lease requests that ended at the store's bound: more may be ready for them."""
 
 
 class Page(msgspec.Struct, frozen=True):
@@ -450,7 +463,7 @@ class Answers(msgspec.Struct, kw_only=True):
     take_over: bool = False
     reap: Sequence[Reaped] = ()
     skip: Sequence[str] = ()
-    promote: Promoted = Promoted()
+    promote: int = 0
     prune: int = 0
     condemn_blobs: Condemned = Condemned()
     forget_blobs: int = 0
@@ -466,6 +479,7 @@ class Answers(msgspec.Struct, kw_only=True):
     get: Sequence[Job | None] = ()
     token: Sequence[TokenRow | None] = ()
     tokens: Sequence[list[TokenRow]] = ()
+    notes: TurnNotes = TurnNotes()
 
 
 # ---------------------------------------------------------------------------------------------------- the table of verbs

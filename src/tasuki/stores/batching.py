@@ -77,6 +77,7 @@ def _fill(answers: Answers, store: Store, turn: Turn) -> None:
     for verb, asked in zip(VERBS, _fields(turn), strict=True):
         if asked:
             setattr(answers, verb.name, verb.call(getattr(store, verb.method or verb.name), asked, turn.epoch, store.clock.wall))
+    answers.notes = store.notes()
 
 
 class StoreThread:

@@ -22,7 +22,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import Protocol
+from typing import Any, Protocol
 
 from tasuki.core.job import Job, JobIncident
 from tasuki.core.store_messages import (
@@ -42,7 +42,7 @@ from tasuki.core.store_messages import (
     LeaseStatus,
     MissingBlobs,
     Page,
-    Promoted,
+    ReadyPage,
     Reaped,
     Report,
     ReportAnswer,
@@ -50,6 +50,7 @@ from tasuki.core.store_messages import (
     Submission,
     Submitted,
     TokenRow,
+    TurnNotes,
 )
 from tasuki.errors import Conflict
 
@@ -97,6 +98,14 @@ class Reader(Protocol):
     def top_band(self) -> int | None:
         """Return the highest priority of any ready job; None if no job is ready."""
 
+    def ready_queues(self, place: Any = None, *, limit: int = 256) -> ReadyPage:
+        """Return queues with ready jobs, the highest priority first; a queue comes once for each priority. Go on with the place.
+
+        Bounded work per call. A queue that has ready jobs during a whole walk is in it; one that gets or loses its jobs meanwhile
+        may be. Jobs may come to a queue without any turn of a server (other programs write to Redis): such a queue, if it has
+        jobs, is in every page.
+        """
+
     def ended_among(self, job_ids: Sequence[str]) -> list[str]:
         """Return the jobs that are terminal, or do not exist any more. Cheap: servers ask it in case they missed an end."""
 
@@ -132,6 +141,9 @@ class Store(Reader, Protocol):
         Not `lasting`: a power cut may undo it, together with everything after it. For facts that nobody was promised.
         """
 
+    def notes(self) -> TurnNotes:
+        """Return the notes of the turn that is open, or of the last one."""
+
     # -- submitters -----------------------------------------------------------------------------------------------
     def submit(self, submissions: Sequence[Submission], *, on_failed: str = "return") -> list[Answered]:
         """Store new jobs. Same id and body: the existing job. Same id, other body: Conflict. Also between items of one batch.
@@ -166,6 +178,10 @@ class Store(Reader, Protocol):
         grace too): that counts as a loss, may end the job when no loss is left, and waits for no loss delay. The lease_ids of
         one request may share their random part: they belong to one worker. A subject that the request `leaves` to another live
         worker is not granted by patterns.
+
+        The work of a call is bounded, whatever waits: patterns without a wildcard are always looked for, a walk for the others
+        ends after some hundred queues that it granted nothing from, and `notes().cut` names the requests whose walk was cut
+        short. Their next walk goes on where this one stopped.
         """
 
     def held(self, holders: Sequence[tuple[str, str, str]]) -> list[list[Grant]]:
@@ -223,8 +239,8 @@ class Store(Reader, Protocol):
         """End jobs that wait, ready, delayed or ORPHANED, past their `not_after`: SKIPPED, with the error_code TOO_LATE and the
         incident `skipped`. Return at most `limit` ids, the longest overdue first. Costs nothing for jobs without a not_after."""
 
-    def promote(self, *, epoch: int, limit: int = 1024) -> Promoted:
-        """Make delayed jobs whose time has come ready, at most `limit`."""
+    def promote(self, *, epoch: int, limit: int = 1024) -> int:
+        """Make delayed jobs whose time has come ready, at most `limit`; return how many."""
 
     def prune(self, *, before: float, epoch: int, limit: int = 256) -> int:
         """Delete jobs that became terminal before that wall time, with their incidents; return how many."""

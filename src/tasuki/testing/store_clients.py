@@ -237,7 +237,7 @@ class SubmitterCases(StoreCase):
         stage.store.cancel(["a"], actor="alice")
         stage.clock.advance(20)
 
-        assert stage.promote() == []
+        assert stage.promote() == 0
         assert stage.job("a").state is State.CANCELED
 
     def test_cancel_of_an_orphaned_job_is_immediate_and_fences_its_worker(self, stage: Stage) -> None:

@@ -666,7 +666,7 @@ class LateCases(StoreCase):
         stage.clock.advance(IN_S + 0.5)
 
         assert stage.skip() == ["a"]
-        assert stage.promote() == []
+        assert stage.promote() == 0
 
     def test_a_promoted_job_that_is_late_is_not_granted(self, stage: Stage) -> None:
         self._add(stage, "a", not_before=stage.clock.wall() + IN_S - 1)

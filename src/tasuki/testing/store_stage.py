@@ -20,9 +20,11 @@ from tasuki.core.store_messages import (
     Filter,
     Grant,
     HeldLease,
+    JobKind,
     LeaseRequest,
     LeaseStatus,
     MissingBlobs,
+    ReadyQueue,
     Reaped,
     Report,
     ReportAnswer,
@@ -165,9 +167,8 @@ class Stage:
     def skip(self) -> list[str]:
         return self.store.skip(epoch=self.epoch)
 
-    def promote(self) -> list[str]:
-        """Promote delayed jobs; return their subjects."""
-        return list(self.store.promote(epoch=self.epoch).subjects)
+    def promote(self) -> int:
+        return self.store.promote(epoch=self.epoch)
 
     def lose(self) -> list[Reaped]:
         """Let every lease run out, and reap."""
@@ -179,6 +180,11 @@ class Stage:
         [job] = self.store.get([job_id])
         assert job is not None
         return job
+
+    def came_back_to(self, *subjects: str) -> bool:
+        """Return whether the last turn noted these subjects, of jobs for handlers, or that it does not know."""
+        ready = self.store.notes().ready
+        return ready is None or sorted(ready) == [ReadyQueue(subject, JobKind.HANDLER) for subject in sorted(subjects)]
 
     def kinds(self, job_id: str) -> list[str]:
         return [incident.kind for incident in self.store.incidents(job_id)]

@@ -15,11 +15,12 @@ from __future__ import annotations
 from tasuki.testing.store_clients import ReaderCases, SubmitterCases
 from tasuki.testing.store_leader import BlobCases, LeaderCases
 from tasuki.testing.store_leases import LateCases, LeaseCases
+from tasuki.testing.store_ready import ReadyCases
 from tasuki.testing.store_reports import ReportCases
 from tasuki.testing.store_stage import MakeStore, Stage
 
 __all__ = ["MakeStore", "Stage", "StoreSuite"]
 
 
-class StoreSuite(SubmitterCases, LeaseCases, ReportCases, LeaderCases, LateCases, ReaderCases, BlobCases):
+class StoreSuite(SubmitterCases, LeaseCases, ReadyCases, ReportCases, LeaderCases, LateCases, ReaderCases, BlobCases):
     """All conformance cases of a store. pytest collects a subclass whose name begins with Test."""

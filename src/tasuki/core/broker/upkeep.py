@@ -118,9 +118,9 @@ class Upkeep:
         self._tell(answers)
         self.counts.reaped += len(answers.reap)
         self.counts.skipped += len(answers.skip)
-        self.counts.promoted += answers.promote.count
+        self.counts.promoted += answers.promote
         self.counts.pruned += answers.prune
-        if len(answers.reap) >= REAP_BATCH or len(answers.skip) >= SKIP_BATCH or answers.promote.count >= PROMOTE_BATCH:
+        if len(answers.reap) >= REAP_BATCH or len(answers.skip) >= SKIP_BATCH or answers.promote >= PROMOTE_BATCH:
             self._duty_at = 0.0
         if answers.prune >= PRUNE_AGAIN:
             self._prune_at = 0.0
@@ -140,9 +140,15 @@ class Upkeep:
         if answers.skip:
             ask_ends(state, answers.skip)
             state.cluster.ended += answers.skip
-        if answers.promote.subjects:
-            state.look_for(answers.promote.subjects, backlog=True)
-            state.cluster.add_ready(answers.promote.subjects, answers.promote.count)
+        if answers.promote:
+            ready = answers.notes.ready
+            if ready is None:
+                state.look_everywhere()
+                state.cluster.everything = True
+            else:
+                subjects = dict.fromkeys(queue.subject for queue in ready)
+                state.look_for(subjects, backlog=True)
+                state.cluster.add_ready(subjects, answers.promote)
 
     def _forget_deliveries(self, lost: Sequence[Reaped]) -> None:
         """End attempts whose leases are over; a worker that let one go may never speak of it again."""

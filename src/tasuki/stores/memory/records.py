@@ -6,11 +6,12 @@ records again, latest first. Touches nothing outside its own memory.
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
+from bisect import bisect_left, bisect_right, insort
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
+from typing import Any
 
 import msgspec
 from msgspec.structs import replace
@@ -28,9 +29,11 @@ from tasuki.core.store_messages import (
     Filter,
     GroupCounts,
     HeldLease,
-    JobKind,
     Page,
+    ReadyPage,
+    ReadyQueue,
     TokenRow,
+    TurnNotes,
     kind_of,
     storable_text,
 )
@@ -93,11 +96,8 @@ class BlobRow(msgspec.Struct, frozen=True):
     condemned: bool = False
 
 
-Queue = tuple[str, JobKind]
-
-
-def queue_of(job: Job) -> Queue:
-    return job.spec.subject, kind_of(job.spec.exec, job.submitter)
+def queue_of(job: Job) -> ReadyQueue:
+    return ReadyQueue(job.spec.subject, kind_of(job.spec.exec, job.submitter))
 
 
 class MemoryRecords:
@@ -109,7 +109,7 @@ class MemoryRecords:
         self._tokens: dict[str, TokenRow] = {}  # by token_id, oldest first
         self._audit: list[AuditRow] = []
         self._all: list[Entry] = []  # by seq
-        self._ready: dict[int, dict[Queue, list[Entry]]] = {}  # priority -> queue -> by seq; never an empty list
+        self._ready: dict[int, dict[ReadyQueue, list[Entry]]] = {}  # priority -> queue -> by seq; never an empty list
         self._delayed: list[Entry] = []  # by not_before
         self._late: list[Entry] = []  # ready or delayed, by not_after
         self._leased: list[Entry] = []  # by when the lease is over
@@ -121,12 +121,16 @@ class MemoryRecords:
         self._epoch = (0, "")
         self._undo: list[Callable[[], None]] = []
         self._depth = 0
+        self._came_back: dict[ReadyQueue, None] = {}
+        self._cut: list[int] = []
 
     # -- transactions ---------------------------------------------------------------------------------------------
     @contextmanager
     def turn(self, *, lasting: bool = True) -> Iterator[None]:
         """Keep all of the block's changes, or none. A verb inside is a turn of its own that the outer one rolls back too."""
         mark = len(self._undo)
+        if self._depth == 0:
+            self._came_back, self._cut = {}, []
         self._depth += 1
         try:
             yield
@@ -138,6 +142,9 @@ class MemoryRecords:
             self._depth -= 1
             if self._depth == 0:
                 self._undo.clear()
+
+    def notes(self) -> TurnNotes:
+        return TurnNotes(tuple(self._came_back), tuple(self._cut))
 
     def close(self) -> None:
         """Do nothing: there is nothing to release."""
@@ -203,6 +210,8 @@ class MemoryRecords:
         job = replace(job, version=record.job.version + 1)
         new = replace(record, job=job, delayed=delayed, incidents=record.incidents + incidents)
         self._put(job.job_id, new)
+        if new.ready and not record.ready:
+            self._came_back[queue_of(job)] = None
         return new
 
     def _incident(self, kind: str, job: Job, *, worker_id: str = "", actor: str = "", reason: str = "") -> JobIncident:
@@ -262,6 +271,12 @@ class MemoryRecords:
 
     def top_band(self) -> int | None:
         return max(self._ready, default=None)
+
+    def ready_queues(self, place: Any = None, *, limit: int = 256) -> ReadyPage:
+        found = sorted((-priority, queue) for priority, band in self._ready.items() for queue in band)
+        begin = 0 if place is None else bisect_right(found, place)
+        some = found[begin : begin + limit]
+        return ReadyPage([queue for _, queue in some], some[-1] if len(found) > begin + limit else None)
 
     def ended_among(self, job_ids: Sequence[str]) -> list[str]:
         records = ((job_id, self._records.get(job_id)) for job_id in dict.fromkeys(job_ids))

@@ -40,7 +40,6 @@ from tasuki.core.store_messages import (
     LeaseRequest,
     LeaseStatus,
     MissingBlobs,
-    Promoted,
     Reaped,
     Report,
     ReportAnswer,
@@ -490,13 +489,13 @@ class MemoryStore(MemoryRecords):
     def _is_late(self, record: MemoryJob) -> bool:
         return is_late(record.job.not_after, self.clock.wall())
 
-    def promote(self, *, epoch: int, limit: int = 1024) -> Promoted:
+    def promote(self, *, epoch: int, limit: int = 1024) -> int:
         with self.turn():
             self._check_epoch(epoch)
             records = [self._records[job_id] for job_id in _due(self._delayed, self.clock.wall(), limit)]
             for record in records:
                 self._change(record, record.job)
-            return Promoted(tuple(dict.fromkeys(record.job.spec.subject for record in records)), len(records))
+            return len(records)
 
     def prune(self, *, before: float, epoch: int, limit: int = 256) -> int:
         with self.turn():

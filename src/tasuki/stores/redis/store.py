@@ -11,6 +11,7 @@ An outsider's `SET {app}:payload:{id}` + `LPUSH {app}:queue {id}` is a job, made
 from __future__ import annotations
 
 import os
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial, wraps
@@ -36,12 +37,14 @@ from tasuki.core.store_messages import (
     Grant,
     GroupCounts,
     HeldLease,
+    JobKind,
     LeaseHolder,
     LeaseRequest,
     LeaseStatus,
     MissingBlobs,
     Page,
-    Promoted,
+    ReadyPage,
+    ReadyQueue,
     Reaped,
     Report,
     ReportAnswer,
@@ -54,6 +57,7 @@ from tasuki.core.store_messages import (
     Takes,
     TokenRow,
     Turn,
+    TurnNotes,
     storable_text,
 )
 from tasuki.errors import ConfigError, Conflict, InvalidInput, Unavailable
@@ -195,9 +199,14 @@ class RedisStore:
                     setattr(answers, name, [call.decode(next(rest)) for call in calls])
                 else:
                     setattr(answers, name, calls.decode(next(rest)))
+            if _came_back(turn, answers):
+                answers.notes = self.notes()
 
         if built:
             self._session.run([call for _, calls in built for call in (calls if isinstance(calls, list) else [calls])], done)
+
+    def notes(self) -> TurnNotes:
+        return TurnNotes(ready=None)
 
     def _calls_of(self, verb: StoreVerb, asked: Any, epoch: int) -> ScriptCall[Any] | list[ScriptCall[Any]]:
         """Return the call of one verb of a Turn, or a list if the verb takes one call for each item."""
@@ -345,8 +354,8 @@ class RedisStore:
         return ScriptCall("reap", [epoch, limit], decode, leads=True)
 
     @_verb
-    def promote(self, *, epoch: int, limit: int = 1024) -> ScriptCall[Promoted]:
-        return ScriptCall("promote", [epoch, limit], lambda reply: Promoted(tuple(_texts(reply[1:])), int(reply[0])), leads=True)
+    def promote(self, *, epoch: int, limit: int = 1024) -> ScriptCall[int]:
+        return ScriptCall("promote", [epoch, limit], lambda reply: int(reply[0]), leads=True)
 
     @_verb
     def skip(self, *, epoch: int, limit: int = 1024) -> ScriptCall[list[str]]:
@@ -435,6 +444,17 @@ class RedisStore:
     @_verb
     def top_band(self) -> ScriptCall[int | None]:
         return ScriptCall("top_band", [], lambda reply: reply and int(reply), reads=True)
+
+    def ready_queues(self, place: Any = None, *, limit: int = 256) -> ReadyPage:
+        found = sorted((-int(priority), subject, int(kind)) for priority, subject, kind in self._ready_queues())
+        begin = 0 if place is None else bisect_right(found, place)
+        some = found[begin : begin + limit]
+        queues = [ReadyQueue(subject, JobKind(kind)) for _, subject, kind in some]
+        return ReadyPage(queues, some[-1] if len(found) > begin + limit else None)
+
+    @_verb
+    def _ready_queues(self) -> ScriptCall[list[list[str]]]:
+        return ScriptCall("ready_queues", [], lambda reply: list(map(_texts, reply)), reads=True)
 
     @_batch
     def ended_among(self, job_ids: Sequence[str]) -> ScriptCall[list[str]]:
@@ -600,6 +620,12 @@ def _some_of(verb: str, names: Sequence[str]) -> ScriptCall[list[str]]:
 
 
 # ---------------------------------------------------------------------------------------------------- answers
+
+
+def _came_back(turn: Turn, answers: Answers) -> bool:
+    """Return whether jobs may have become ready other than by their submit."""
+    ended = any(answers.release) or any(answers.end_leases) or any(answer.state is State.PENDING for answer in answers.fail)
+    return bool(turn.rerun or answers.reap or answers.promote or ended or any(answer.done for answer in answers.requeue))
 
 
 def _submitted(submission: Submission, row: Reply) -> Answered:

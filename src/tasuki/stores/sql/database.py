@@ -26,10 +26,10 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 from tasuki.core.job import BlobRef, JobIncident, Outcome, State
-from tasuki.core.store_messages import COUNTED, storable_text
+from tasuki.core.store_messages import COUNTED, ReadyQueue, storable_text
 from tasuki.errors import TasukiError, Unavailable
 from tasuki.stores.common import FairTurns, stale_epoch
-from tasuki.stores.sql.rows import JobRow, fragments, outcome_values, replaced_report_of
+from tasuki.stores.sql.rows import READY, JobRow, fragments, outcome_values, replaced_report_of
 from tasuki.stores.store import Clock, Feature
 
 if TYPE_CHECKING:
@@ -279,6 +279,10 @@ class Transaction:
         self._counted: dict[tuple[str, str], int] = {}
         self._incidents: list[tuple[Any, ...]] = []
         self._state_changes: list[tuple[Any, ...]] = []
+        self.came_back: dict[ReadyQueue, None] = {}
+        """Queues that jobs came back to in this transaction, or in the last one."""
+        self.cut: list[int] = []
+        """Positions of its lease requests that ended at their bound."""
 
         # Hints that outlive the transaction, and may be lost.
         self.fairness = FairTurns()
@@ -309,6 +313,7 @@ class Transaction:
             self.session = self._database.session
         self._failed_by = None
         self._drop_collected()
+        self.came_back, self.cut = {}, []
         self._depth = 1
         try:
             self.at("turn.begun")
@@ -416,6 +421,8 @@ class Transaction:
             )
         )
         self.count_move(row.group, row.job_state, state)
+        if ready == READY:
+            self.came_back[row.queue] = None
         if outcome is not None and outcome.result_ref is not None:
             self.session.change("add_blob", (row.idempotency_key, outcome.result_ref.sha256, "result"))
 

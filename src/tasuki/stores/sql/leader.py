@@ -6,7 +6,7 @@ import math
 
 from tasuki.core.job import TERMINAL, State
 from tasuki.core.lifecycle import LEASE_MARGIN_S, TAKEOVER_TIE_S, Event, after, skip_outcome
-from tasuki.core.store_messages import Promoted, Reaped
+from tasuki.core.store_messages import JobKind, ReadyQueue, Reaped
 from tasuki.stores.sql import report
 from tasuki.stores.sql.database import LEADER_SCOPE, Transaction
 from tasuki.stores.sql.rows import JobRow, outcome_of
@@ -68,12 +68,13 @@ def skip(tx: Transaction, *, epoch: int, limit: int = 1024) -> list[str]:
     return [row.idempotency_key for row in rows]
 
 
-def promote(tx: Transaction, *, epoch: int, limit: int = 1024) -> Promoted:
+def promote(tx: Transaction, *, epoch: int, limit: int = 1024) -> int:
     tx.check_epoch(epoch)
     due = tx.session.rows("delayed_due", (tx.clock.wall(), limit))
     if due:
-        tx.session.change("promote", (tx.session.listed([row_id for row_id, _ in due]),))
-    return Promoted(tuple(dict.fromkeys(subject for _, subject in due)), len(due))
+        tx.session.change("promote", (tx.session.listed([row_id for row_id, _, _ in due]),))
+    tx.came_back.update((ReadyQueue(subject, JobKind(kind)), None) for _, subject, kind in due)
+    return len(due)
 
 
 def prune(tx: Transaction, *, before: float, epoch: int, limit: int = 256) -> int:

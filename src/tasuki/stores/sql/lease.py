@@ -2,10 +2,14 @@
 
 `ReadyIndex` walks the database's index of ready rows by its distinct values, one seek each, and never looks at more than it
 needs: priorities from the highest, groups of a priority GROUPS_AT_ONCE at a time, and inside a group only the subjects in the
-ranges that the request's patterns can match, SUBJECTS_AT_ONCE at a time. So neither the length of a queue, nor patterns that
-match nothing, nor a client that makes a new subject or group for every job costs other groups more than a moment. The price: in
-a priority with more groups than that, each request serves some of them and the next request the following ones; in a group with
-more ready subjects than that, subjects take turns, and age decides among those of the current window.
+ranges that the request's patterns can match, SUBJECTS_AT_ONCE at a time. The price: in a priority with more groups than that,
+each request serves some of them and the next request the following ones; in a group with more ready subjects than that, subjects
+take turns, and age decides among those of the current window.
+
+A call looks at IN_VAIN_MAX names in vain: subjects that no pattern matches, jobs of other kinds, subjects that are left to other
+workers. Then it looks only for subjects that a pattern names, and notes which requests were cut short (`Transaction.cut`). So
+neither the length of a queue, nor patterns that match nothing, nor a client that makes a new subject or group for every job costs
+other groups more than a moment.
 
 A scan is remembered for the one `lease` call, in which nothing can become ready.
 """
@@ -18,7 +22,7 @@ from typing import Any
 
 from tasuki.core.job import OnDisconnect, State
 from tasuki.core.lifecycle import LEASE_MARGIN_S, is_late
-from tasuki.core.store_messages import Assignment, Grant, LeaseRequest
+from tasuki.core.store_messages import Assignment, Grant, JobKind, LeaseRequest, ReadyPage, ReadyQueue
 from tasuki.core.subject import group_of, literal_prefix, matches
 from tasuki.errors import Unavailable
 from tasuki.stores.sql import report
@@ -37,9 +41,11 @@ from tasuki.stores.store import Clock
 LEASE_ID_BYTES = 16
 GROUPS_AT_ONCE = 256
 SUBJECTS_AT_ONCE = 128
+IN_VAIN_MAX = 512  # some 2 ms of a transaction
 _REMEMBERED_MAX = 10_000
 _ABOVE_ALL_TEXT = "\U0010ffff"
 _NEXT = "\x01"  # appended to a name: the smallest text above it (names have no control characters). PostgreSQL refuses NUL
+_BEFORE_ALL_QUEUES = ("", "", 0)
 _PENDING = State.PENDING.value
 _ORPHANED = State.ORPHANED.value
 
@@ -82,15 +88,18 @@ class Scan:
         begin = max(low, start)
         self._ranges = [(begin, high)] if begin == low else [(begin, high), (low, begin)]
         self.names: list[str] = []
+        self.looked = 0
+        """Number of names in the window that was read last, those that do not match too."""
         self.last = ""
         """Start of the next scan of this place, unless this one is complete."""
         self.advance()
-        self.is_complete = not self._ranges
 
-    def advance(self) -> bool:
-        """Read the next window into `names`; False if the walk is over."""
-        if not self._ranges:
-            return False
+    @property
+    def is_over(self) -> bool:
+        return not self._ranges
+
+    def advance(self) -> None:
+        """Read the next window into `names`."""
         found: list[str] = []
         while self._ranges and len(found) < self._at_once:
             low, high = self._ranges[0]
@@ -104,7 +113,7 @@ class Scan:
                 self._ranges[0] = (self.last, high)
         pattern = self._pattern
         self.names = found if pattern is None else [name for name in found if matches(pattern, name)]
-        return True
+        self.looked = len(found)
 
 
 class ReadyIndex:
@@ -116,6 +125,17 @@ class ReadyIndex:
         self._priorities: list[int] = []
         self._has_lower = True
         self._complete: dict[Place, Scan] = {}
+        self._in_vain = 0
+        self.is_cut = False
+        """A walk of the current request ended at IN_VAIN_MAX."""
+
+    def looked_in_vain(self, count: int) -> None:
+        """Count names from which nothing was granted."""
+        self._in_vain += count
+
+    def _may_walk(self) -> bool:
+        self.is_cut = self.is_cut or self._in_vain >= IN_VAIN_MAX
+        return self._in_vain < IN_VAIN_MAX
 
     def priorities(self) -> Iterator[int]:
         """Yield the priorities with ready jobs, the highest first."""
@@ -136,37 +156,50 @@ class ReadyIndex:
 
     def groups(self, priority: int, patterns: tuple[str, ...]) -> Iterator[Collection[str]]:
         """Yield the groups that may have jobs for these patterns, some at a time."""
-        named = {region_of(pattern)[0] for pattern in patterns}
-        if None not in named:
-            yield {group for group in named if group is not None}
-            return
-        scan = self._scan((priority,), GROUPS_AT_ONCE, "", _ABOVE_ALL_TEXT)
-        yield scan.names
-        while not scan.is_complete and scan.advance():
-            self._remember(scan, (priority,))
+        regions = {region_of(pattern)[0] for pattern in patterns}
+        named = {group for group in regions if group is not None}
+        if None in regions and self._may_walk():
+            place = (priority,)
+            scan = self._scan(place, GROUPS_AT_ONCE, "", _ABOVE_ALL_TEXT)
             yield scan.names
+            named.difference_update(scan.names)
+            while self._go_on(scan, place):
+                yield scan.names
+                named.difference_update(scan.names)
+        yield named
 
     def windows(self, priority: int, group: str, request: LeaseRequest) -> Iterator[list[str]]:
         """Yield the subjects of the group that the request may take from, some at a time."""
-        scans = []
+        scans: dict[Place, Scan] = {}
         for pattern in request.patterns:
             region, low, high, needs_match = region_of(pattern)
-            if region in (None, group):
+            is_literal = low == pattern
+            if region in (None, group) and (is_literal or self._may_walk()):
                 place = (priority, group, pattern)
-                scans.append(self._scan(place, SUBJECTS_AT_ONCE, low, high, pattern if needs_match else None))
+                scans[place] = self._scan(place, SUBJECTS_AT_ONCE, low, high, pattern if needs_match else None)
         while scans:
-            names = scans[0].names if len(scans) == 1 else list(dict.fromkeys(name for scan in scans for name in scan.names))
+            names = list(dict.fromkeys(name for scan in scans.values() for name in scan.names))
             if request.live_workers:
                 names = [name for name in names if not request.leaves(name)]
             if names:
                 yield names
-            scans = [scan for scan in scans if scan.advance()]
+            else:
+                self.looked_in_vain(sum(scan.looked for scan in scans.values()))
+            scans = {place: scan for place, scan in scans.items() if self._go_on(scan, place)}
+
+    def _go_on(self, scan: Scan, place: Place) -> bool:
+        """Read the next window of a scan, if there is one and this call may still look."""
+        if scan.is_over or not self._may_walk():
+            return False
+        scan.advance()
+        self._remember(scan, place)
+        return True
 
     def _scan(self, place: Place, at_once: int, low: str, high: str, pattern: str | None = None) -> Scan:
         scan = self._complete.get(place)
         if scan is None:
             scan = Scan(self._reader(place), at_once, low, high, self._starts.pop(place, ""), pattern)
-            if scan.is_complete:
+            if scan.is_over:
                 self._complete[place] = scan
             else:
                 self._remember(scan, place)
@@ -189,7 +222,12 @@ class ReadyIndex:
 
 def lease(tx: Transaction, requests: Sequence[LeaseRequest]) -> list[list[Grant]]:
     ready = ReadyIndex(tx.session.rows, tx.ready_starts)
-    answers = [_lease_named(tx, request) if request.job_ids else _lease_next(tx, request, ready) for request in requests]
+    answers = []
+    for position, request in enumerate(requests):
+        ready.is_cut = False
+        answers.append(_lease_named(tx, request) if request.job_ids else _lease_next(tx, request, ready))
+        if ready.is_cut and len(answers[-1]) < request.limit:
+            tx.cut.append(position)
     tx.at("lease.written")
     return answers
 
@@ -217,9 +255,13 @@ def _take(tx: Transaction, ready: ReadyIndex, priority: int, group: str, limit: 
         prefix = _lease_id_prefix(tx)
         queues = Queues(priority, group, members, limit - len(taken))
         rows = tx.session.claim(queues, _terms(tx, prefix, request, epoch=None))
+        if not rows:
+            ready.looked_in_vain(len(subjects))
         taken += _granted(tx, rows, group, prefix, request)
         if len(taken) == limit:
-            break
+            return taken
+    if not taken:
+        ready.looked_in_vain(1)
     return taken
 
 
@@ -323,6 +365,21 @@ def held_leases(session: SqlSession, holders: Sequence[tuple[str, str, str]], no
             left_s = max(0.0, expires_at - LEASE_MARGIN_S - now)
             grants[tuple(holder)].append(Grant(job_id, spec, submitter, lease_id, attempt, left_s))
     return [list(grants[holder]) for holder in holders]
+
+
+def ready_queues(session: SqlSession, place: Any, limit: int) -> ReadyPage:
+    """Walk the index of ready rows by its distinct queues, one seek each, from the highest priority down."""
+    bands = [(place[0],)] if place else session.rows("band", (ABOVE_ALL_PRIORITIES,))
+    behind = place[1:] if place else _BEFORE_ALL_QUEUES
+    queues: list[ReadyQueue] = []
+    while bands:
+        priority = bands[0][0]
+        rows = session.rows("queues", (priority, *behind, limit - len(queues)))
+        queues += [ReadyQueue(subject, JobKind(kind)) for _, subject, kind in rows]
+        if len(queues) == limit:
+            return ReadyPage(queues, (priority, *rows[-1]))
+        bands, behind = session.rows("band", (priority,)), _BEFORE_ALL_QUEUES
+    return ReadyPage(queues)
 
 
 def lease_over_at(clock: Clock, to: LeaseRequest | Assignment) -> float:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from tasuki.core.job import LEASED, TERMINAL, BlobRef, Job, JobSpec, Lease, OnDisconnect, Outcome, Progress, State
-from tasuki.core.store_messages import TokenRow, storable_text
+from tasuki.core.store_messages import JobKind, ReadyQueue, TokenRow, storable_text
 
 encode_spec = msgspec.msgpack.Encoder().encode
 decode_spec = msgspec.msgpack.Decoder(JobSpec).decode
@@ -41,6 +41,7 @@ class JobRow(NamedTuple):
     priority: int
     group: str
     subject: str
+    kind: int
     attempt: int
     version: int
     lease_id: str
@@ -84,6 +85,10 @@ class JobRow(NamedTuple):
     @property
     def job_state(self) -> State:
         return _STATES[self.state]
+
+    @property
+    def queue(self) -> ReadyQueue:
+        return ReadyQueue(self.subject, JobKind(self.kind))
 
 
 def _columns(fields: tuple[str, ...]) -> str:

@@ -18,14 +18,25 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from tasuki.core.election import LOCK_TTL_S
 from tasuki.core.job import LEASED, Job, JobIncident
-from tasuki.core.store_messages import AuditRow, BlobPlace, Filter, Grant, GroupCounts, Page, TokenRow, storable_text
+from tasuki.core.store_messages import (
+    AuditRow,
+    BlobPlace,
+    Filter,
+    Grant,
+    GroupCounts,
+    Page,
+    ReadyPage,
+    TokenRow,
+    TurnNotes,
+    storable_text,
+)
 from tasuki.core.subject import literal_prefix
 from tasuki.django.standalone import SCHEMA_VERSION
 from tasuki.errors import ConfigError, InterruptCause, InvalidInput, TurnInterrupted
 from tasuki.stores.common import is_wanted
 from tasuki.stores.sql import blobs, leader, lease, report, submit
 from tasuki.stores.sql.database import ABOVE_ALL_PRIORITIES, LEADER_SCOPE, Database, Parameters, ReadOnly, SqlSession, Transaction
-from tasuki.stores.sql.lease import held_leases
+from tasuki.stores.sql.lease import held_leases, ready_queues
 from tasuki.stores.sql.rows import FAILED_STATES, JobRow, job_of, token_of, token_values
 from tasuki.stores.sql.sqlite import SqliteDatabase, SqliteInDjango, file_system_of
 from tasuki.stores.store import Clock
@@ -82,6 +93,9 @@ class SqlReads:
     def top_band(self) -> int | None:
         found = self._select("band", (ABOVE_ALL_PRIORITIES,))
         return int(found[0][0]) if found else None
+
+    def ready_queues(self, place: Any = None, *, limit: int = 256) -> ReadyPage:
+        return self._read(lambda session: ready_queues(session, place, limit))
 
     def blob_owners(self, sha256: str, *, limit: int = 16) -> list[str]:
         return [job_id for (job_id,) in self._select("blob_owners", (sha256, limit))]
@@ -316,6 +330,9 @@ class SqlStore(SqlReads):
         """Return the context of one transaction around several verbs."""
         self._tx.is_durable = lasting
         return self._tx
+
+    def notes(self) -> TurnNotes:
+        return TurnNotes(tuple(self._tx.came_back), tuple(self._tx.cut))
 
     def reader(self) -> SqlReader:
         """Open the read verbs on a second, read-only connection for the calling thread. Close it there."""

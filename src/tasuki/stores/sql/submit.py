@@ -14,7 +14,7 @@ from tasuki.core.subject import group_of
 from tasuki.errors import Conflict, Unavailable
 from tasuki.stores.common import check_on_failed, input_refs, requeue_reason
 from tasuki.stores.sql.database import NOTHING_STORED, Transaction, must_change
-from tasuki.stores.sql.rows import JobRow, decode_spec, encode_spec, job_of, outcome_of, ready_value
+from tasuki.stores.sql.rows import READY, JobRow, decode_spec, encode_spec, job_of, outcome_of, ready_value
 from tasuki.stores.store import Answered
 
 _PLAIN = (5, 3, 3, 10.0)  # the database's defaults, in the order of _is_plain
@@ -169,7 +169,10 @@ def _requeue(tx: Transaction, rows: list[JobRow], *, actor: str, reason: str) ->
         tx.incident(row, "requeued", worker_id=row.assigned_worker_id or "", actor=actor, reason=why)
         spec = decode_spec(row.spec)
         not_after = not_after_again(spec.not_after, wall)
-        batch.append((row.id, row.version, ready_value(spec.not_before, wall), spec.not_before, not_after))
+        ready = ready_value(spec.not_before, wall)
+        if ready == READY:
+            tx.came_back[row.queue] = None
+        batch.append((row.id, row.version, ready, spec.not_before, not_after))
         tx.count_move(row.group, row.job_state, after(row.job_state, Event.REQUEUE))
     must_change(len(batch), tx.session.changed("requeue", (), batch))
     tx.clear_results([row.id for row in rows])

@@ -172,7 +172,7 @@ class Tally(Recorder):
         if turn.take_over:
             self.verbs["take_over"] += 1
             return
-        found = {"reap": len(answers.reap), "promote": answers.promote.count, "prune": answers.prune}
+        found = {"reap": len(answers.reap), "promote": answers.promote, "prune": answers.prune}
         for name, asked in (("reap", turn.reap), ("promote", turn.promote), ("prune", turn.prune)):
             if asked:
                 self.verbs[name] += 1

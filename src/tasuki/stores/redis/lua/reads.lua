@@ -151,6 +151,21 @@ reads.top_band = function()
   return priority and tostring(priority) or false
 end
 
+-- ready_queues() -> for each queue that has a job priority, subject, kind
+-- Reads {app}:queues:{priority} and {app}:queue.
+
+reads.ready_queues = function()
+  local found = {}
+  for priority = PRIORITY_MAX, 0, -1 do
+    for _, queue in pairs(queues.of_priority(priority)) do
+      if not queue.is_list or redis.call('LLEN', queue.name) > 0 then
+        found[#found + 1] = { tostring(priority), queue.subject, queue.kind }
+      end
+    end
+  end
+  return found
+end
+
 -- ended_among(count, job_id, …) -> the jobs that are terminal or do not exist
 -- Reads {app}:job:{id}.
 

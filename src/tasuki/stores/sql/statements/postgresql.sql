@@ -88,6 +88,19 @@ WITH RECURSIVE head (name) AS (
 )
 SELECT name FROM head WHERE name IS NOT NULL LIMIT $5::bigint
 
+-- name: queues
+WITH RECURSIVE head ("group", subject, kind) AS (
+    (SELECT "group", subject, kind FROM tasuki_jobrun
+     WHERE ready = 1 AND priority = $1::smallint AND ("group", subject, kind) > ($2::text, $3::text, $4::smallint)
+     ORDER BY "group", subject, kind LIMIT 1)
+    UNION ALL
+    SELECT next.* FROM head CROSS JOIN LATERAL (
+        SELECT "group", subject, kind FROM tasuki_jobrun
+        WHERE ready = 1 AND priority = $1 AND ("group", subject, kind) > (head."group", head.subject, head.kind)
+        ORDER BY "group", subject, kind LIMIT 1) AS next
+)
+SELECT "group", subject, kind FROM head LIMIT $5::bigint
+
 -- part: granted
 -- The terms, $1 … $10, are the same in all statements that grant.
     state = 'ASSIGNED', ready = 0, attempt = job.attempt + 1, version = job.version + 1,
@@ -307,7 +320,7 @@ SELECT id FROM tasuki_jobrun WHERE not_after IS NOT NULL AND ready > 0 AND not_a
 ORDER BY not_after, id LIMIT $2::bigint FOR UPDATE SKIP LOCKED
 
 -- name: delayed_due
-SELECT id, subject FROM tasuki_jobrun WHERE ready = 2 AND not_before <= $1::float8
+SELECT id, subject, kind FROM tasuki_jobrun WHERE ready = 2 AND not_before <= $1::float8
 ORDER BY not_before, id LIMIT $2::bigint FOR UPDATE SKIP LOCKED
 
 -- name: promote

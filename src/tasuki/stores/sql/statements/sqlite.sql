@@ -85,6 +85,21 @@ WITH RECURSIVE head (name) AS (
 )
 SELECT name FROM head WHERE name IS NOT NULL LIMIT ?5
 
+-- name: queues
+-- The first ?5 distinct queues of a priority behind (?2, ?3, ?4), by one seek each.
+WITH RECURSIVE head ("group", subject, kind) AS (
+    SELECT * FROM (
+        SELECT "group", subject, kind FROM tasuki_jobrun
+        WHERE ready = 1 AND priority = ?1 AND ("group", subject, kind) > (?2, ?3, ?4) ORDER BY "group", subject, kind LIMIT 1)
+    UNION ALL
+    SELECT next."group", next.subject, next.kind
+    FROM head JOIN tasuki_jobrun AS next ON next.id = (
+        SELECT id FROM tasuki_jobrun
+        WHERE ready = 1 AND priority = ?1 AND ("group", subject, kind) > (head."group", head.subject, head.kind)
+        ORDER BY "group", subject, kind LIMIT 1)
+)
+SELECT "group", subject, kind FROM head LIMIT ?5
+
 -- name: oldest_of_queue
 -- A queue is a subject and a kind of job. Jobs that are too late to start at ?6 are left for `late`.
 SELECT id, idempotency_key, spec, submitter, attempt, state, result_sha256 FROM tasuki_jobrun
@@ -271,7 +286,7 @@ SELECT id FROM tasuki_jobrun WHERE lease_expires_at IS NOT NULL AND lease_expire
 SELECT id FROM tasuki_jobrun WHERE not_after IS NOT NULL AND ready > 0 AND not_after < ?1 ORDER BY not_after, id LIMIT ?2
 
 -- name: delayed_due
-SELECT id, subject FROM tasuki_jobrun WHERE ready = 2 AND not_before <= ?1 ORDER BY not_before, id LIMIT ?2
+SELECT id, subject, kind FROM tasuki_jobrun WHERE ready = 2 AND not_before <= ?1 ORDER BY not_before, id LIMIT ?2
 
 -- name: promote
 UPDATE tasuki_jobrun SET ready = 1, version = version + 1
