@@ -189,6 +189,28 @@ def test_a_token_with_a_scope_submits_only_inside_it(stage: BrokerStage) -> None
     assert [(item.index, item.code) for item in stage.last(conn, Accepted).exceptions] == [(1, "FORBIDDEN")]
 
 
+def test_a_subject_below_job_submit_is_stored_below_job_assign(stage: BrokerStage) -> None:
+    conn = stage.client()
+
+    stage.submit(conn, "a", subject="job.submit.books.close")
+
+    job = stage.job("a")
+    assert job is not None
+    assert job.spec.subject == "job.assign.books.close"
+    [grant] = stage.grants(stage.worker(credit=1, patterns=("job.assign.books.>",)))
+    assert grant.job_id == "a"
+
+
+def test_job_submit_and_job_assign_are_one_subject_for_scopes_and_repeats(stage: BrokerStage) -> None:
+    conn = stage.client("client", "alice", "job.assign.books")
+
+    for subject in ("job.submit.books", "job.assign.books"):
+        stage.submit(conn, "a", subject=subject)
+        assert [item.code for item in stage.last(conn, Accepted).exceptions] in ([], [""])  # new, then the same job
+    stage.submit(conn, "b", subject="job.submit.other")
+    assert [item.code for item in stage.last(conn, Accepted).exceptions] == ["FORBIDDEN"]
+
+
 def test_no_job_is_taken_while_the_disk_is_full(stage: BrokerStage) -> None:
     conn = stage.node()
     stage.apply(DiskSpace("3 bytes free"))
@@ -288,8 +310,8 @@ def test_a_rerun_sets_failed_jobs_going_and_leaves_the_others(stage: BrokerStage
     assert (job.state, job.generation) == (State.PENDING, 1)
     worker = stage.worker(credit=2)
     stage.ask(worker, JobsFinished([ending(grant, exit_code=0) for grant in stage.grants(worker)]))
-    told = {item.job_id: item.state for message in stage.all(alice, Results)[1:] for item in message.items}
-    assert told == {"new": State.SUCCEEDED, "failed": State.SUCCEEDED}
+    told = {item.job_id: (item.state, item.generation) for message in stage.all(alice, Results)[1:] for item in message.items}
+    assert told == {"new": (State.SUCCEEDED, 0), "failed": (State.SUCCEEDED, 1)}
 
 
 # ---------------------------------------------------------------------------------------------------- admins

@@ -86,6 +86,12 @@ def test_the_two_sides_need_a_common_version(stage: BrokerStage, oldest: int, ve
         assert isinstance(stage.hung_up[conn], VersionMismatch)
 
 
+def test_the_lowest_version_of_a_peer_is_not_above_its_highest(stage: BrokerStage) -> None:
+    conn = stage.open(UNIX)
+    stage.tell(conn, hello_client(oldest=2, version=1))
+    assert isinstance(stage.hung_up[conn], ProtocolError)
+
+
 @pytest.mark.parametrize("first", [SubmitJobs(1, []), GiveCredit(1), Heartbeat(1)])
 def test_the_first_frame_must_be_a_hello(stage: BrokerStage, first: Any) -> None:
     conn = stage.open(UNIX)

@@ -202,6 +202,16 @@ def test_a_worker_without_credit_captures_no_subject() -> None:
     assert [grant.job_id for grant in stage.last(honest, AssignJobs).grants] == ["a"]
 
 
+def test_a_last_token_that_names_a_worker_which_does_not_subscribe_is_a_token_like_any_other() -> None:
+    stage = BrokerStage()
+    stage.worker("node-3", credit=1, patterns=("elsewhere.>",))
+    other = stage.worker("node-1", credit=1, patterns=("lt.>",))
+
+    stage.submit(stage.client(), "a", subject="lt.g.node-3")
+
+    assert [grant.job_id for grant in stage.last(other, AssignJobs).grants] == ["a"]
+
+
 def test_a_worker_that_gave_credit_is_addressed_by_its_id_also_while_it_is_busy() -> None:
     stage = BrokerStage()
     named = stage.worker("zpe", credit=1)

@@ -377,3 +377,14 @@ def test_the_facts_of_a_state_are_always_there_and_can_be_sent_as_they_are(one: 
     answer = told(one, incidents=(LOST,))
     assert set(answer["facts"]) >= EVERYWHERE | more
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(answer)) == answer
+
+
+def test_a_job_that_was_canceled_while_it_ran_has_run_until_then() -> None:
+    asked = JobIncident(NOW + 10, "cancel_requested", 1, "w1", "token:alice", "")
+    canceled = JobIncident(NOW + 10.1, "canceled", 1, "w1", "", "canceled")
+    ended = job(
+        State.CANCELED, attempt=1, assigned_at=NOW, started_at=NOW, finished_at=NOW + 10.2, outcome=Outcome(error_code="CANCELED")
+    )
+    answer = told(ended, incidents=(asked, canceled), now_wall=NOW + 99)
+    assert spans(answer) == {"running_s": 10.2}
+    assert answer["facts"]["times"]["ready_at"] == NOW

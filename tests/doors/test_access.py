@@ -45,6 +45,13 @@ def test_wrong_token_is_refused_with_a_code_and_without_an_echo(
     others_are_served()
 
 
+def test_a_subject_below_job_submit_is_below_job_assign_on_every_listener(server: ServerProcess) -> None:
+    with server.client(token=server.create_token("client", scope=["job.assign.books"])) as over_tcp:
+        assert over_tcp.status(over_tcp.submit(subject="job.submit.books", watch=False).job_id)["subject"] == "job.assign.books"
+    with Client(f"unix://{server.folder.socket}") as over_unix:
+        assert over_unix.status(over_unix.submit(subject="job.submit.books", watch=False).job_id)["subject"] == "job.assign.books"
+
+
 @pytest.mark.parametrize(
     ("kind", "as_client", "as_worker"),
     [("admin", None, "FORBIDDEN"), ("client", None, "FORBIDDEN"), ("worker", "UNAUTHORIZED", None)],

@@ -351,7 +351,8 @@ def times(job: Job, incidents: Sequence[JobIncident], now_wall: float) -> Senten
 def _spans(job: Job, incidents: Sequence[JobIncident], now_wall: float) -> tuple[float, dict[str, tuple[float, str]]]:
     """Return the time at which the latest attempt was ready, and the length and purpose of each part of the job's life."""
     ended_at = job.finished_at if job.finished_at is not None else now_wall
-    before = [incident.at for incident in _endings(incidents) if incident.at < ended_at]
+    # An end for good is no wait: what follows it is a requeue, which is an incident of its own.
+    before = [incident.at for incident in _endings(incidents) if incident.kind in _EARLIER and incident.at < ended_at]
     # What ended by itself was at a worker to its end; what was canceled or skipped may have waited again by then.
     may_wait = job.state in READY or job.state in (State.CANCELED, State.SKIPPED)
     waits = job.assigned_at is None or (may_wait and any(at >= job.assigned_at for at in before))

@@ -238,10 +238,10 @@ _is_job_id = re.compile(rf"[A-Za-z0-9_-][A-Za-z0-9._-]{{0,{JOB_ID_MAX_CHARS - 1}
 _is_name = re.compile(rf"[A-Za-z0-9_-][A-Za-z0-9._-]{{0,{NAME_MAX_CHARS - 1}}}").fullmatch
 
 
-def check_job_id(job_id: str) -> str:
-    """Return `job_id` if it is one, else raise InvalidInput."""
+def check_job_id(job_id: str, field: str = "job_id") -> str:
+    """Return `job_id` if it is one, else raise InvalidInput that names the field."""
     if _is_job_id(job_id) is None or job_id == RESERVED_JOB_ID:
-        raise InvalidInput(f"job_id {quoted(job_id)} must be {JOB_ID_RULE}")
+        raise InvalidInput(f"{field} {quoted(job_id)} must be {JOB_ID_RULE}")
     return job_id
 
 
@@ -343,7 +343,7 @@ def check_spec(spec: JobSpec) -> JobSpec:
     if spec.permanent_exit_codes or spec.retry_exit_codes:
         check_exit_codes(spec.permanent_exit_codes, spec.retry_exit_codes)
     if spec.array_id is not None:
-        check_job_id(spec.array_id)
+        check_job_id(spec.array_id, "array_id")
     size = len(spec.payload)
     if spec.args or spec.env or spec.files or spec.headers:
         _check_lists(spec)
@@ -438,7 +438,7 @@ def _check_file(file: InputFile) -> None:
         if file.size_bytes is None or file.size_bytes < 0:
             raise InvalidInput(f"input file {file.name!r}: a blob needs its size_bytes")
     if file.cache_id is not None:
-        check_job_id(file.cache_id)
+        raise InvalidInput(f"input file {file.name!r} is in a cache, and there are no caches yet; give its data or its sha256")
 
 
 def check_file_name(name: str) -> str:

@@ -26,7 +26,7 @@ TOKENS_MAX = 32
 # Most jobs repeat a few subjects. Only accepted ones are kept, so a cache holds at most 4096 x 255 bytes of text.
 _CHECKED_CACHE_SIZE = 4096
 
-_GROUP_PARENTS = ("job.assign.", "job.submit.")
+ASSIGN, SUBMIT = "job.assign.", "job.submit."
 
 
 @lru_cache(_CHECKED_CACHE_SIZE)
@@ -87,7 +87,7 @@ def group_of(subject: str) -> str:
 
     The group is the token after `job.assign.` or `job.submit.`, else the first token.
     """
-    for parent in _GROUP_PARENTS:
+    for parent in (ASSIGN, SUBMIT):
         if subject.startswith(parent):
             subject = subject[len(parent) :]
             break
@@ -96,7 +96,7 @@ def group_of(subject: str) -> str:
 
 def app_subject(app: str) -> str:
     """Return the subject of the jobs of an app that is served over HTTP or kept in Redis; the app is their group."""
-    return f"job.assign.{app}"
+    return f"{ASSIGN}{app}"
 
 
 def literal_prefix(pattern: str) -> str:

@@ -28,6 +28,14 @@ def test_one_job_is_submitted_and_seen(stage: Stage) -> None:
     assert (view["state"], view["exec"], view["args"], view["priority"]) == ("PENDING", "echo", ["hello"], 7)
 
 
+def test_a_subject_below_job_submit_is_shown_below_job_assign(stage: Stage) -> None:
+    stage.post("/v1/jobs", {"job_id": "v1-submit", "subject": "job.submit.books.close"})
+    stage.post("/v1/jobs", {"jobs": [{"job_id": "v1-submit-many", "subject": "job.submit.books.close"}]})
+
+    for job_id in ("v1-submit", "v1-submit-many"):
+        assert stage.get(f"/v1/jobs/{job_id}").json()["subject"] == "job.assign.books.close"
+
+
 def test_many_jobs_are_submitted_and_each_has_its_answer(stage: Stage) -> None:
     jobs = [{"exec": "echo"}, {"exec": "echo", "priority": 99}, {"job_id": "bad id"}]
 

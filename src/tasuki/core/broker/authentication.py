@@ -48,6 +48,8 @@ def hello(state: BrokerState, session: Session, message: protocol.Message, now: 
         raise ProtocolError(f"the first frame must be HelloClient or HelloWorker, not {type(message).__name__}")
     if session.hello_seen:
         raise ProtocolError("a second Hello came before the first was answered")
+    if message.oldest > message.version:
+        raise ProtocolError(f"oldest ({message.oldest}) is above version ({message.version}); it is the lowest that you speak")
     if message.oldest > protocol.PROTOCOL_VERSION or message.version < protocol.PROTOCOL_OLDEST:
         raise VersionMismatch(
             f"this server speaks protocol versions {protocol.PROTOCOL_OLDEST} to {protocol.PROTOCOL_VERSION}, "

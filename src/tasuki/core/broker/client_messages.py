@@ -9,14 +9,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
+from msgspec.structs import replace
+
 from tasuki.core import protocol
 from tasuki.core.access import Identity, PeerKind
 from tasuki.core.broker import authentication, events
 from tasuki.core.broker.log_reads import question_of
 from tasuki.core.broker.state import BrokerState, ClientSession, Session, TransferSession, TurnEffects, WorkerSession, ignore
-from tasuki.core.job import TERMINAL, Job, Outcome, State, body_hash, check_name, check_sha256, check_spec, mark
+from tasuki.core.job import TERMINAL, Job, JobSpec, Outcome, State, body_hash, check_name, check_sha256, check_spec, mark
 from tasuki.core.machine import Now, Send
 from tasuki.core.store_messages import BlobClaim, BlobPlace, Canceled, MissingBlobs, Requeued, RequeueOrder, Submission, Submitted
+from tasuki.core.subject import ASSIGN, SUBMIT
 from tasuki.errors import Conflict, DiskFull, Forbidden, InvalidInput, NotFound, ProtocolError, TasukiError, Unavailable, discreet
 
 SPECS_MAX = protocol.BATCH_MAX  # jobs of one frame: the answers must fit a frame too, and those that exist are read whole
@@ -67,6 +70,7 @@ def submit(state: BrokerState, client: ClientSession, identity: Identity, messag
     rejected: list[protocol.Acceptance] = []
     indexes: list[int] | None = None  # place in the message of each submission; None: all of the message
     for index, spec in enumerate(message.specs):
+        spec = routed(spec)
         try:
             check_spec(spec)
             if identity.scope:
@@ -89,6 +93,13 @@ def submit(state: BrokerState, client: ClientSession, identity: Identity, messag
     reply = partial(_submitted, state, client, message, rejected, indexes)
     builder.ask(verb, submissions, reply, partial(state.tell_failure, client.conn, message.msg_id))
     return []
+
+
+def routed(spec: JobSpec) -> JobSpec:
+    """Return the spec as it is checked and stored: what clients submit to `job.submit.X`, workers take from `job.assign.X`."""
+    if spec.subject.startswith(SUBMIT):
+        return replace(spec, subject=ASSIGN + spec.subject.removeprefix(SUBMIT))
+    return spec
 
 
 def _submitted(
@@ -150,7 +161,7 @@ def _existing(
         refusal = Forbidden(f"job {job.job_id!r} was submitted by {job.submitter}; set it going again with: tasuki retry")
         return _refused(index, job.job_id, refusal)
     if message.watch and job.state not in TERMINAL:
-        state.watch(client, job.job_id)
+        _watch_open(state, client, job)
     return protocol.Acceptance(index, job.job_id, job.state)
 
 
@@ -172,9 +183,14 @@ def _watch_job(state: BrokerState, client: ClientSession, job: Job, effects: Tur
     if job.state in TERMINAL:
         effects.results[client.conn].append(result_of(job))
     else:
-        state.watch(client, job.job_id)
-        if job.generation:
-            state.generations[job.job_id] = job.generation
+        _watch_open(state, client, job)
+
+
+def _watch_open(state: BrokerState, client: ClientSession, job: Job) -> None:
+    """Watch a job that has not ended; its result will name the generation."""
+    state.watch(client, job.job_id)
+    if job.generation:
+        state.generations[job.job_id] = job.generation
 
 
 def result_of(job: Job) -> protocol.JobResult:

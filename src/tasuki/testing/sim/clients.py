@@ -9,6 +9,7 @@ import itertools
 
 import msgspec
 
+from tasuki.core.broker.client_messages import routed
 from tasuki.core.client_machine import Call, ClientMachine, Event, Watch, WatchRefused
 from tasuki.core.client_machine import CallAnswered as Told
 from tasuki.core.client_machine import Command as ClientCommand
@@ -230,7 +231,7 @@ class SimClient(SimProcess, ClientNode):
                 call=asking.call,
                 verb=verb,
                 job_ids=job_ids,
-                bodies=tuple(body_hash(spec).hex() for spec in operation.specs),
+                bodies=tuple(body_hash(routed(spec)).hex() for spec in operation.specs),
             )
         )
         self.apply(self._call(ticket, operation, job_ids))
