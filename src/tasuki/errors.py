@@ -13,6 +13,7 @@
     │   └── TokenRevoked         TOKEN_REVOKED     * a token that was valid once
     ├── NotFound                 NOT_FOUND           no job, blob or token of that name
     │   └── UnknownSession                           no worker session of that name at this server
+    ├── BlobUnavailable          BLOB_UNAVAILABLE    the bytes of a blob are not at this server
     ├── Conflict                 CONFLICT            the same job_id with another body
     ├── ResultConflict           CONFLICT          * the job has another result already
     ├── OffsetConflict           CONFLICT          * a part of a blob that does not begin where the server is
@@ -138,6 +139,10 @@ class NotFound(TasukiError, code="NOT_FOUND"):
 
 class UnknownSession(NotFound):
     """A worker session that this server does not know; another server may."""
+
+
+class BlobUnavailable(TasukiError, code="BLOB_UNAVAILABLE"):
+    """A blob that the store knows, whose bytes are not at this server's place; another server may have them."""
 
 
 class Conflict(TasukiError, code="CONFLICT"):

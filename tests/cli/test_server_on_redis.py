@@ -30,7 +30,7 @@ def options(http: Address | None = None, apps: tuple[str, ...] = (), **given: An
     "store", [REDIS, "rediss://host/0", "unix:///run/redis.sock?db=1", "redis+sentinel://a:26379,b:26379/main/0"]
 )
 def test_every_form_of_address_is_a_store(store: str) -> None:
-    check(options(store=store, http=HTTP, apps=("zpe",), strict=True))
+    check(options(store=store, http=HTTP, apps=("zpe",), strict=True, blobs="s3://bucket"))
 
 
 def test_an_app_needs_no_http_where_it_has_keys() -> None:
@@ -45,6 +45,7 @@ def test_an_app_needs_no_http_where_it_has_keys() -> None:
         ({"store": POSTGRESQL, "strict": True}, "--strict is about the settings of Redis"),
         ({"strict": True}, "--strict is about the settings of Redis"),
         ({"store": POSTGRESQL, "apps": ("zpe",)}, "give --http"),
+        ({"store": REDIS, "strict": True}, "give --blobs s3://"),
         ({"store": REDIS, "coordination": REDIS}, "--coordination is for servers on PostgreSQL"),
         ({"coordination": REDIS}, "--coordination is for servers on PostgreSQL"),
         ({"store": POSTGRESQL, "coordination": POSTGRESQL}, "use redis://"),
@@ -61,7 +62,7 @@ def test_what_cannot_work_is_refused_with_the_way_out_and_without_the_password(g
 @pytest.mark.e2e
 def test_strict_refuses_settings_that_lose_jobs_and_migrate_has_nothing_to_do(user: User) -> None:
     with RedisService(appendonly="no") as service:
-        refused = user.run("server", "--store", service.url(), "--no-tcp", "--strict")
+        refused = user.run("server", "--store", service.url(), "--no-tcp", "--strict", "--blobs", "blobs")
         migrated = user.run("migrate", "--store", service.url())
 
     assert refused.returncode == 2

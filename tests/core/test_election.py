@@ -69,7 +69,7 @@ PAUSE = Following(NOW + ASK_MAX_S)
 
 NOT_RENEWED = "the lock could not be renewed in time"
 NOT_OURS = "the lock is not ours any more"
-NEWER = "a newer epoch is registered"
+OTHER = "the store has another epoch"
 GOING = "this server is going down"
 
 LOCKED = Acquired(Locked(EPOCH), ASKED_AT)
@@ -130,7 +130,7 @@ TABLE: list[tuple[State, Event, list[Command] | type[Exception], State]] = [
     (LEADING, LOCKED, NOT_ASKED, LEADING),
     (LEADING, TookOver(EPOCH, True), NOT_ASKED, LEADING),
     (LEADING, Renewed(True, ASKED_AT), NOT_ASKED, LEADING),
-    (LEADING, EpochFenced(EPOCH), [StepDown(EPOCH, NEWER), Release(EPOCH)], PAUSE),
+    (LEADING, EpochFenced(EPOCH), [StepDown(EPOCH, OTHER), Release(EPOCH)], PAUSE),
     (LEADING, EpochFenced(EPOCH - 1), [], LEADING),
     (LEADING, Resign(), [StepDown(EPOCH, GOING), Release(EPOCH)], RESIGNED),
     (RENEWING, Ticked(), [], RENEWING),
@@ -139,7 +139,7 @@ TABLE: list[tuple[State, Event, list[Command] | type[Exception], State]] = [
     (RENEWING, Renewed(True, NOW - 0.5), [], Leading(EPOCH, NOW - 0.5 + TTL_S - MARGIN_S, NOW - 0.5 + TTL_S / 3)),
     (RENEWING, Renewed(False, ASKED_AT), [StepDown(EPOCH, NOT_OURS)], PAUSE),
     (RENEWING, Renewed(None, ASKED_AT), [], Leading(EPOCH, UNTIL, NOW + MARGIN_S)),
-    (RENEWING, EpochFenced(EPOCH), [StepDown(EPOCH, NEWER)], AWAITING),
+    (RENEWING, EpochFenced(EPOCH), [StepDown(EPOCH, OTHER)], AWAITING),
     (RENEWING, EpochFenced(EPOCH + 1), [], RENEWING),
     (RENEWING, Resign(), [StepDown(EPOCH, GOING)], AWAITING),
     (OVER, Ticked(), [StepDown(EPOCH, NOT_RENEWED)], PAUSE),

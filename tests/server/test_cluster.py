@@ -114,6 +114,12 @@ class World:
         )
         return Server(config, lambda: self.store, lambda: self.store, blobs, company)
 
+    def empty(self) -> None:
+        """Forget everything that was stored."""
+        with self.store.turn():
+            self.coordination.__init__()  # type: ignore[misc]
+            self.store.__init__()  # type: ignore[misc]
+
     @contextlib.asynccontextmanager
     async def servers(self, *names: str) -> AsyncIterator[list[Server]]:
         servers = [self.make(name) for name in names]
@@ -212,6 +218,25 @@ def test_an_epoch_that_the_store_refuses_deposes_the_leader(world: World) -> Non
             assert server.broker.epoch > epoch + 5
 
     run(work)
+
+
+def test_a_store_that_was_emptied_is_warned_of_once_and_epochs_go_on_rising(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def work() -> None:
+        async with world.servers("a") as [server]:
+            await until_async(lambda: server.broker.epoch)
+            world.store.take_over("earlier", 7)
+            await until_async(lambda: server.broker.epoch > 7)
+            # When store and coordination forget everything, as after a FLUSHALL of the Redis that is both
+            world.empty()
+            await until_async(lambda: server.broker.epoch > 8)
+
+    run(work)
+
+    warnings = [record.getMessage() for record in caplog.records]
+    assert sum("the store was emptied" in warning for warning in warnings) == 1
+    assert not any("another server leads" in warning for warning in warnings)
 
 
 def test_a_job_submitted_at_one_server_runs_at_the_other(world: World) -> None:

@@ -19,7 +19,7 @@ from tasuki.core.broker.events import SendBlob
 from tasuki.core.job import BlobRef, InputFile, Job, JobSpec, Lease, Outcome, State
 from tasuki.core.protocol import BlobGet, BlobPut, Chunk, ErrorMessage, Reply
 from tasuki.core.store_messages import BlobPlace
-from tasuki.errors import ConfigError, Corrupt, InvalidInput, NotFound, ProtocolError, Unavailable
+from tasuki.errors import BlobUnavailable, ConfigError, Corrupt, InvalidInput, NotFound, ProtocolError, Unavailable
 from tasuki.server.refusal_log import RefusalLog
 from tasuki.server.transfers import UPLOADS_PER_CONNECTION_MAX, BlobTransfers
 from tests.server.peers import FakeConnection
@@ -249,7 +249,7 @@ def test_a_blob_is_read_at_its_place(blobs: FolderBlobs) -> None:
     place = BlobPlace(SHA256, len(DATA), 7, stored=True)
     link = run(blobs, lambda transfers, link: transfers.send(link, job(result=True), wanted(ALICE), place))
     assert b"".join(chunk.data for chunk in link.all(Chunk)) == DATA
-    with pytest.raises(NotFound, match=SHA256):
+    with pytest.raises(BlobUnavailable, match=SHA256):
         run(blobs, lambda transfers, link: transfers.send(link, job(result=True), wanted(ALICE), STORED))
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from tasuki.core.apps import template_of
-from tasuki.core.job import JobSpec, Outcome, State, body_hash
+from tasuki.core.apps import detail_of, template_of
+from tasuki.core.job import JobSpec, OnDisconnect, Outcome, State, body_hash
 from tasuki.core.lifecycle import LEASE_MARGIN_S
 from tasuki.core.store_messages import LeaseRequest, LeaseStatus, Report, ReportStatus, Submission, Submitted
 from tasuki.errors import Conflict
@@ -135,6 +135,49 @@ def test_a_job_whose_payload_has_expired_cannot_be_set_going_again(zpe: Zpe) -> 
     [answer] = zpe.store.requeue(["j1"], actor="operator")
 
     assert (answer.done, answer.state) == (False, State.SUCCEEDED)
+
+
+def test_the_detail_of_a_status_is_the_one_that_is_told_over_http_all_along_a_life(zpe: Zpe) -> None:
+    told = []
+
+    def look() -> None:
+        job, incidents = zpe.stage.job("j1"), zpe.store.incidents("j1")
+        asked = "".join(incident.reason for incident in incidents if incident.kind == "cancel_requested" and job.cancel_requested)
+        detail = detail_of(job.state, incidents, job.outcome.message if job.outcome else "", asked)
+        assert zpe.status("j1")["detail"] == detail
+        told.append(detail)
+
+    zpe.stage.add("j1", subject="job.assign.zpe", max_losses=9)
+    look()
+    [grant] = zpe.stage.lease(on_disconnect=OnDisconnect.KEEP)
+    look()
+    zpe.clock.advance(PAST_LEASE_S)
+    zpe.stage.reap()
+    look()
+    zpe.stage.renew(grant)
+    look()
+    zpe.clock.advance(PAST_LEASE_S)
+    zpe.stage.reap()
+    [again] = zpe.lease()
+    look()
+    zpe.stage.release(again)
+    look()
+    zpe.stage.fail(zpe.lease()[0], message="no licence", permanent=True)
+    look()
+    zpe.store.requeue(["j1"], actor="operator")
+    look()
+    [last] = zpe.lease()
+    zpe.store.cancel(["j1"], actor="operator", reason="a typing error")
+    look()
+    zpe.stage.fail(last, error_code="CANCELED", message="stopped")
+    look()
+    zpe.store.requeue(["j1"], actor="operator")
+    zpe.store.cancel(["j1"], actor="operator")
+    look()
+
+    lost = "worker w1 was lost (loss 1 of 9); kept until the next grant"
+    ends = ["a typing error", "a typing error; stopped", "canceled by operator"]
+    assert told == ["", "", lost, "", "", "draining", "no licence; permanent", "", *ends]
 
 
 # -- order and disorder in the list --------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import logging
 
 import pytest
 
+from tasuki.core.apps import detail_of
 from tasuki.core.job import JobSpec, Outcome, State, body_hash
 from tasuki.core.store_messages import Filter, Submission
 from tasuki.testing.store_stage import PAST_LEASE_S, token_row
@@ -187,6 +188,7 @@ def test_an_id_that_is_pushed_before_its_payload_waits_for_it(zpe: Zpe, caplog: 
     assert [grant.job_id for grant in zpe.lease(limit=9)] == ["good"]
     assert "zpe:payload:early" in zpe.status("early")["detail"]
     assert zpe.stage.job("early").state is State.PENDING
+    assert detail_of(State.PENDING, zpe.store.incidents("early"), "", "") == zpe.status("early")["detail"]
     assert "zpe:payload:early" in caplog.text
 
     zpe.raw.set("zpe:payload:early", PAYLOAD)

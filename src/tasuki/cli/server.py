@@ -149,7 +149,7 @@ app_option = cli.several(
     help="How long a silent worker of an app (/calc) keeps its jobs.",
 )
 @cli.coordination_option
-@cli.flag("--strict", help="With Redis: refuse to start if its settings may lose jobs, instead of a warning.")
+@cli.flag("--strict", help="With Redis: refuse to start if its settings may lose jobs, or without --blobs, instead of a warning.")
 @cli.flag(
     "--presign",
     help="With --blobs s3://… and --http: peers over HTTP move large blobs straight to and from the bucket, by links "
@@ -307,6 +307,11 @@ def _check_places(places: StorageLocations, listen: ListenOptions) -> None:
             raise ConfigError(
                 f"--app {' --app '.join(listen.apps)}: on Redis an app has keys of its own, so a server serves one; "
                 "start one server for each app"
+            )
+        if places.strict and not places.blobs:
+            raise ConfigError(
+                "--strict: results above 64 KiB would be on this machine's disk, where no other server can read them; "
+                "give --blobs s3://…, or --blobs FOLDER if this server stays the only one"
             )
     elif listen.apps and listen.http is None:
         raise ConfigError(f"--app {listen.apps[0]} is served over HTTP: give --http HOST:PORT too")

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import base64
 import hashlib
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
 import msgspec
 
-from tasuki.core.job import RESULT_INLINE_MAX_BYTES, JobSpec, Outcome, State
+from tasuki.core.job import RESULT_INLINE_MAX_BYTES, JobIncident, JobSpec, Outcome, State
 from tasuki.core.protocol import META_MAX_BYTES
 from tasuki.core.subject import app_subject
 from tasuki.errors import TooLarge
@@ -33,9 +34,12 @@ def outcome_of(result: Any, summary_text: str, freqs_csv: str, meta: dict[str, A
     sha256 = hashlib.sha256(document).hexdigest()
     plain = msgspec.json.encode(result)
     notes: dict[str, Any] = {"meta": meta} if meta else {}
-    size = len(summary_text.encode()) + len(freqs_csv.encode())
-    if size <= NOTES_MAX_BYTES and len(plain) <= RESULT_INLINE_MAX_BYTES:
-        notes |= {"summary_text": summary_text, "freqs_csv": freqs_csv}
+    left, small = NOTES_MAX_BYTES, dict[str, str]()
+    for name, text in (("summary_text", summary_text), ("freqs_csv", freqs_csv)):
+        if (size := len(text.encode())) <= left:
+            left, small[name] = left - size, text
+    notes |= small
+    if len(small) == 2 and len(plain) <= RESULT_INLINE_MAX_BYTES:
         return Outcome(result=plain, result_sha256=sha256, meta=notes), None
     notes[_WHOLE] = True
     if len(document) <= RESULT_INLINE_MAX_BYTES:
@@ -111,6 +115,21 @@ WORDS: dict[str, str] = {
     State.CANCELED: "canceled",
 }
 """Names of the states in the API of the apps, over HTTP and in the keys of Redis."""
+
+_PASSING = ("fenced", "cancel_requested", "restored")  # incidents that change nothing of where a job stands
+
+
+def detail_of(state: State, incidents: Sequence[JobIncident], message: str, cancel_reason: str) -> str:
+    """Return why a job of an app stands where it stands; Redis keeps the same text in `{app}:status:{id}`.
+
+    `message` is that of its outcome, `cancel_reason` was given with the cancel of a leased job.
+    """
+    last = next((incident for incident in reversed(incidents) if incident.kind not in _PASSING), None)
+    if state is State.SUCCEEDED:
+        return ""
+    if state in (State.ASSIGNED, State.RUNNING) or last is None or last.kind == "requeued":
+        return cancel_reason
+    return "; ".join(filter(None, (cancel_reason, last.reason or message)))
 
 
 def template_of(app: str, *, max_retries: int = MAX_RETRIES, backoff_s: float = BACKOFF_S) -> JobSpec:

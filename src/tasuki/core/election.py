@@ -293,7 +293,7 @@ class Election:
     def _fenced(self, epoch: int, now: float) -> list[Command]:
         match self.state:
             case Leading(epoch=current) if current == epoch:
-                return self._step_down(now, "a newer epoch is registered", release=True)
+                return self._step_down(now, "the store has another epoch", release=True)
             case TakingOver(epoch=current) if current == epoch:
                 # Nothing else was written under it yet: this is what came of registering it.
                 return self._took_over(TookOver(epoch, False), now)

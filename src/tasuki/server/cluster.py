@@ -107,6 +107,9 @@ class Cluster:
         self._is_leaving = self._has_left = False
         self.busy: election.Busy | None = None
         """The holder of the leader's lock, by the last answer to a request for it."""
+        self._highest_epoch = 0
+        """Seen in the store, or held. A store that has less was emptied."""
+        self._is_emptied = False
         self._answered = asyncio.Event()
         self.on_hint: Callable[[Hint], None] = lambda hint: None
         """Called with every hint from another server."""
@@ -222,9 +225,7 @@ class Cluster:
             case election.TookOver():
                 self._decide(command)
             case election.EpochFenced():
-                logger.warning(
-                    "epoch %d was refused by the store: another server leads, or the store was emptied or restored", command.epoch
-                )
+                logger.warning("epoch %d was refused by the store, which has another one", command.epoch)
                 self._decide(command)
 
     def _decide(self, event: election.Event) -> None:
@@ -242,6 +243,7 @@ class Cluster:
                 case election.Release():
                     self._tasks.spawn(self._release(command.epoch))
                 case election.Lead():
+                    self._highest_epoch = max(command.epoch, self._highest_epoch)
                     logger.info("leads, under epoch %d", command.epoch)
                     self._server.tell(Elected(command.epoch))
                 case election.StepDown():
@@ -252,14 +254,27 @@ class Cluster:
         asked_at = self._server.now().monotonic
         answer: election.Locked | election.Busy | None = None
         try:
-            floor, _ = await self._server.ask(lambda reader: reader.epoch())
+            registered, _ = await self._server.ask(lambda reader: reader.epoch())
+            self._look_at_epoch(registered)
             holder = self._server.server_id
-            answer = await self._call(self._coordination.acquire, SCOPE, holder, self._lock_ttl_s, floor)
+            answer = await self._call(self._coordination.acquire, SCOPE, holder, self._lock_ttl_s, self._highest_epoch)
             self.busy = answer if isinstance(answer, election.Busy) else None
         except TasukiError as error:
             logger.debug("the request for the leader's lock failed: %s", error)
         finally:
             self._decide(election.Acquired(answer, asked_at))
+
+    def _look_at_epoch(self, registered: int) -> None:
+        """Warn, once, of a store whose epoch has fallen; the next epoch is above all that were seen all the same."""
+        was_emptied, self._is_emptied = self._is_emptied, registered < self._highest_epoch
+        self._highest_epoch = max(registered, self._highest_epoch)
+        if self._is_emptied and not was_emptied:
+            logger.error(
+                "the store was emptied, or set back: its epoch is %d, and was %d before. Jobs, leases and tokens since then are "
+                "gone; workers keep results that they could not report (docs/operate/failure-table.md)",
+                registered,
+                self._highest_epoch,
+            )
 
     async def _renew(self, epoch: int) -> None:
         asked_at = self._server.now().monotonic

@@ -33,7 +33,17 @@ from tasuki.core.job import BlobRef, Job, check_sha256
 from tasuki.core.presigned import BlobLink
 from tasuki.core.protocol import BlobPut, Chunk, Reply, error_message
 from tasuki.core.store_messages import BlobPlace
-from tasuki.errors import Corrupt, InvalidInput, NotFound, Overloaded, ProtocolError, TasukiError, Unavailable, UploadCutOff
+from tasuki.errors import (
+    BlobUnavailable,
+    Corrupt,
+    InvalidInput,
+    NotFound,
+    Overloaded,
+    ProtocolError,
+    TasukiError,
+    Unavailable,
+    UploadCutOff,
+)
 from tasuki.event_loop import BackgroundTasks, ignore_result
 from tasuki.server.queries import Connection
 from tasuki.server.refusal_log import RefusalLog
@@ -300,6 +310,12 @@ class BlobTransfers:
             reader: BlobReader = await call.acquire(
                 methodcaller("close"), self._blobs.open, get.sha256, get.offset, place.generation
             )
+        except NotFound as error:
+            logger.warning("the store knows a blob that is not here: %s", error)
+            raise BlobUnavailable(
+                f"the bytes of blob {get.sha256} of job {get.job_id[:128]!r} are not at this server but at another one, or lost; "
+                "all servers of a store need the same --blobs s3://…"
+            ) from None
         except OSError as error:
             raise _for_peer(error, f"blob {get.sha256} could not be read") from error
         try:

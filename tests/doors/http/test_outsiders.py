@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -102,3 +104,57 @@ def test_a_token_that_an_outsider_wrote_in_another_way_is_none(stage: Stage, raw
     raw.hset(f"zpe:token:{token_sha256('fields')}", "worker_id", "w1")
 
     assert [stage.get("/v1/stats", secret).status_code for secret in ("text", "fields")] == [401, 401]
+
+
+# -- details and results -------------------------------------------------------------------------------------------
+
+
+def test_the_detail_of_a_job_is_the_same_over_http_and_in_its_status_key(stage: Stage, worker: Worker, raw: Any) -> None:
+    job_id, seen = stage.submit(), []
+
+    def look() -> None:
+        told, kept = stage.status(job_id), raw.hgetall(f"zpe:status:{job_id}")
+        assert (told["status"], told["detail"]) == (kept["status"], kept["detail"])
+        seen.append(told["detail"])
+
+    look()
+    leased = worker.take(job_id)
+    look()
+    worker.fail(leased)
+    look()
+    stage.post(f"/v1/jobs/{job_id}/cancel", {}, stage.admin)
+    look()
+
+    assert seen[:3] == ["", "", "pw.x exited with code 1; retry 1 of 3 in 10 s"]
+    assert seen[3].startswith("canceled by ")
+
+
+@pytest.mark.parametrize("freqs_bytes", [10, 20_000])
+def test_a_large_result_leaves_a_pointer_and_the_small_parts(stage: Stage, worker: Worker, raw: Any, freqs_bytes: int) -> None:
+    job_id = stage.submit()
+    answer = {"result": {"modes": "x" * 100_000}, "summary_text": "ZPE 0.27 eV", "freqs_csv": "f" * freqs_bytes}
+
+    assert worker.finish(worker.take(job_id), **answer).status_code == 200
+
+    pointer = json.loads(raw.get(f"zpe:result:{job_id}"))["tasuki_blob"]
+    assert pointer["size_bytes"] > 100_000
+    assert raw.get(f"zpe:summary:{job_id}") == "ZPE 0.27 eV"
+    assert raw.get(f"zpe:freqs:{job_id}") == (answer["freqs_csv"] if freqs_bytes == 10 else None)
+    assert raw.ttl(f"zpe:result:{job_id}") > 0
+    read = stage.get(f"/calc/zpe/jobs/{job_id}/result").json()
+    assert {name: read[name] for name in answer} == answer
+
+
+def test_a_large_result_that_is_at_another_server_is_not_a_job_that_nobody_knows(
+    stage: Stage, worker: Worker, store_url: str, tmp_path: Path
+) -> None:
+    job_id = stage.submit()
+    worker.finish(worker.take(job_id), result={"modes": "x" * 100_000})
+
+    with Stage(tmp_path, store=store_url) as other:
+        for path in (f"/calc/zpe/jobs/{job_id}/result", f"/v1/jobs/{job_id}/result"):
+            answer = other.get(path, stage.client)
+
+            assert (answer.status_code, answer.json()["error"]["code"]) == (503, "BLOB_UNAVAILABLE")
+            assert "--blobs" in answer.json()["error"]["message"]
+            assert str(tmp_path) not in answer.text

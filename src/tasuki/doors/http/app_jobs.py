@@ -7,9 +7,9 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from tasuki.core.apps import WORDS, result_of, template_of
-from tasuki.core.job import BODY_INLINE_MAX_BYTES, JobSpec
-from tasuki.doors.http.context import RequestContext, detail_of, iso
+from tasuki.core.apps import WORDS, detail_of, result_of, template_of
+from tasuki.core.job import BODY_INLINE_MAX_BYTES, JobSpec, State
+from tasuki.doors.http.context import RequestContext, iso, message_of
 from tasuki.doors.http.exchange import BATCH_MAX, Error, JobId, error_of, whole_number
 from tasuki.doors.http.v1 import ReasonBody
 from tasuki.doors.http.virtual_connection import SubmitAnswer, TokenConnection
@@ -109,11 +109,20 @@ async def status(context: RequestContext) -> AppStatus:
     return AppStatus(
         job_id=view["job_id"],
         status=WORDS[view["state"]],
-        detail=detail_of(view),
+        detail=await _detail(context, view),
         created_at=iso(view["created_at"]),
         updated_at=iso(max(view[name] or 0.0 for name in ("created_at", "assigned_at", "started_at", "finished_at"))),
         retry_count=view["failures"] + view["losses"],
     )
+
+
+async def _detail(context: RequestContext, view: dict[str, Any]) -> str:
+    state = State(view["state"])
+    if state is State.PENDING and not view["attempt"] and view["not_before"] is None:
+        return ""  # the common case while a job is polled: nothing has happened to it
+    incidents = await context.http.server.ask(lambda reader: reader.incidents(context.job_id))
+    outcome = view["outcome"] or {"message": "", "error_code": ""}
+    return detail_of(state, incidents, outcome["message"] or outcome["error_code"] or "", view["cancel_reason"])
 
 
 class AppCanceled(msgspec.Struct):
@@ -152,7 +161,7 @@ async def result(context: RequestContext) -> AppResult:
             raise NotFinished(f"job {context.job_id!r} is {word}; ask again later, or wait for it with ?wait=25")
         if word != "finished":
             error_code = (view["outcome"] or {}).get("error_code")
-            raise NoResult(f"job {context.job_id!r} is {word}: {detail_of(view)}", status=word, error_code=error_code)
+            raise NoResult(f"job {context.job_id!r} is {word}: {message_of(view)}", status=word, error_code=error_code)
         data = await _bytes_of(client, view)
     return AppResult(job_id=view["job_id"], status=word, **result_of(data, view["outcome"]["meta"]))
 

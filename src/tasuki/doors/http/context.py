@@ -187,7 +187,7 @@ class Authenticator:
 # ---------------------------------------------------------------------------------------------------- what handlers share
 
 
-def detail_of(view: dict[str, Any]) -> str:
+def message_of(view: dict[str, Any]) -> str:
     """Return the reason for which a job was canceled, and the message of its outcome; the error code if there is neither."""
     outcome = view["outcome"] or {"message": "", "error_code": None}
     return "; ".join(filter(None, (view["cancel_reason"], outcome["message"]))) or outcome["error_code"] or ""

@@ -59,7 +59,7 @@ _STATUSES: dict[int, tuple[type[TasukiError], ...]] = {
         errors.NoResult,
     ),
     429: (errors.TooManyRequests,),
-    503: (errors.Unavailable, errors.DeadlineExceeded, errors.StaleEpoch),
+    503: (errors.Unavailable, errors.BlobUnavailable, errors.DeadlineExceeded, errors.StaleEpoch),
 }
 """Status of each error; the first that fits counts, and 500 if none does."""
 CODES = {400: "INVALID_PAYLOAD", 404: "NOT_FOUND", 405: "METHOD_NOT_ALLOWED", 413: "TOO_LARGE"}

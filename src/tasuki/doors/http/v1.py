@@ -13,7 +13,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from starlette.responses import Response, StreamingResponse
 
 from tasuki.core.job import TERMINAL, InputFile, JobSpec, State
-from tasuki.doors.http.context import STORE_TIMEOUT_S, HttpContext, RequestContext, detail_of
+from tasuki.doors.http.context import STORE_TIMEOUT_S, HttpContext, RequestContext, message_of
 from tasuki.doors.http.exchange import BATCH_MAX, Error, JobId, error_of, number, whole_number
 from tasuki.errors import InvalidInput, NoResult, NotFinished, TasukiError, Unavailable
 
@@ -162,7 +162,7 @@ async def result(context: RequestContext) -> Response:
             raise NotFinished(f"job {context.job_id!r} is {state}; ask again later, or wait for it with ?wait=25")
         if state != State.SUCCEEDED and (outcome is None or not outcome["result_bytes"]):
             error_code = outcome["error_code"] if outcome is not None else None
-            raise NoResult(f"job {context.job_id!r} is {state}: {detail_of(view)}", state=state, error_code=error_code)
+            raise NoResult(f"job {context.job_id!r} is {state}: {message_of(view)}", state=state, error_code=error_code)
         headers = {"X-Tasuki-State": state, "X-Content-Type-Options": "nosniff"}
         if not outcome["result_is_blob"]:
             data = outcome["result"] or b""

@@ -92,7 +92,7 @@ class JobRecord(msgspec.Struct, frozen=True, array_like=True, gc=False):
     owner: Text
     ttl_s: Text
     outcome: Text
-    """o if there is one, then r, s, f for each of the keys result, summary, freqs."""
+    """o if there is one, then r, s, f for each of the keys result, summary, freqs; p for a key result that names a blob."""
     report_key: Text
     """Key of the report that ended the latest attempt, to recognize its repeat until the next grant or requeue."""
     rare: dict[str, str] | bool
@@ -112,7 +112,7 @@ RARE = (
     "failures",
     "losses",
     "leader_epoch",
-    "cancel_requested",
+    "cancel_requested",  # 1 and the reason
     "progress",  # in JSON
     "keep",  # on_disconnect
     "reconnect_grace_s",

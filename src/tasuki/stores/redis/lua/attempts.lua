@@ -1,15 +1,19 @@
 -- Attempts: their outcomes, their leases, how they begin and end.
 --
 -- An outcome is in {app}:outcome:{id}, and in {app}:result|summary|freqs:{id} for parts that have a key of their own. Here it is
--- { packed = msgpack, r = bytes, s = text, f = text, blob = sha256 of a result that is a blob }.
+-- { packed = msgpack, r = bytes, s = text, f = text, blob = sha256 of a result that is a blob, blob_bytes = its size }, and p for
+-- what outsiders read instead of a blob's bytes.
 
-local PARTS = { 'r', 's', 'f' }
-local KEYS_OF_PARTS = { r = 'result', s = 'summary', f = 'freqs' }
+local PARTS = { 'r', 's', 'f', 'p' }
+local KEYS_OF_PARTS = { r = 'result', s = 'summary', f = 'freqs', p = 'result' }
 
 -- Writes the outcome; with a ttl if the job ends with it.
 function outcomes.write(job, ended, changes, ttl_s)
   outcomes.clear(job, changes)
   put(of('outcome', job.id), ended.packed)
+  ended.p = ended.blob
+    and job.shown
+    and string.format('{"tasuki_blob":{"sha256":"%s","size_bytes":%s}}', ended.blob, ended.blob_bytes)
   local flags = 'o'
   for i = 1, #PARTS do
     local part = PARTS[i]
@@ -52,14 +56,16 @@ function outcomes.of_store(error_code, message)
   return { packed = cmsgpack.pack({ error_code = error_code, message = message }) }
 end
 
--- Returns the message or code of the outcome, nil if there is none.
-function outcomes.summary(job)
-  if not job.outcome then
-    return nil
-  end
-  -- This reader of msgpack does not know bytes, which the worker's own notes may have; then the summary is lost, not the turn.
-  local readable, outcome = pcall(cmsgpack.unpack, redis.call('GET', of('outcome', job.id)))
+-- Returns the message or code of a packed outcome, nil if it has none.
+function outcomes.message_of(packed)
+  -- This reader of msgpack does not know bytes, which the worker's own notes may have; then the message is lost, not the turn.
+  local readable, outcome = pcall(cmsgpack.unpack, packed)
   return readable and (outcome.message or outcome.error_code) or nil
+end
+
+-- Returns the message or code of the job's outcome, nil if there is none.
+function outcomes.summary(job)
+  return job.outcome and outcomes.message_of(redis.call('GET', of('outcome', job.id))) or nil
 end
 
 -- A lease is the right to run one attempt. The job's record has its holder, {app}:lease:index the time when it may be taken from
@@ -165,7 +171,7 @@ function attempts.grant(job, to, epoch)
   end
   jobs.touch(job)
   jobs.recount(job.group, was, job.state)
-  if WORDS[was] ~= WORDS[job.state] then
+  if WORDS[was] ~= WORDS[job.state] or was == 'ORPHANED' then
     jobs.publish_status(job, '')
   end
   leases.begin(job)
@@ -204,6 +210,6 @@ end
 -- Makes an orphan run again whose worker is back before another was granted the job.
 function attempts.resume(job, ttl_s)
   jobs.add_incident(job, 'resumed', job.assigned_worker_id, '', RESUMED)
-  jobs.change(job, { state = rules.after(job.state, 'resume'), started_at = job.started_at or now.text })
+  jobs.change(job, { state = rules.after(job.state, 'resume'), started_at = job.started_at or now.text }, '')
   leases.extend(job, ttl_s)
 end

@@ -194,8 +194,11 @@ local function enter(job, is_new)
   end
 end
 
+-- Writes the status that outsiders read. The reason for which a leased job was to be canceled comes before the detail.
 function jobs.publish_status(job, detail)
   if job.shown then
+    local asked = job.cancel_requested and job.state ~= 'SUCCEEDED' and string.sub(job.cancel_requested, 2) or ''
+    detail = asked .. (asked ~= '' and detail ~= '' and '; ' or '') .. detail
     write_hash(of('status', job.id), 'status', WORDS[job.state], 'detail', detail, 'updated_at', now.text)
   end
 end
@@ -261,13 +264,13 @@ function jobs.expire(job)
   each_expiring(job, 'EXPIRE', RESULT_TTL_S)
 end
 
--- Makes a job terminal. `ended` is the outcome: see attempts.lua.
+-- Makes a job terminal. `ended` is the outcome: see attempts.lua. Its message is the detail if none is given.
 function jobs.finish(job, event, changes, ended, detail)
   changes.state = rules.after(job.state, event)
   changes.finished_at = now.text
   outcomes.write(job, ended, changes, job.shown and RESULT_TTL_S)
   leases.remove(job, changes)
-  jobs.change(job, changes, detail)
+  jobs.change(job, changes, detail ~= '' and detail or outcomes.message_of(ended.packed) or '')
   jobs.expire(job)
 end
 

@@ -11,7 +11,8 @@
 --   {app}:retry_count:{id}      STRING  failures + losses; the limits apply to the two fields of {app}:job:{id}
 --   {app}:delay                 ZSET    jobs that wait for promote, by the time at which they may run
 --   {app}:dlq                   LIST    dead-lettered jobs, the newest first
---   {app}:result:{id}           STRING  the bytes of the result; its TTL starts when the job ends
+--   {app}:result:{id}           STRING  the bytes of the result, or JSON that names the blob that has them: {"tasuki_blob":
+--                                       {"sha256", "size_bytes"}}; its TTL starts when the job ends
 --   {app}:summary:{id}, {app}:freqs:{id}  STRING  the parts of the result that have a key of their own
 --   {app}:token:{sha256}        HASH    one token
 --   {app}:revoked_tokens        SET     sha256 of revoked tokens

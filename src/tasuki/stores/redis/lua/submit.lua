@@ -133,7 +133,7 @@ local function cancel(id, actor, reason, packed)
   end
   if not job.cancel_requested then
     jobs.add_incident(job, 'cancel_requested', job.assigned_worker_id, actor, reason)
-    jobs.change(job, { cancel_requested = '1' })
+    jobs.change(job, { cancel_requested = '1' .. reason }, '')
   end
   return { job.state, '1', job.assigned_worker_id, job.lease_id }
 end
