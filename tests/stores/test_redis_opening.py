@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import msgspec
 import pytest
 import redis
 
@@ -218,6 +219,18 @@ def test_the_warning_is_given_at_the_opening(
     RedisStore.open(redis_url).close()
 
     assert any("a problem" in record.getMessage() for record in caplog.records)
+
+
+def test_jobs_of_another_version_are_refused_with_the_way_out(redis_url: str) -> None:
+    assert works(redis_url)
+    RedisStore.open(redis_url).close()
+    parts = urlsplit(redis_url)
+    raw = redis.Redis(port=parts.port or 0, db=int(parts.path.strip("/")))
+    fields = msgspec.msgpack.decode(raw.get("tasuki:job:a"))
+    raw.set("tasuki:job:a", msgspec.msgpack.encode(fields[:-1]))
+
+    with pytest.raises(ConfigError, match=r"written by another version of tasuki.*use another database or --app"):
+        RedisStore.open(redis_url)
 
 
 def test_an_old_redis_and_a_cluster_are_refused(monkeypatch: pytest.MonkeyPatch, redis_url: str) -> None:

@@ -133,6 +133,7 @@ def flag(value: bool) -> str:
 
 
 read_record = msgspec.msgpack.Decoder(JobRecord).decode
+read_fields = msgspec.msgpack.Decoder(list[msgspec.Raw]).decode
 _decode_facts = msgspec.msgpack.Decoder(SpecFacts).decode
 
 # ---------------------------------------------------------------------------------------------------- specs

@@ -39,9 +39,9 @@ from tasuki.core.job import (
 )
 from tasuki.core.lifecycle import LEASE_MARGIN_S, RESUMED, RETRY_DELAY_MAX_S, TAKEOVER_TIE_S, TRANSITIONS
 from tasuki.core.store_messages import COUNTED
-from tasuki.errors import InterruptCause, StaleEpoch, TasukiError, TurnInterrupted, Unavailable
+from tasuki.errors import ConfigError, InterruptCause, StaleEpoch, TasukiError, TurnInterrupted, Unavailable
 from tasuki.stores.common import GENERATIONS_BEGIN_AT, REMEMBERED_GROUPS_MAX
-from tasuki.stores.redis.codec import RARE, Argument, JobRecord, Reply, SpecFacts, template_value
+from tasuki.stores.redis.codec import RARE, Argument, JobRecord, Reply, SpecFacts, read_fields, template_value
 from tasuki.stores.redis.connection import translate
 from tasuki.stores.store import Clock
 
@@ -203,6 +203,18 @@ class RedisSession:
     def time(self) -> float:
         seconds, microseconds = self._command("TIME")
         return int(seconds) + int(microseconds) / 1e6
+
+    def check_records(self, app: str) -> None:
+        """Raise ConfigError if the oldest job was written by a version of tasuki whose records have other fields."""
+        oldest = [
+            self._command("GET", f"{app}:job:{job_id.decode()}") for job_id in self._command("ZRANGE", f"{app}:jobs", "0", "0")
+        ]
+        found = [len(read_fields(packed)) for packed in oldest if packed]
+        if found not in ([], [len(JobRecord.__struct_fields__)]):
+            raise ConfigError(
+                f"{self._where}: the jobs of app {app!r} were written by another version of tasuki, with other records; "
+                "let that version end them, or use another database or --app"
+            )
 
     # -- turns ----------------------------------------------------------------------------------------------------
     def look(self, call: ScriptCall[T]) -> T:

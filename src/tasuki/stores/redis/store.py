@@ -159,6 +159,8 @@ class RedisStore:
         try:
             session.time()
             is_durable = not check or check_settings(client, url, strict=strict)
+            if check:
+                session.check_records(app)
         except BaseException:
             session.close()
             raise
