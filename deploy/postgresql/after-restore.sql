@@ -34,7 +34,8 @@ WHERE state IN ('ASSIGNED', 'RUNNING');
 UPDATE tasuki_jobrun SET state = 'PENDING', ready = 1, version = version + 1, lease_id = '', lease_expired_at = NULL
 WHERE state = 'ORPHANED';
 
-UPDATE tasuki_jobrun SET attempt = (attempt / 1000000 + 1) * 1000000;
+-- Jobs that have ended keep the attempt that ended them; a requeue raises it.
+UPDATE tasuki_jobrun SET attempt = (attempt / 1000000 + 1) * 1000000 WHERE state = 'PENDING';
 
 DELETE FROM tasuki_counter;
 INSERT INTO tasuki_counter ("group", state, n)

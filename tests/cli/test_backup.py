@@ -8,9 +8,8 @@ import pytest
 
 from tasuki.cli.output import ExitCode
 from tasuki.core.job import Outcome
-from tasuki.core.lifecycle import ATTEMPT_STEP
+from tasuki.core.lifecycle import ATTEMPT_STEP, EPOCH_STEP
 from tasuki.core.protocol import AssignJobs, Ending, GiveCredit, Heartbeat, JobsFinished, JobsRecorded, Message
-from tasuki.stores.sql.sqlite_backup import EPOCH_STEP
 from tests.cli.commands import User
 from tests.doors.raw import RawPeer
 from tests.support.backups import add_blob, make_store, rows

@@ -15,12 +15,12 @@ import pytest
 
 from tasuki.blobs.folder import FolderBlobs
 from tasuki.config import DataFolder
+from tasuki.core.lifecycle import EPOCH_STEP
 from tasuki.core.store_messages import ReportStatus
 from tasuki.errors import ConfigError, Corrupt, DiskFull, InvalidInput, NotFound, TasukiError, Unavailable
 from tasuki.server.archive import ArchiveWriter
 from tasuki.server.backup import back_up, check_backup, finish_publishing, prepare_folder, restore
 from tasuki.stores.sql import sqlite_backup
-from tasuki.stores.sql.sqlite_backup import EPOCH_STEP
 from tests.support.backups import AGAIN, LARGE, Made, add_blob, make_store, opened, rows
 
 SOURCE = Path(__file__).parents[2] / "src"

@@ -6,9 +6,8 @@ import psycopg
 import pytest
 
 from tasuki.core.job import State
-from tasuki.core.lifecycle import ATTEMPT_STEP, LEASE_MARGIN_S, LEASE_TTL_S
+from tasuki.core.lifecycle import ATTEMPT_STEP, EPOCH_STEP, LEASE_MARGIN_S, LEASE_TTL_S
 from tasuki.core.store_messages import LeaseStatus, ReportStatus
-from tasuki.stores.sql.sqlite_backup import EPOCH_STEP
 from tasuki.stores.sql.store import SqlStore
 from tasuki.testing.store_stage import Stage
 
@@ -46,7 +45,9 @@ def test_a_database_that_was_set_back_takes_nothing_from_the_life_that_was_lost(
     assert (job.state, job.losses) == (State.PENDING, 0)
     assert job.not_before == pytest.approx(new.store.clock.wall() + LEASE_TTL_S + LEASE_MARGIN_S, abs=5)
     assert new.job("canceled").state is State.CANCELED
-    assert (new.job("ended").state, new.job("ended").outcome) == (before.state, before.outcome)
+    assert new.job("ended") == before
     counts = new.store.counts()["render"]
     assert (counts.pending, counts.active, counts.succeeded, counts.canceled) == (1, 1, 1, 1)
+    new.store.requeue(["ended"], actor="alice")
+    assert new.take("ended").attempt == ATTEMPT_STEP + 1
     new.store.close()

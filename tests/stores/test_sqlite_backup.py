@@ -8,11 +8,10 @@ from pathlib import Path
 import pytest
 
 from tasuki.core.job import State
-from tasuki.core.lifecycle import ATTEMPT_STEP, LEASE_MARGIN_S, LEASE_TTL_S
+from tasuki.core.lifecycle import ATTEMPT_STEP, EPOCH_STEP, LEASE_MARGIN_S, LEASE_TTL_S
 from tasuki.core.store_messages import LeaseStatus, ReportStatus
 from tasuki.errors import Corrupt, InvalidInput, StaleEpoch
 from tasuki.stores.sql.sqlite_backup import (
-    EPOCH_STEP,
     PAGES_PER_STEP,
     begin_new_life,
     blobs_of,
@@ -148,6 +147,15 @@ def test_no_attempt_number_is_given_twice(lives: Lives, ended: bool) -> None:
         new.store.requeue(["job"], actor="alice")
 
     assert new.take("job").attempt == ATTEMPT_STEP + 1 > in_lost_life
+
+
+def test_a_job_that_has_ended_keeps_the_attempt_that_made_its_result(lives: Lives) -> None:
+    lives.old.ended("job", "SUCCEEDED")
+    lives.copy()
+
+    new = lives.lose_and_restore()
+
+    assert (new.job("job").attempt, new.job("job").state) == (1, State.SUCCEEDED)
 
 
 def test_a_running_job_waits_until_its_old_worker_has_stopped_and_costs_no_loss(lives: Lives) -> None:

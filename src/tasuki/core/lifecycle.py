@@ -32,7 +32,9 @@ TAKEOVER_TIE_S = 0.001  # renewed so soon after a takeover counts as renewed by 
 RETRY_DELAY_MAX_S = 300.0
 RETENTION_DAYS = 30.0
 BLOB_GRACE_S = 3600.0
-ATTEMPT_STEP = 1_000_000  # a restored store goes on from the next multiple: the millions count the restores (docs/decisions/0024)
+# A restored store goes on from the next multiples (docs/decisions/0024): the millions of an attempt count the restores.
+ATTEMPT_STEP = 1_000_000
+EPOCH_STEP = 1_000_000_000  # an epoch costs the start of a server: a hundred a second reach this in four months
 
 
 def lease_deadline(sent_at: float, ttl_s: float) -> float:
@@ -193,6 +195,11 @@ def not_after_again(asked: float | None, wall: float) -> float | None:
 def was_made(attempt: int) -> bool:
     """Return False if no attempt was made yet, or none since the store was restored: the number is only a starting point."""
     return attempt % ATTEMPT_STEP != 0
+
+
+def attempt_again(attempt: int, epoch: int) -> int:
+    """Return the attempt after which a retried job goes on: above all that were made before the store was last restored."""
+    return max(attempt, epoch // EPOCH_STEP * ATTEMPT_STEP)
 
 
 def cancel_is_immediate(state: State) -> bool:

@@ -16,14 +16,13 @@ from pathlib import Path
 import msgspec
 
 from tasuki.core.job import State
-from tasuki.core.lifecycle import ATTEMPT_STEP, LEASE_MARGIN_S
+from tasuki.core.lifecycle import ATTEMPT_STEP, EPOCH_STEP, LEASE_MARGIN_S
 from tasuki.core.store_messages import COUNTED, BlobPlace
 from tasuki.errors import Corrupt, InvalidInput
 from tasuki.stores.sql.database import LEADER_SCOPE, Statements
 from tasuki.stores.sql.sqlite import BUSY_TIMEOUT_MS, SqliteDatabase, SqliteErrors
 
 PAGES_PER_STEP = 4096  # 16 MiB between two calls of progress
-EPOCH_STEP = 1_000_000_000  # an epoch costs the start of a server: a hundred a second reach this in four months
 RESTORER = "restore"
 _REASON = "the store was restored from a backup; a worker that still runs this attempt can no longer report it"
 _TABLES = ("tasuki_jobrun", "tasuki_scopeepoch", "tasuki_blob", "tasuki_jobblob", "tasuki_schema", "django_migrations")

@@ -8,12 +8,12 @@ from itertools import chain
 from typing import Any
 
 from tasuki.core.job import JobSpec, Outcome, State, differing_fields
-from tasuki.core.lifecycle import Event, after, cancel_is_immediate, not_after_again
+from tasuki.core.lifecycle import Event, after, attempt_again, cancel_is_immediate, not_after_again
 from tasuki.core.store_messages import Canceled, MissingBlobs, Requeued, Submission, Submitted, kind_of, storable_text
 from tasuki.core.subject import group_of
 from tasuki.errors import Conflict, Unavailable
 from tasuki.stores.common import check_on_failed, input_refs, requeue_reason
-from tasuki.stores.sql.database import NOTHING_STORED, Transaction, must_change
+from tasuki.stores.sql.database import LEADER_SCOPE, NOTHING_STORED, Transaction, must_change
 from tasuki.stores.sql.rows import READY, JobRow, decode_spec, encode_spec, job_of, outcome_of, ready_value
 from tasuki.stores.store import Answered
 
@@ -163,6 +163,7 @@ def requeue(
 
 def _requeue(tx: Transaction, rows: list[JobRow], *, actor: str, reason: str) -> None:
     wall = tx.clock.wall()
+    epoch = max((found for found, _ in tx.session.rows("epoch_seen", (LEADER_SCOPE,))), default=0)
     batch = []
     for row in rows:
         why = requeue_reason(row.state, outcome_of(row), reason)
@@ -172,7 +173,7 @@ def _requeue(tx: Transaction, rows: list[JobRow], *, actor: str, reason: str) ->
         ready = ready_value(spec.not_before, wall)
         if ready == READY:
             tx.came_back[row.queue] = None
-        batch.append((row.id, row.version, ready, spec.not_before, not_after))
+        batch.append((row.id, row.version, ready, spec.not_before, not_after, attempt_again(row.attempt, epoch)))
         tx.count_move(row.group, row.job_state, after(row.job_state, Event.REQUEUE))
     must_change(len(batch), tx.session.changed("requeue", (), batch))
     tx.clear_results([row.id for row in rows])

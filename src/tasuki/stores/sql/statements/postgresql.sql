@@ -51,12 +51,12 @@ WHERE job.id = judged.id AND job.version = judged.version AND state IN ('ASSIGNE
 -- name: requeue
 UPDATE tasuki_jobrun AS job SET
     state = 'PENDING', ready = judged.ready, not_before = judged.not_before, not_after = judged.not_after,
-    version = job.version + 1, generation = generation + 1,
+    attempt = judged.attempt, version = job.version + 1, generation = generation + 1,
     failures = 0, losses = 0, cancel_requested = 0, lease_id = '', started_at = NULL, finished_at = NULL,
     exit_code = NULL, error_code = NULL, error_summary = '', permanent = 0,
     result = NULL, result_sha256 = NULL, result_size_bytes = NULL, meta = NULL, replaced_report = NULL
-FROM unnest($1::bigint[], $2::bigint[], $3::smallint[], $4::float8[], $5::float8[])
-     AS judged (id, version, ready, not_before, not_after)
+FROM unnest($1::bigint[], $2::bigint[], $3::smallint[], $4::float8[], $5::float8[], $6::integer[])
+     AS judged (id, version, ready, not_before, not_after, attempt)
 WHERE job.id = judged.id AND job.version = judged.version AND state IN ('SUCCEEDED', 'FAILED', 'CANCELED', 'TIMED_OUT', 'SKIPPED')
 
 

@@ -47,11 +47,12 @@ WHERE id = column1 AND version = column2 AND state IN ('ASSIGNED', 'RUNNING')
 
 -- name: requeue
 UPDATE tasuki_jobrun SET
-    state = 'PENDING', ready = column3, not_before = column4, not_after = column5, version = version + 1, generation = generation + 1,
+    state = 'PENDING', ready = column3, not_before = column4, not_after = column5, attempt = column6,
+    version = version + 1, generation = generation + 1,
     failures = 0, losses = 0, cancel_requested = 0, lease_id = '', started_at = NULL, finished_at = NULL,
     exit_code = NULL, error_code = NULL, error_summary = '', permanent = 0,
     result = NULL, result_sha256 = NULL, result_size_bytes = NULL, meta = NULL, replaced_report = NULL
-FROM (VALUES {rows: (?, ?, ?, ?, ?)}) AS judged
+FROM (VALUES {rows: (?, ?, ?, ?, ?, ?)}) AS judged
 WHERE id = column1 AND version = column2 AND state IN ('SUCCEEDED', 'FAILED', 'CANCELED', 'TIMED_OUT', 'SKIPPED')
 
 

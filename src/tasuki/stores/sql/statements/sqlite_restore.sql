@@ -35,7 +35,8 @@ UPDATE tasuki_jobrun SET state = 'PENDING', ready = 1, version = version + 1, le
 WHERE state = 'ORPHANED'
 
 -- name: raise_attempts
-UPDATE tasuki_jobrun SET attempt = (attempt / ?1 + 1) * ?1
+-- Of jobs that will run again. Those that have ended keep the attempt that ended them; a requeue raises it.
+UPDATE tasuki_jobrun SET attempt = (attempt / ?1 + 1) * ?1 WHERE state = 'PENDING'
 
 -- name: forget_counters
 DELETE FROM tasuki_counter
