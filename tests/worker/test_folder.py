@@ -1,4 +1,4 @@
-"""What a job leaves is removed, whatever it did to it; what cannot be removed does not keep the rest."""
+"""Names of a server lead nowhere else; what a job leaves is removed, and what cannot be removed does not keep the rest."""
 
 from __future__ import annotations
 
@@ -9,10 +9,27 @@ from pathlib import Path
 
 import pytest
 
-from tasuki.worker.folder import remove_tree
+from tasuki.core.job import InputFile
+from tasuki.errors import InvalidInput
+from tasuki.worker.folder import JobRefused, RunFolders, remove_tree
+from tests.worker.runs import attempt_of
 
 DEEP = 1100  # deeper than Python recurses, and its path longer than the longest
 """As a path this would be longer than the system allows, and deeper than Python's stack."""
+
+
+@pytest.mark.parametrize("name", ["../evil", "/evil", "a/../../evil", "..", "a//evil", "a\\evil", ""])
+@pytest.mark.parametrize("field", ["job_id", "files"])
+def test_a_name_that_a_server_sends_leads_to_no_other_folder(tmp_path: Path, field: str, name: str) -> None:
+    data = tmp_path / "deep" / "data"
+    folders = RunFolders(data, "incarnation", floor_free_bytes=0)
+    hostile = {"job_id": name} if field == "job_id" else {"files": (InputFile(name, data=b"evil"),)}
+
+    with pytest.raises((InvalidInput, JobRefused)):
+        folders.create(attempt_of(**hostile))
+
+    folders.close()
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
 
 
 def dig(folder: Path) -> None:
