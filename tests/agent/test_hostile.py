@@ -307,7 +307,7 @@ def test_a_done_job_is_answered_however_full_the_disk_is(
     stage: AgentStage, job_id: str, monkeypatch: pytest.MonkeyPatch, is_named: bool
 ) -> None:
     done = stage.run(job_id, "echo done")
-    query = f"?input={report(done.content)['input']}" if is_named else ""
+    query = f"?input={report(done.content)['input_hash']}" if is_named else ""
     monkeypatch.setattr(stage.agent.folders, "free_bytes", lambda: 0)
     monkeypatch.setattr(jobs, "check_free", lambda folder, needed, *floors: check_space(1, 0))
 

@@ -94,9 +94,38 @@ def test_the_second_signal_stops_what_runs(agent: AgentProcess, tmp_path: Path) 
     agent.signal(signal.SIGTERM)
 
     assert code_of(running.answer()) == (503, "DRAINING")
+    assert "job one was stopped, because this agent is going down" in agent.output()
     assert agent.wait() == 128 + signal.SIGTERM
     assert not Path(f"/proc/{pid}").exists()
     assert (tmp_path / "data/jobs/one/.interrupted").exists()
+
+
+def test_who_kills_an_agent_by_its_command_line_leaves_the_keeper_which_ends_its_programs(
+    agent: AgentProcess, tmp_path: Path
+) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        posted = pool.submit(agent.post, "one", f"echo $PPID $$ > {tmp_path}/pids; sleep 60")
+        keeper, program = until(lambda: (tmp_path / "pids").exists() and (tmp_path / "pids").read_text().split())
+
+        pids = [str(agent.pid), keeper, program]
+        matching = [pid for pid in pids if b"tasuki\0agent" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+        for pid in matching:
+            os.kill(int(pid), signal.SIGKILL)
+
+        assert matching == [str(agent.pid)]
+        until(lambda: not Path(f"/proc/{program}").exists(), what="the program is gone")
+        assert isinstance(posted.exception(), httpx.HTTPError)
+    agent.wait()
+
+
+def test_without_its_keeper_an_idle_agent_ends_too_and_speaks_of_no_processes(agent: AgentProcess) -> None:
+    children = Path(f"/proc/{agent.pid}/task/{agent.pid}/children").read_text().split()
+    (keeper,) = (pid for pid in children if Path(f"/proc/{pid}/comm").read_text().startswith("tasuki-keeper"))
+
+    os.kill(int(keeper), signal.SIGKILL)
+
+    assert agent.wait() == 1
+    assert "killed 0 processes" not in agent.output()
 
 
 def test_without_its_keeper_an_agent_ends(agent: AgentProcess, tmp_path: Path) -> None:

@@ -36,9 +36,9 @@ def test_the_answer_is_the_archive_of_the_run(stage: AgentStage, job_id: str) ->
     found = members(answer.content)
     assert (found["stdout.log"], found["stderr.log"], found["out/made.txt"]) == (b"out\n", b"err\n", b"made\n")
     told = report(answer.content)
-    assert told["input"] == hash_of(script)
+    assert told["input_hash"] == hash_of(script)
     assert {"job_id": job_id, "exec": "sh", "exit_code": 0, "node": "n1", "attempt": 1}.items() <= told.items()
-    assert told["started_at"] <= told["ended_at"]
+    assert told["started_at"] <= told["finished_at"]
 
 
 def test_only_markers_and_the_result_stay(stage: AgentStage, job_id: str) -> None:

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
+import errno
 import json
 from collections.abc import Iterator
+from pathlib import Path
+from unittest.mock import AsyncMock
 
 import pytest
 
-from tasuki.cli.output import ExitCode
+from tasuki.cli import agents
+from tasuki.cli.output import ExitCode, Output
 from tests.agent.stage import AgentStage
 from tests.cli.commands import Done, User
+from tests.cli.inside import Inside, inside
+
+__all__ = ["inside"]
 
 
 @pytest.fixture(scope="module")
@@ -49,3 +57,26 @@ def test_a_failed_programs_own_exit_code_stays(agent: AgentStage, user: User) ->
 
     assert done.returncode == 7
     assert "1 output is not in the result" in done.stderr
+
+
+# ---------------------------------------------------------------------------------------------------- errors
+
+
+def test_an_agent_on_a_full_disk_says_so_in_a_line(inside: Inside, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def full(*arguments: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("tasuki.config._make_key", full)
+
+    done = inside("agent", "--exec", "x=/bin/true", "--data", str(tmp_path / "data"))
+
+    assert (done.returncode, done.stderr.startswith("tasuki: DISK_FULL: ")) == (ExitCode.UNAVAILABLE, True)
+
+
+def test_a_canceled_run_may_go_on_only_at_nodes_that_may_have_it(capsys: pytest.CaptureFixture[str]) -> None:
+    client = AsyncMock()
+    client.cancel.return_value = dict.fromkeys(("http://n1:7090", "http://n2:7090"), "no connection")
+
+    asyncio.run(agents._cancel(client, "7f3c", {"http://n1:7090"}, Output()))
+
+    assert "the job may go on at http://n1:7090: no connection\n" in capsys.readouterr().err

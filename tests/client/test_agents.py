@@ -11,13 +11,16 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from tasuki.client.agents.client import AgentResult, AgentsClient, AsyncAgentsClient, RunProgress
 from tasuki.clocks import now
+from tasuki.core.address import parse_url
 from tasuki.core.failover.agent_protocol import InputRecord, input_hash
 from tasuki.core.failover.nodes import BreakerState
 from tasuki.errors import Conflict, InvalidInput, Unavailable
+from tasuki.net.http.transport import HttpTransport
 from tests.client.agent_stand_in import Asked, Reply, StandIn, http, refusal, result, result_zip
 from tests.support.certificates import TestAuthority
 
@@ -187,6 +190,12 @@ def test_a_result_with_another_hash_than_announced_is_not_kept(tmp_path: Path) -
         assert desk.output.read_bytes() == second.data
 
     at_desk(tmp_path, 2, story)
+
+
+def test_a_lost_connection_is_told_with_its_reason() -> None:
+    problem = HttpTransport(parse_url("http://n1:7090")[0], None, 1.0)._problem(httpx.ReadError(""), 1.0)
+
+    assert problem.message == "the connection to http://n1:7090 was lost: ReadError"
 
 
 def test_something_else_that_answers_there_is_not_taken_for_a_node(tmp_path: Path) -> None:

@@ -244,9 +244,9 @@ main()
 """
 
 
-def test_the_command_runs_without_anything_that_only_unix_has(agents: Agents) -> None:
-    told = subprocess.run(
-        [sys.executable, "-c", ELSEWHERE, "run", "--to", f"agents:{agents.urls[0]}", "--file", "book.csv", "pricer", "3"],
+def run_elsewhere(agents: Agents, *words: str, script: str = ELSEWHERE) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", script, *words],
         cwd=agents.folder,
         env={"HOME": str(agents.folder), "PATH": "/usr/bin:/bin"},
         stdin=subprocess.DEVNULL,
@@ -256,4 +256,17 @@ def test_the_command_runs_without_anything_that_only_unix_has(agents: Agents) ->
         check=False,
     )
 
+
+def test_the_command_runs_without_anything_that_only_unix_has(agents: Agents) -> None:
+    told = run_elsewhere(agents, "run", "--to", f"agents:{agents.urls[0]}", "--file", "book.csv", "pricer", "3")
+
     assert (told.returncode, told.stdout) == (3, "priced 100,95\n"), told.stderr
+
+
+def test_an_agent_says_that_it_needs_linux(agents: Agents) -> None:
+    all_of_ours = ELSEWHERE.replace('"tasuki.worker", "tasuki.server"', "")
+    told = run_elsewhere(agents, "agent", "--exec", "x=/bin/true", script=all_of_ours)
+
+    assert told.returncode == ExitCode.USAGE
+    assert "tasuki agent needs Linux" in told.stderr
+    assert "Traceback" not in told.stderr

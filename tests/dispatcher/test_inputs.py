@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from tasuki.agent import input_sources
+from tasuki.agent import input_sources, upload
 from tasuki.agent.input_sources import DispatcherInputs, open_inputs
 from tasuki.core.address import parse_url
 from tasuki.errors import ConfigError, Unavailable
+from tests.agent.stage import AgentStage, members
 from tests.client.agent_stand_in import Asked, Reply, StandIn, http
 from tests.dispatcher.stage import BOOK, code_of, dispatching, sha256_of, tell, two_nodes
 from tests.support.waiting import until
@@ -54,6 +55,8 @@ def test_what_is_not_what_its_name_says_is_not_stored(tmp_path: Path) -> None:
                 assert code_of(answer) == (400, "INVALID_PAYLOAD"), ranged
 
             assert code_of(await put(f"/inputs/{SHA256}", content=_in_chunks())) == (400, "INVALID_PAYLOAD")
+            assert (await put(f"/inputs/{SHA256}", content=LARGE)).status_code == 201
+            assert code_of(await put(f"/inputs/{SHA256}", content=b"other bytes")) == (400, "INVALID_PAYLOAD")
 
     tell(story())
 
@@ -114,6 +117,23 @@ def test_a_job_is_run_by_the_hash_of_its_input(tmp_path: Path) -> None:
             assert BOOK in one.posts[0]
 
     tell(story())
+
+
+def test_as_many_files_pass_through_a_dispatcher_as_an_agent_takes(tmp_path: Path) -> None:
+    files = [("file", (f"{number}.csv", b"")) for number in range(upload.FILES_MAX - 1)]
+
+    async def story() -> None:
+        async with dispatching(agent.url, inputs=str(tmp_path / "inputs")) as stage:
+            form = [("file", ("job.sh", b"ls in | wc -l")), *files]
+            fields = {"exec": "sh", "args": "[]", "timeout_s": "60"}
+            answer = await stage.http.post("/run/many", files=form, data=fields)
+            too_many = await stage.http.post("/run/more", files=[*form, ("file", ("one-more", b""))], data=fields)
+
+        assert members(answer.content)["stdout.log"].strip() == str(upload.FILES_MAX).encode()
+        assert code_of(too_many) == (400, "INVALID_PAYLOAD")
+
+    with AgentStage(tmp_path) as agent:
+        tell(story())
 
 
 def test_a_node_that_fetches_inputs_itself_is_sent_only_their_names(tmp_path: Path) -> None:

@@ -87,7 +87,7 @@ def test_without_hints_jobs_results_and_cancels_are_found_all_the_same(
             # when
             found = client.submit(subject="x.1", job_id="found")
             held = client.submit(subject="x.1", payload=f"hold {ledger.path}.never".encode(), job_id="held")
-            assert "hints between servers are lost" in here.wait_for_output("permission denied")
+            assert "hints to other processes of this store are lost" in here.wait_for_output("permission denied")
 
             # then: the job, its result and a cancel find their way, because everybody also looks
             assert found.result(SOON_S) == b"1"

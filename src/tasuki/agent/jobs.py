@@ -369,7 +369,7 @@ class AgentJobs:
             ),
             lease_id=f"{held.job_id}.{held.attempt}",
             attempt=held.attempt,
-            facts={"input": marker.input, "input_hash": marker.input, "node": marker.node},
+            facts={"input_hash": marker.input, "node": marker.node},
         )
 
     # ------------------------------------------------------------------------------------------------ running
@@ -484,7 +484,7 @@ class AgentJobs:
             case StopReason.LEASE_LOST:
                 return refusals.claim_lost(held.job_id)
             case StopReason.SHUTDOWN:
-                return refusals.is_draining()
+                return refusals.was_interrupted(held.job_id)
 
     def _let_go(self, held: SlotJob) -> None:
         if self._held.get(held.job_id) is held:

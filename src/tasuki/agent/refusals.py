@@ -67,6 +67,11 @@ def is_draining() -> AgentRefusal:
     )
 
 
+def was_interrupted(job_id: str) -> AgentRefusal:
+    message = f"job {job_id} was stopped, because this agent is going down; send it again, or to another node"
+    return AgentRefusal(503, agent_protocol.DRAINING, message, retry=True, job_id=job_id)
+
+
 def unavailable(message: str, **details: Any) -> AgentRefusal:
     return AgentRefusal(503, "UNAVAILABLE", message, retry=True, **details)
 

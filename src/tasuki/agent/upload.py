@@ -39,7 +39,8 @@ T = TypeVar("T")
 
 HEADERS_MAX_BYTES = 8 * 1024  # of one part
 HEADERS_MAX = 32  # of one part
-PARTS_MAX = 1_000
+FILES_MAX = 1_000
+PARTS_MAX = FILES_MAX + 8  # a dispatcher adds the fields that its client left out
 
 _BOUNDARY = re.compile(r"[0-9A-Za-z'()+_,./:=? -]{0,69}[0-9A-Za-z'()+_,./:=?-]").fullmatch
 _PARAMETER = re.compile(r""";[ \t]*([!#$%&'*+.^_`|~0-9A-Za-z-]+)=(?:"((?:[^"\\]|\\.)*)"|([^";\s]+))[ \t]*""", re.DOTALL)
@@ -404,6 +405,8 @@ class Upload:
         except InvalidInput as error:
             raise InvalidInput(error.message.replace("archive entry", "file name", 1)) from None
         self._file_count += 1
+        if self._file_count > FILES_MAX:
+            raise InvalidInput(f"the form has more than {FILES_MAX} files; put them into archives")
 
     def _form(self) -> UploadForm:
         try:

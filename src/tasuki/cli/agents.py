@@ -102,6 +102,12 @@ async def run_on_agents(
         async with open_client(place) as client:
             job_id = fields["job_id"] or client.new_id()
             output.progress(f"job {job_id}: looking for a node …")
+            nodes: set[str] = set()
+
+            def show_progress(progress: RunProgress) -> None:
+                nodes.add(progress.node)
+                output.progress(f"job {job_id}: {_describe_progress(progress)}")
+
             try:
                 ended = await client.run(
                     fields["exec"],
@@ -113,11 +119,11 @@ async def run_on_agents(
                     timeout_s=fields["timeout_s"],
                     limit_s=limit_s,
                     hedge_s=hedge_s,
-                    on_progress=lambda progress: output.progress(f"job {job_id}: {_describe_progress(progress)}"),
+                    on_progress=show_progress,
                     on_note=lambda text: output.hint(f"tasuki: job {job_id}: {text}"),
                 )
             except asyncio.CancelledError:
-                await _cancel(client, job_id, output)
+                await _cancel(client, job_id, set(client.agents) if fields["job_id"] else nodes, output)
                 return ExitCode.INTERRUPTED
             if stream is not None and ended.path is not None:
                 _copy(ended.path, stream)
@@ -153,7 +159,8 @@ def _copy(path: Path, stream: BinaryIO) -> None:
         raise InvalidInput(f"the result cannot be written to -o: {error.strerror}; the same --job-id fetches it again") from None
 
 
-async def _cancel(client: AsyncAgentsClient, job_id: str, output: Output) -> None:
+async def _cancel(client: AsyncAgentsClient, job_id: str, nodes: set[str], output: Output) -> None:
+    """Cancel a job everywhere. `nodes`: those that may have it."""
     from tasuki.client.agents.client import NOT_KNOWN, REMOVED, STOPPING
 
     output.hint(f"canceling job {job_id} …  (Ctrl-C again: leave it)")
@@ -165,7 +172,8 @@ async def _cancel(client: AsyncAgentsClient, job_id: str, output: Output) -> Non
         output.hint(
             f"the job is still being stopped at {', '.join(stopping)}: its program did not end at once, and will be killed"
         )
-    unsure = [f"{node}: {answer}" for node, answer in answers.items() if answer not in (REMOVED, NOT_KNOWN, STOPPING)]
+    sure = (REMOVED, NOT_KNOWN, STOPPING)
+    unsure = [f"{node}: {answer}" for node, answer in answers.items() if answer not in sure and node in nodes]
     if unsure:
         output.hint(f"the job may go on at {'; '.join(unsure)}")
 

@@ -309,3 +309,11 @@ def _run_framed(function: Callable[..., int | None], given: dict[str, Any], exit
         # The reader (`| head`) has seen enough. Python would complain once more when it flushes at the end.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return ExitCode.OK
+    except OSError as error:
+        from tasuki.blobs.files import disk_full_or
+
+        found = disk_full_or(error, error.filename or "the disk")
+        if isinstance(found, OSError):
+            raise
+        output.error(found)
+        return exit_code(found)

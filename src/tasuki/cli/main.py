@@ -13,6 +13,8 @@ import click
 from tasuki.cli.command import COMMANDS, HELP_NAMES
 from tasuki.cli.output import exit_code_table, visible
 
+UNIX_MODULES = ("fcntl", "grp", "pwd", "resource", "termios")
+ANYWHERE = ("run --to agents:…", "nodes")
 HELP = "Runs commands on many machines, and keeps its promise when machines die."
 EPILOG = f"""\b
 Examples:
@@ -38,7 +40,12 @@ class _LazyGroup(click.Group):
         if cmd_name not in COMMANDS:
             return None
         module, _, name = COMMANDS[cmd_name][0].partition(".")
-        command: click.Command = getattr(import_module(f"tasuki.cli.{module}"), name)
+        try:
+            command: click.Command = getattr(import_module(f"tasuki.cli.{module}"), name)
+        except ModuleNotFoundError as error:
+            if error.name not in UNIX_MODULES:
+                raise
+            raise click.UsageError(f"tasuki {cmd_name} needs Linux; clients run here too: {', '.join(ANYWHERE)}") from None
         return command
 
     def invoke(self, ctx: click.Context) -> Any:

@@ -323,8 +323,10 @@ class InputStore(StoredInputs):
         if span.size_bytes > self._max_bytes:
             raise TooLarge(f"an input of {span.size_bytes} bytes is too large; the limit of this dispatcher is {self._max_bytes}")
         if await self._in_thread(lambda: self._blobs.has(sha256)):
-            await self.keeping.used(sha256)
-            return json_answer({"sha256": sha256, "size_bytes": span.size_bytes, "offset": span.size_bytes})
+            size_bytes = await self._use(sha256)
+            if size_bytes != span.size_bytes:
+                raise InvalidInput(f"input {sha256} has {size_bytes} bytes, not {span.size_bytes}; send it under its own sha256")
+            return json_answer({"sha256": sha256, "size_bytes": size_bytes, "offset": size_bytes})
         writer = await self._in_thread(lambda: self._blobs.begin(sha256, span.size_bytes, resume_key=whose))
         try:
             done = await self._write(writer, span, request)

@@ -26,7 +26,7 @@ from tasuki.event_loop import BackgroundTasks
 from tasuki.stores.store import Reader
 from tasuki.stores.wakeups import Wakeups
 
-logger = logging.getLogger("tasuki.server")
+logger = logging.getLogger("tasuki.cluster")
 LEAVE_TIMEOUT_S = 2.0  # for a coordination that does not answer: others notice the missing heartbeats as well
 SCOPE = "leader"
 

@@ -153,12 +153,12 @@ class Wakeups(ABC, Generic[Connection]):
         if role in self._down:
             self._down.remove(role)
             if not self._down:
-                logger.info("hints between servers travel again")
+                logger.info("hints to other processes of this store travel again")
 
     def _is_down(self, role: str, error: Exception) -> None:
         if not self._down:
             text = self._describe(error) or type(error).__name__
-            logger.warning("hints between servers are lost for now, which makes things slower: %s: %s", role, text)
+            logger.warning("hints to other processes of this store are lost for now, which is slower: %s: %s", role, text)
         self._down.add(role)
         # The notifying connection would find out only at the next hint; sending nothing tells it now.
         self._filled.set()

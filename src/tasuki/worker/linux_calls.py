@@ -63,8 +63,7 @@ def wipe_variables(*names: str) -> None:
     """Overwrite variables that have left the environment where /proc/PID/environ still shows them."""
     if sys.platform != "linux":
         return
-    fields = Path("/proc/self/stat").read_bytes().rpartition(b")")[2].split()
-    start, end = int(fields[47]), int(fields[48])  # env_start and env_end, where the kernel put the environment
+    start, end = _initial_memory(47)  # env_start and env_end
     if not start < end:
         return
     place = start
@@ -74,9 +73,21 @@ def wipe_variables(*names: str) -> None:
         place += len(entry) + 1
 
 
-def set_name(name: str) -> None:
-    """Set the name that `ps` and `top` show; 15 characters."""
-    _prctl(_PR_SET_NAME, ctypes.c_char_p(name.encode()))
+def set_title(title: str) -> None:
+    """Set the name that `top` shows, 15 characters of it, and the command line that `ps` shows and `pkill -f` looks at, as far as
+    there is room."""
+    _prctl(_PR_SET_NAME, ctypes.c_char_p(title.encode()))
+    start, end = _initial_memory(45)  # arg_start and arg_end
+    text = title.encode()[: max(0, end - start - 1)]
+    if text:
+        ctypes.memset(start, 0, end - start)
+        ctypes.memmove(start, text, len(text))
+
+
+def _initial_memory(field: int) -> tuple[int, int]:
+    """Return start and end of a part of this process's memory that the kernel filled at its start; from proc(5), stat."""
+    fields = Path("/proc/self/stat").read_bytes().rpartition(b")")[2].split()
+    return int(fields[field]), int(fields[field + 1])
 
 
 def _prctl(option: int, value: int | ctypes.c_char_p) -> None:

@@ -429,8 +429,7 @@ def _report(attempt: Attempt, outcome: Outcome, times: Times, kept: Mapping[str,
         "left_out": collector.left_out,
         "left_out_count": collector.left_out_count,
     }
-    if attempt.facts:
-        report |= {**attempt.facts, "ended_at": times.finished_at}
+    report |= attempt.facts
     return msgspec.json.format(msgspec.json.encode(report)) + b"\n"
 
 

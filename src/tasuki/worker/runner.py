@@ -202,8 +202,8 @@ class CommandRunner:
         self._on_keeper_lost(error)
 
     async def _sweep_own(self) -> None:
-        killed = await asyncio.to_thread(sweep, self._incarnation, self.folders.root)
-        logger.warning("killed %d processes that outlived their keeper: %s", len(killed), killed)
+        if killed := await asyncio.to_thread(sweep, self._incarnation, self.folders.root):
+            logger.warning("killed %d processes that outlived their keeper: %s", len(killed), killed)
 
     # ------------------------------------------------------------------------------------------------ one attempt
 

@@ -197,7 +197,7 @@ class PresignedBlobs:
         except (httpx.ConnectError, httpx.ConnectTimeout, httpx.ProxyError, httpx.InvalidURL, httpx.UnsupportedProtocol) as error:
             raise _BucketFailed(url, f"cannot be reached: {error or type(error).__name__}", off=True) from error
         except (httpx.HTTPError, httpx.StreamError) as error:
-            raise _BucketFailed(url, f"was lost: {error or type(error).__name__}") from error
+            raise _BucketFailed(url, f"was lost: {str(error) or type(error).__name__}") from error
 
     # ------------------------------------------------------------------------------------------------ errors
 

@@ -185,7 +185,7 @@ class HttpTransport:
             case httpx.RemoteProtocolError() if not self._answered and self.address.scheme == "http":
                 return ResponseLost(f"{self.address} hung up without an answer in HTTP; if it speaks TLS, it is https://")
             case _:
-                return ResponseLost(f"the connection to {self.address} was lost: {error or type(error).__name__}")
+                return ResponseLost(f"the connection to {self.address} was lost: {str(error) or type(error).__name__}")
 
     def _not_connected(self, error: Exception) -> NoConnection:
         for cause in _causes(error):

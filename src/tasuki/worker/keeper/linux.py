@@ -70,7 +70,8 @@ class LinuxSystem(PlainSystem):
 
     def __init__(self, incarnation: str, worker_pid: int, *, cgroup: bool = True) -> None:
         super().__init__()
-        linux_calls.set_name("tasuki-keeper")
+        # Not the worker's command line: who kills the worker by it must leave the keeper, which ends the worker's programs.
+        linux_calls.set_title(f"tasuki-keeper {worker_pid}")
         linux_calls.become_subreaper()
         self._pid = os.getpid()
         self._children: int | None = None  # the list of the keeper's children, opened once: it is read twice for every job
