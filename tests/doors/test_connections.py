@@ -130,21 +130,83 @@ def test_connections_beyond_the_share_of_a_token_make_room_for_others_and_the_re
     asyncio.run(main())
 
 
+def test_a_token_with_more_than_its_share_leaves_strangers_the_time_to_show_theirs() -> None:
+    connections = Connections()
+    with contextlib.ExitStack() as stack:
+        # Given a token that takes all connections but four, and four strangers
+        for n in range(24):
+            sock = _come(stack, connections, "10.0.0.1")
+            if n < 20:
+                sock.trust("token:greedy")
+        # When more strangers come, then the token gives them as many as it may have itself
+        for _ in range(10):
+            _come(stack, connections, "10.0.0.1")
+
+        assert len(connections._strangers["10.0.0.1"]) == 6
+        assert len(connections) == 24
+
+
+def _come(stack: contextlib.ExitStack, connections: Connections, group: str) -> AcceptedSocket:
+    ours, theirs = socket.socketpair()
+    stack.enter_context(theirs)
+    sock = stack.enter_context(contextlib.closing(AcceptedSocket(ours, connections, group)))
+    assert connections.add(sock)
+    return sock
+
+
 def test_the_address_with_most_strangers_loses_one() -> None:
     connections = Connections()
     with contextlib.ExitStack() as stack:
-
-        def come(group: str) -> AcceptedSocket:
-            ours, theirs = socket.socketpair()
-            stack.enter_context(theirs)
-            sock = stack.enter_context(contextlib.closing(AcceptedSocket(ours, connections, group)))
-            assert connections.add(sock)
-            return sock
-
-        first = come("10.0.0.1")
-        crowd = [come("10.0.0.2") for _ in range(30)]
+        first = _come(stack, connections, "10.0.0.1")
+        crowd = [_come(stack, connections, "10.0.0.2") for _ in range(30)]
 
         assert [list(group) for group in connections._strangers.values()] == [[first], crowd[15:]]
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_after_each_connection_that_is_opened_the_others_are_served(loop: Callable[[], asyncio.AbstractEventLoop]) -> None:
+    async def main() -> None:
+        turn, opened_at = 0, []
+
+        def next_turn() -> None:
+            nonlocal turn
+            turn += 1
+            asyncio.get_running_loop().call_soon(next_turn)
+
+        def make(accepted: AcceptedSocket) -> Peer:
+            opened_at.append(turn)
+            return Peer(accepted)
+
+        listener = ListeningSocket(bound(Address("tcp", "127.0.0.1", 0)), Connections(), make)
+        peers = [socket.create_connection(listener.sock.getsockname()) for _ in range(12)]
+        next_turn()
+        await until_async(lambda: len(opened_at) == 12)
+        assert len(set(opened_at)) == 12
+        listener.close()
+        for peer in peers:
+            peer.close()
+
+    with asyncio.Runner(loop_factory=loop) as runner:
+        runner.run(main())
+
+
+def test_of_more_connections_than_can_be_opened_the_newest_are_and_the_oldest_are_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(listening, "ACCEPTED_MAX", 4)
+
+    async def main() -> None:
+        async with accepting() as (connections, port):
+            peers = [socket.create_connection(("127.0.0.1", port)) for _ in range(12)]  # before the loop accepts the first
+            for peer in peers:
+                peer.setblocking(False)
+            assert [await ended(peer) for peer in peers[:8]] == [b""] * 8
+            await until_async(lambda: len(connections) == 4)
+            for peer in peers[8:]:
+                with pytest.raises(TimeoutError):
+                    await asyncio.wait_for(ended(peer), 0.05)
+            for peer in peers:
+                peer.close()
+
+    asyncio.run(main())
 
 
 def test_the_unix_socket_has_room_when_the_network_has_none(tmp_path: Path) -> None:

@@ -3,7 +3,8 @@
 `ListeningSocket` accepts connections for every door, and `Connections` counts them from accept to the close of the descriptor: a
 TLS handshake that never ends is counted too. A connection whose peer has shown no token is a *stranger*. When there is no room, a
 stranger is closed for each connection that comes: the oldest one of the address that has most. So an address cannot take all,
-peers behind one NAT or proxy are not limited, and a peer with a token needs only the moment to show it.
+peers behind one NAT or proxy are not limited, and a peer with a token needs only the moment to show it. Connections beyond the
+share of their token give way to the first strangers.
 
 A certificate lives for weeks, a server for months: `ServerCertificate.renew` reads the files again, for connections from then on.
 Free of the server, so that node agents and dispatchers use this module too.
@@ -17,6 +18,7 @@ import logging
 import resource
 import socket
 import ssl
+from collections import deque
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -33,9 +35,12 @@ CONNECTIONS_MAX = 10_000
 DESCRIPTORS_KEPT = 128  # of the process's limit: for the store, transfers, and the refusal of one connection more
 LOCAL_SHARE = 4  # one in so many connections is kept for the unix socket: the operator, and the workers of this machine
 STRANGERS_MAX = 1024  # each may hold 64 KiB of a first frame: 70 MB in all
-TOKEN_SHARE = 4  # one in so many connections may be of one token; more are closed when others need the room
+TOKEN_SHARE = (
+    4  # one in so many connections may be of one token; more are closed when others, or as many strangers, need the room
+)
 BACKLOG = 1024
-ACCEPTED_AT_ONCE = 8  # of one listener, before those who are connected are served again
+ACCEPTED_AT_ONCE = 32  # of one listener, in one turn of the loop: nobody waits long in the backlog
+ACCEPTED_MAX = 256  # of one listener, not opened yet: beyond, a peer is told at once to try again, instead of waiting in vain
 ACCEPT_AGAIN_S = 0.1  # when the descriptors are used up
 TLS_CLOSE_TIMEOUT_S = 5.0  # for the peer's answer to the end of TLS; asyncio's own is 30 s
 EXPIRES_SOON = timedelta(days=14)
@@ -82,6 +87,8 @@ class AcceptedSocket(socket.socket):
         self._connections = connections
         self.group = group
         """The address of a stranger, the token of a connection beyond the share of that token; empty for a unix socket."""
+        self.is_opened = False
+        """A transport is made, or its handshake is under way."""
         self.transport: asyncio.Transport | None = None
         self.owner: str | None = None
         """The token that was shown; None: a stranger, or a connection beyond the token's share."""
@@ -107,7 +114,9 @@ class Connections:
         self.limit = connections_max()
         self._network_max = self.limit - self.limit // LOCAL_SHARE
         self._strangers_max = min(STRANGERS_MAX, max(1, self.limit // 2))
-        self._shares = Shares(max(1, self._network_max // TOKEN_SHARE), "connections")
+        share = max(1, self._network_max // TOKEN_SHARE)
+        self._strangers_min = min(share, self._strangers_max)
+        self._shares = Shares(share, "connections")
         self._all: set[AcceptedSocket] = set()
         self._local = 0
         self._strangers: dict[str, dict[AcceptedSocket, None]] = {}
@@ -120,12 +129,13 @@ class Connections:
 
     def add(self, sock: AcceptedSocket) -> bool:
         """Count a connection, and close another one if there is no room; return False if that is not possible."""
-        crowd = self._strangers or self._beyond
-        is_crowded = sum(map(len, self._strangers.values())) >= self._strangers_max
-        if sock.group and (is_crowded or len(self._all) - self._local >= self._network_max) and crowd:
+        strangers = sum(map(len, self._strangers.values()))
+        is_full = len(self._all) - self._local >= self._network_max
+        crowd = self._beyond if strangers < self._strangers_min and self._beyond else self._strangers or self._beyond
+        if sock.group and (strangers >= self._strangers_max or is_full) and crowd:
             largest = max(crowd, key=lambda group: len(crowd[group]))
-            self._end(next(iter(crowd[largest])))
-        elif sock.group and len(self._all) - self._local >= self._network_max:
+            self.end(next(iter(crowd[largest])))
+        elif sock.group and is_full:
             self._on_refused(sock.group)
             return False
         if len(self._all) >= self.limit:  # of some that were ended, the descriptor may not be closed yet
@@ -157,16 +167,18 @@ class Connections:
             if sock.owner is not None:
                 self._shares.give_back(sock.owner)
 
-    def _end(self, sock: AcceptedSocket) -> None:
+    def end(self, sock: AcceptedSocket) -> None:
         """Close a connection; it counts until its descriptor is closed, in the next turn of the loop."""
         _leave(self._strangers, sock.group, sock)
         _leave(self._beyond, sock.group, sock)
         self._on_refused(sock.group)
         if sock.transport is not None:
             sock.transport.abort()
-        else:
+        elif sock.is_opened:
             with contextlib.suppress(OSError):
                 sock.shutdown(socket.SHUT_RDWR)  # ends the handshake
+        else:
+            sock.close()
 
 
 def _leave(groups: dict[str, dict[AcceptedSocket, None]], key: str, sock: AcceptedSocket) -> None:
@@ -191,6 +203,8 @@ class ListeningSocket:
         self.sock = sock
         self._connections, self._make, self._tls = connections, make, tls
         self._refusal = refusal if tls is None else b""
+        self._accepted: deque[AcceptedSocket] = deque()
+        """Connections that are not opened yet, oldest first."""
         self._opening = BackgroundTasks()
         self._loop = asyncio.get_running_loop()
         sock.setblocking(False)
@@ -201,6 +215,8 @@ class ListeningSocket:
         """Accept no more connections; open ones stay."""
         self._loop.remove_reader(self.sock)
         self.sock.close()
+        for sock in self._accepted:
+            sock.close()
         self._opening.cancel()
 
     def _resume(self) -> None:
@@ -221,11 +237,28 @@ class ListeningSocket:
             sock = AcceptedSocket(accepted, self._connections, _network_of(address[0]) if isinstance(address, tuple) else "")
             sock.setblocking(False)
             if self._connections.add(sock):
-                self._opening.spawn(self._open(sock))
+                if not self._accepted:
+                    self._loop.call_soon(self._open_next)
+                self._accepted.append(sock)
+                if len(self._accepted) > ACCEPTED_MAX:
+                    self._connections.end(self._accepted.popleft())
             else:
                 with contextlib.suppress(OSError):
                     sock.send(self._refusal)
                 sock.close()
+
+    def _open_next(self) -> None:
+        """Open one connection in each turn of the loop: after each handshake those who are connected are served again.
+
+        The newest is first. When more come than can be opened, the others would all have waited until their peers gave up.
+        """
+        while self._accepted and (sock := self._accepted.pop()).fileno() < 0:
+            """It made room for another one."""
+        if sock.fileno() >= 0:
+            sock.is_opened = True
+            self._opening.spawn(self._open(sock))
+        if self._accepted:
+            self._loop.call_soon(self._open_next)
 
     async def _open(self, sock: AcceptedSocket) -> None:
         if sock.group:
