@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from tasuki.core.access import PeerKind
 from tasuki.core.broker.events import BlobPiece, DiskSpace, Query, ReceiveBlob, SendBlob
 from tasuki.core.job import InputFile, JobSpec, State
 from tasuki.core.machine import Ticked
@@ -32,7 +33,7 @@ from tasuki.core.protocol import (
 )
 from tasuki.core.store_messages import BlobClaim, BlobPlace
 from tasuki.errors import ProtocolError, Unauthorized
-from tests.core.broker_stage import BrokerStage, ending
+from tests.core.broker_stage import TCP, BrokerStage, ending
 
 
 @pytest.fixture
@@ -79,6 +80,15 @@ def test_a_clients_heartbeat_is_answered_without_the_store(stage: BrokerStage) -
     conn = stage.node()
     stage.tell(conn, Heartbeat(41))
     assert stage.last(conn, HeartbeatAnswer).corr_id == 41
+
+
+def test_the_driver_learns_that_a_blob_comes_from_a_worker(stage: BrokerStage) -> None:
+    token = stage.token("w", "worker", "a.>")
+    conn = stage.worker("w1", peer=TCP, token=token, patterns=("a.>",))
+    stage.ask(conn, BlobPut(1, "a" * 64, 3))
+    [command] = stage.others
+    assert isinstance(command, ReceiveBlob)
+    assert command.kind is PeerKind.WORKER
 
 
 def test_blobs_and_slow_reads_are_handed_to_the_driver_with_who_asks(stage: BrokerStage) -> None:

@@ -4,16 +4,29 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TypeVar
 
+from tasuki.blobs.blob import BlobStore
 from tasuki.core.machine import Peer
 from tasuki.core.protocol import HelloClient, HelloWorker, Message, Welcome
 from tasuki.errors import TasukiError
 from tasuki.server.server import Server
+from tasuki.server.upload_shares import UploadShares
 from tests.support.waiting import Watched
 
 PATIENCE_S = 10.0
+
+
+def shares_of(blobs: BlobStore) -> UploadShares:
+    """Return shares of uploaders whose blobs no job refers to."""
+
+    async def referenced(sha256s: Sequence[str]) -> set[str]:
+        return set()
+
+    return UploadShares(blobs, referenced, grace_s=3600.0)
+
+
 M = TypeVar("M", bound=Message)
 
 

@@ -15,14 +15,14 @@ from tasuki.blobs.blob import BlobStore
 from tasuki.blobs.folder import FolderBlobs, FolderWriter
 from tasuki.blobs.s3.store import S3Blobs
 from tasuki.core.access import Identity, PeerKind
-from tasuki.core.broker.events import SendBlob
+from tasuki.core.broker.events import ReceiveBlob, SendBlob
 from tasuki.core.job import BlobRef, InputFile, Job, JobSpec, Lease, Outcome, State
 from tasuki.core.protocol import BlobGet, BlobPut, Chunk, ErrorMessage, Reply
 from tasuki.core.store_messages import BlobPlace
 from tasuki.errors import BlobUnavailable, ConfigError, Corrupt, InvalidInput, NotFound, ProtocolError, Unavailable
 from tasuki.server.refusal_log import RefusalLog
 from tasuki.server.transfers import UPLOADS_PER_CONNECTION_MAX, BlobTransfers
-from tests.server.peers import FakeConnection
+from tests.server.peers import FakeConnection, shares_of
 from tests.support.s3_service import S3Service
 from tests.support.waiting import until
 
@@ -50,7 +50,7 @@ def run(blobs: BlobStore, work: Callable[[BlobTransfers, FakeConnection], Awaita
         def arrived(conn: int, put: BlobPut, place: BlobPlace) -> None:
             link.send(Reply(put.msg_id, {"arrived": conn, "place": place}))
 
-        transfers = BlobTransfers(blobs, arrived, RefusalLog(logging.getLogger("test")))
+        transfers = BlobTransfers(blobs, arrived, RefusalLog(logging.getLogger("test")), shares_of(blobs))
         try:
             await work(transfers, link)
         finally:
@@ -62,7 +62,7 @@ def run(blobs: BlobStore, work: Callable[[BlobTransfers, FakeConnection], Awaita
 
 async def upload(transfers: BlobTransfers, link: FakeConnection, put: BlobPut, place: BlobPlace, data: bytes = DATA) -> None:
     """All of it, and until it has arrived or was refused."""
-    transfers.begin(1, link, put, place)
+    transfers.begin(link, ReceiveBlob(1, put, place, ""))
     await link.wait_for(Reply)
     for start in range(0, len(data), 4096):
         piece = data[start : start + 4096]
@@ -93,7 +93,7 @@ def test_a_blob_that_is_stored_is_not_sent_again(blobs: FolderBlobs) -> None:
     blobs.put_bytes(DATA)
 
     async def work(transfers: BlobTransfers, link: FakeConnection) -> None:
-        transfers.begin(1, link, BlobPut(5, SHA256, len(DATA)), STORED)
+        transfers.begin(link, ReceiveBlob(1, BlobPut(5, SHA256, len(DATA)), STORED, ""))
         await link.wait_for(Reply)
 
     assert replies(run(blobs, work)) == [{"have": True}]
@@ -113,7 +113,7 @@ def test_bytes_that_are_recorded_but_gone_are_taken_again(blobs: FolderBlobs) ->
 
 def test_bytes_that_are_not_the_announced_ones_are_refused(blobs: FolderBlobs) -> None:
     async def work(transfers: BlobTransfers, link: FakeConnection) -> None:
-        transfers.begin(1, link, BlobPut(5, SHA256, 4), PLACE)
+        transfers.begin(link, ReceiveBlob(1, BlobPut(5, SHA256, 4), PLACE, ""))
         await link.wait_for(Reply)
         transfers.piece(1, link, Chunk(5, 0, b"evil", last=True))
         await link.wait_for(ErrorMessage)
@@ -125,14 +125,14 @@ def test_bytes_that_are_not_the_announced_ones_are_refused(blobs: FolderBlobs) -
 @pytest.mark.parametrize("put", [BlobPut(5, "../../etc/passwd", 1), BlobPut(5, SHA256, -1)])
 def test_a_blob_that_cannot_be_is_refused_at_once(blobs: FolderBlobs, put: BlobPut) -> None:
     async def work(transfers: BlobTransfers, link: FakeConnection) -> None:
-        transfers.begin(1, link, put, PLACE)
+        transfers.begin(link, ReceiveBlob(1, put, PLACE, ""))
 
     assert replies(run(blobs, work)) == [InvalidInput.code]
 
 
 def test_a_chunk_out_of_order_ends_the_connection(blobs: FolderBlobs) -> None:
     async def work(transfers: BlobTransfers, link: FakeConnection) -> None:
-        transfers.begin(1, link, BlobPut(5, SHA256, len(DATA)), PLACE)
+        transfers.begin(link, ReceiveBlob(1, BlobPut(5, SHA256, len(DATA)), PLACE, ""))
         await link.wait_for(Reply)
         transfers.piece(1, link, Chunk(5, 100, b"x"))
 
@@ -152,10 +152,10 @@ def test_uploads_of_one_connection_are_bounded(blobs: FolderBlobs) -> None:
     async def work(transfers: BlobTransfers, link: FakeConnection) -> None:
         for number in range(UPLOADS_PER_CONNECTION_MAX + 1):
             sha256 = hashlib.sha256(bytes([number])).hexdigest()
-            transfers.begin(1, link, BlobPut(number + 1, sha256, 1), BlobPlace(sha256, 1))
+            transfers.begin(link, ReceiveBlob(1, BlobPut(number + 1, sha256, 1), BlobPlace(sha256, 1), ""))
         await link.wait_for(Reply, UPLOADS_PER_CONNECTION_MAX)
         other = FakeConnection()
-        transfers.begin(2, other, BlobPut(1, SHA256, len(DATA)), PLACE)
+        transfers.begin(other, ReceiveBlob(2, BlobPut(1, SHA256, len(DATA)), PLACE, ""))
         await other.wait_for(Reply)
 
     assert replies(run(blobs, work)).count("OVERLOADED") == 1
@@ -164,7 +164,7 @@ def test_uploads_of_one_connection_are_bounded(blobs: FolderBlobs) -> None:
 def test_a_peer_that_sends_faster_than_the_disk_takes_is_not_read_from(blobs: FolderBlobs) -> None:
     async def work(transfers: BlobTransfers, link: FakeConnection) -> None:
         big = bytes(3 * 1024 * 1024)
-        transfers.begin(1, link, BlobPut(5, SHA256, 10**6), PLACE)
+        transfers.begin(link, ReceiveBlob(1, BlobPut(5, SHA256, 10**6), PLACE, ""))
         await link.wait_for(Reply)
         for number in range(3):
             transfers.piece(1, link, Chunk(5, number * len(big), big))
@@ -176,7 +176,7 @@ def test_a_peer_that_sends_faster_than_the_disk_takes_is_not_read_from(blobs: Fo
 
 def test_a_half_sent_blob_is_dropped_with_its_connection(blobs: FolderBlobs, tmp_path: Path) -> None:
     async def work(transfers: BlobTransfers, link: FakeConnection) -> None:
-        transfers.begin(1, link, BlobPut(5, SHA256, len(DATA)), PLACE)
+        transfers.begin(link, ReceiveBlob(1, BlobPut(5, SHA256, len(DATA)), PLACE, ""))
         await link.wait_for(Reply)
         transfers.piece(1, link, Chunk(5, 0, DATA[:10]))
         [task] = transfers._tasks
@@ -341,7 +341,7 @@ def test_uploads_that_stand_still_keep_nobody_from_reading(stubborn: StubbornBlo
 
     async def work(transfers: BlobTransfers, link: FakeConnection) -> None:
         for number in range(UPLOADS_PER_CONNECTION_MAX):
-            transfers.begin(2, FakeConnection(), BlobPut(number, "a" * 64, 1), BlobPlace("a" * 64, 1))
+            transfers.begin(FakeConnection(), ReceiveBlob(2, BlobPut(number, "a" * 64, 1), BlobPlace("a" * 64, 1), ""))
         for _ in range(stubborn.threads):
             await asyncio.to_thread(stubborn.held.acquire, timeout=10)
         await asyncio.wait_for(transfers.send(link, job(result=True), wanted(ALICE), STORED), 10)
@@ -352,7 +352,7 @@ def test_uploads_that_stand_still_keep_nobody_from_reading(stubborn: StubbornBlo
 
 def test_a_writer_that_comes_when_its_peer_is_gone_is_given_back(stubborn: StubbornBlobs) -> None:
     async def work(transfers: BlobTransfers, link: FakeConnection) -> None:
-        transfers.begin(1, link, BlobPut(5, SHA256, len(DATA)), PLACE)
+        transfers.begin(link, ReceiveBlob(1, BlobPut(5, SHA256, len(DATA)), PLACE, ""))
         await asyncio.to_thread(stubborn.held.acquire, timeout=10)
         transfers.forget(1)
         await asyncio.sleep(0)
@@ -370,7 +370,7 @@ def test_an_s3_server_that_is_away_in_mid_upload_is_waited_for(s3: S3Service, s3
     blobs = S3Blobs(s3_url, max_blob_bytes=10**9)
 
     async def work(transfers: BlobTransfers, link: FakeConnection) -> None:
-        transfers.begin(1, link, BlobPut(5, sha256, len(data)), place)
+        transfers.begin(link, ReceiveBlob(1, BlobPut(5, sha256, len(data)), place, ""))
         await link.wait_for(Reply)
         for start in range(0, len(data), 10**6):
             if start == 10**7:

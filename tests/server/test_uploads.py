@@ -14,13 +14,14 @@ from typing import Any
 import pytest
 
 from tasuki.blobs.folder import PARTIAL_GRACE_S, FolderBlobs
+from tasuki.core.broker.events import ReceiveBlob
 from tasuki.core.protocol import BlobPut, Chunk, ErrorMessage, Reply
 from tasuki.core.store_messages import BlobPlace
 from tasuki.errors import ProtocolError
 from tasuki.server import transfers
 from tasuki.server.refusal_log import RefusalLog
 from tasuki.server.transfers import BlobTransfers
-from tests.server.peers import FakeConnection
+from tests.server.peers import FakeConnection, shares_of
 from tests.support.waiting import until
 
 MIB = 1024 * 1024
@@ -35,7 +36,7 @@ class Scene:
 
     def __init__(self, blobs: FolderBlobs) -> None:
         self.blobs = blobs
-        self.transfers = BlobTransfers(blobs, self._arrived, RefusalLog(logging.getLogger("test")))
+        self.transfers = BlobTransfers(blobs, self._arrived, RefusalLog(logging.getLogger("test")), shares_of(blobs))
         self.arrived: list[BlobPlace] = []
         self._links: dict[int, FakeConnection] = {}
 
@@ -46,7 +47,7 @@ class Scene:
     def offer(self, conn: int, uploader: str = "token:alice", *, place: BlobPlace = PLACE, resume: bool = True) -> FakeConnection:
         """A new connection that offers the blob as its message 5."""
         link = self._links[conn] = FakeConnection()
-        self.transfers.begin(conn, link, BlobPut(5, SHA256, len(DATA), resume), place, uploader)
+        self.transfers.begin(link, ReceiveBlob(conn, BlobPut(5, SHA256, len(DATA), resume), place, uploader))
         return link
 
     def send(self, conn: int, start: int, stop: int, data: bytes = DATA) -> None:
@@ -301,7 +302,7 @@ def test_a_second_offer_on_the_same_connection_tells_how_much_of_the_first_is_wr
         link = scene.offer(1)
         await link.wait_for(Reply)
         scene.send(1, 0, MIB)
-        scene.transfers.begin(1, link, BlobPut(6, SHA256, len(DATA), resume=True), PLACE, "token:alice")
+        scene.transfers.begin(link, ReceiveBlob(1, BlobPut(6, SHA256, len(DATA), resume=True), PLACE, "token:alice"))
         await link.wait_for(Reply, 2)
         assert link.all(Reply)[-1] == Reply(6, {"go": True, "offset": MIB})
 

@@ -17,6 +17,7 @@ LONG_FILES: dict[str, str] = {
     "core/broker/state.py": "the state that all conversations share, and the turn that they build from it",
     "core/store_messages.py": "requests, answers and the table of verbs, which must agree",
     "core/worker/machine.py": "one machine, with its records of leases and slots",
+    "server/transfers.py": "uploads, downloads, deletions and presigned URLs, which share threads and rules",
     "stores/memory/store.py": "each verb that changes jobs, in the model that other stores are compared with",
     "stores/redis/store.py": "each verb of the store: the arguments of its script and the decoder of its answer",
     "testing/harness.py": "one world for all tests of machines",

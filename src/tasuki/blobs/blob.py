@@ -272,6 +272,14 @@ class BlobStore(Protocol):
         A reader that has it open may be cut off: only blobs without references are deleted.
         """
 
+    def resumable_bytes(self, resume_key: str) -> int:
+        """Return the bytes of all unfinished uploads with this key, at least RESUMED_MIN_BYTES each; 0 without a floor."""
+        return 0
+
+    def make_space(self, size_bytes: int) -> None:
+        """Raise DiskFull like `check_space`, but drop old suspended uploads first."""
+        self.check_space(size_bytes)
+
     def sweep(self) -> None:
         """Drop suspended uploads that nobody resumed in time. A server calls it now and then."""
 

@@ -82,16 +82,16 @@ class FolderBlobs(BlobStore):
             if part is not None:
                 writer = FolderWriter(self, check, generation, part, self._suspended)
                 try:
-                    self._make_space((size_bytes or 0) - check.size_bytes)
+                    self.make_space((size_bytes or 0) - check.size_bytes)
                 except BaseException:
                     writer.suspend()
                     raise
                 return writer
-        self._make_space(size_bytes or 0)
+        self.make_space(size_bytes or 0)
         return FolderWriter(self, check, generation, self._create_temporary())
 
-    def _make_space(self, size_bytes: int) -> None:
-        """Check for space; where there is none, remove suspended uploads first: they would only have saved some bytes."""
+    def make_space(self, size_bytes: int) -> None:
+        # Suspended uploads go first: they would only have saved some bytes.
         try:
             self.check_space(size_bytes)
         except DiskFull:
@@ -138,6 +138,9 @@ class FolderBlobs(BlobStore):
                 except FileNotFoundError:
                     continue  # another process cleans too
                 yield BlobRef(sha256, status.st_size)
+
+    def resumable_bytes(self, resume_key: str) -> int:
+        return self._suspended.size_bytes(resume_key)
 
     def check_space(self, size_bytes: int = 0) -> None:
         check_free(self.root, size_bytes, self.floor_free_bytes, self.floor_free_inodes)
@@ -244,6 +247,11 @@ class _Suspended(NamedTuple):
     check: StreamCheck
 
 
+def _prefix_of(resume_key: str) -> str:
+    """Return how the names of all partial files of this uploader begin; the key may have any characters."""
+    return f"{PARTIAL_PREFIX}{hashlib.sha256(resume_key.encode(errors='backslashreplace')).hexdigest()[:32]}-"
+
+
 class _SuspendedUploads:
     """The resumable uploads of one folder, for all its threads."""
 
@@ -254,8 +262,7 @@ class _SuspendedUploads:
 
     def resume(self, resume_key: str, check: StreamCheck) -> PartFile | None:
         """Return the locked file, with its bytes added to `check`; None while another writer has it."""
-        name = hashlib.sha256(f"{resume_key}\0{check.sha256}".encode(errors="backslashreplace")).hexdigest()
-        path = self._folder / (PARTIAL_PREFIX + name)
+        path = self._folder / (_prefix_of(resume_key) + str(check.sha256))
         with disk_full_as_error(path):
             part = PartFile.claim(path)
         if part is None:
@@ -282,6 +289,14 @@ class _SuspendedUploads:
                 self._known[part.path] = _Suspended(status.st_ino, status.st_size, status.st_mtime_ns, check)
                 if len(self._known) > SUSPENDED_MAX:
                     self._known.popitem(last=False)
+
+    def size_bytes(self, resume_key: str) -> int:
+        """Return the size of all files with this key; none counts as small, because each takes an inode too."""
+        size_bytes = 0
+        for path in self._folder.glob(_prefix_of(resume_key) + "*"):
+            with contextlib.suppress(FileNotFoundError):  # it has just become a blob
+                size_bytes += max(path.lstat().st_size, RESUMED_MIN_BYTES)
+        return size_bytes
 
     def sweep(self, grace_s: float = PARTIAL_GRACE_S) -> int:
         """Remove the files that nobody has written to for so long, and nobody has open; return how many."""

@@ -7,4 +7,5 @@ May import `stores`, `coords`, `blobs` and what all may import; doors, agents an
     queries.py     slow reads on threads of their own                     transfers.py   blobs in and out, and presigned URLs
     assembly.py    a server from its parts; `StoreClient` for others      archive.py     the file format of a backup
     backup.py      makes, checks and restores a backup                    refusal_log.py one bounded line for each refusal
+    upload_shares.py   the share of the disk that one uploader may fill
 """

@@ -11,7 +11,7 @@ import asyncio
 import itertools
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 from weakref import WeakValueDictionary
@@ -36,6 +36,7 @@ from tasuki.server.cluster import Cluster, SingleServer
 from tasuki.server.queries import QUICK_READS, Connection, PerConnectionQueue, Readers, answer_query, query_bytes
 from tasuki.server.refusal_log import RefusalLog
 from tasuki.server.transfers import BlobTransfers
+from tasuki.server.upload_shares import UploadShares
 from tasuki.stores.batching import StoreThread
 from tasuki.stores.store import Reader, Store
 
@@ -80,7 +81,8 @@ class Server:
         self._open_store = open_store
         self._blobs = blobs
         self.refusals = RefusalLog(logger)
-        self._transfers = BlobTransfers(blobs, lambda *arrived: self.tell(events.BlobArrived(*arrived)), self.refusals)
+        shares = UploadShares(blobs, self._referenced, config.blob_grace_s)
+        self._transfers = BlobTransfers(blobs, lambda *arrived: self.tell(events.BlobArrived(*arrived)), self.refusals, shares)
         self._cluster = cluster or SingleServer()
         self._fault = fault
         self._numbers = itertools.count(1)
@@ -333,7 +335,7 @@ class Server:
                     self._downloads.add(command.conn, self._links[command.conn], command)
                 case events.ReceiveBlob():
                     if (link := self._links.get(command.conn)) is not None:
-                        self._transfers.begin(command.conn, link, command.put, command.place, command.uploader)
+                        self._transfers.begin(link, command)
                 case events.DeleteBlobs():
                     self._tasks.spawn(self._delete_blobs(command))
                 case events.AskEnded() | events.AskRevoked():
@@ -441,6 +443,10 @@ class Server:
     async def ask_tokens(self, question: Callable[[Reader], T]) -> T:
         """Return the answer of the reader that does nothing but look up tokens."""
         return await self._token_reader.ask(question)
+
+    async def _referenced(self, sha256s: Sequence[str]) -> set[str]:
+        """Return those of the blobs to which jobs refer."""
+        return await self._readers.ask(lambda reader: {sha256 for sha256 in sha256s if reader.blob_owners(sha256, limit=1)})
 
     async def _delete_blobs(self, command: events.DeleteBlobs) -> None:
         self.tell(events.BlobsDeleted(command.epoch, await self._transfers.delete(command.places)))

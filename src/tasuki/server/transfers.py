@@ -28,7 +28,8 @@ from msgspec.structs import replace
 
 from tasuki.blobs.blob import RESUMED_MIN_BYTES, BlobReader, BlobStore, BlobWriter
 from tasuki.blobs.s3.presign import S3Presign, UploadPlan
-from tasuki.core.broker.events import SendBlob
+from tasuki.core.access import PeerKind
+from tasuki.core.broker.events import ReceiveBlob, SendBlob
 from tasuki.core.job import BlobRef, Job, check_sha256
 from tasuki.core.presigned import BlobLink
 from tasuki.core.protocol import BlobPut, Chunk, Reply, error_message
@@ -47,6 +48,7 @@ from tasuki.errors import (
 from tasuki.event_loop import BackgroundTasks, ignore_result
 from tasuki.server.queries import Connection
 from tasuki.server.refusal_log import RefusalLog
+from tasuki.server.upload_shares import UploadShares
 
 logger = logging.getLogger("tasuki.blobs")
 
@@ -129,9 +131,12 @@ def _for_peer(error: TasukiError | OSError, problem: str) -> TasukiError:
 class _IncomingBlob:
     """One upload: a queue of chunks and the task that writes them."""
 
-    def __init__(self, conn: int, link: Connection, put: BlobPut, place: BlobPlace, uploader: str) -> None:
-        self.conn, self.link = conn, link
+    def __init__(self, link: Connection, command: ReceiveBlob, place: BlobPlace) -> None:
+        put, uploader = command.put, command.uploader
+        self.conn, self.link = command.conn, link
         self.put, self.place = put, place
+        self.uploader = uploader
+        self.has_share = bool(uploader) and command.kind is not PeerKind.NODE  # who is the server's own user fills its own disk
         resumes = put.resume and put.size_bytes >= RESUMED_MIN_BYTES
         self.key = (uploader, put.sha256) if resumes and uploader else None
         """Key of an upload that can be resumed. None: the upload is dropped when it is cut off."""
@@ -153,6 +158,11 @@ class _IncomingBlob:
             self.chunks.put_nowait(None)
 
     @property
+    def to_come_bytes(self) -> int:
+        """Number of bytes that are not on the disk yet, or are there under no uploader's name."""
+        return self.put.size_bytes - (max(0, self.received) if self.key is not None else 0)
+
+    @property
     def silent_at(self) -> float:
         """Time at which the upload counts as silent. Not while chunks wait to be written."""
         now = asyncio.get_running_loop().time()
@@ -162,10 +172,11 @@ class _IncomingBlob:
 class BlobTransfers:
     """All uploads, downloads and deletions of one server. `arrived` is called, in the loop, when bytes are durable."""
 
-    def __init__(self, blobs: BlobStore, arrived: Arrived, refusals: RefusalLog) -> None:
+    def __init__(self, blobs: BlobStore, arrived: Arrived, refusals: RefusalLog, shares: UploadShares) -> None:
         self._blobs = blobs
         self._arrived = arrived
         self._refusals = refusals
+        self._shares = shares
         self._upload_threads = ThreadPoolExecutor(blobs.threads, thread_name_prefix="tasuki-blobs-in")
         self._download_threads = ThreadPoolExecutor(blobs.threads, thread_name_prefix="tasuki-blobs-out")
         self._delete_thread = ThreadPoolExecutor(1, thread_name_prefix="tasuki-blobs-away")
@@ -183,8 +194,15 @@ class BlobTransfers:
 
     # ------------------------------------------------------------------------------------------------ uploads
 
-    def begin(self, conn: int, link: Connection, put: BlobPut, place: BlobPlace, uploader: str = "") -> None:
-        """Begin the upload of a blob to the place that the store chose, and tell the peer whether its bytes are needed."""
+    def begin(self, link: Connection, command: ReceiveBlob) -> None:
+        """Begin the upload of a blob to the place that the store chose, and tell the peer whether its bytes are needed.
+
+        What others have stored is no business of a worker: it sends its blob all the same, and the double is dropped.
+        """
+        conn, put, place = command.conn, command.put, command.place
+        brought = self._shares.has_brought(command.uploader, put.sha256)
+        if command.kind is PeerKind.WORKER and not brought:
+            place = replace(place, stored=False)
         if put.direct:
             link.send(Reply(put.msg_id, {"stored": place.stored, "generation": place.generation}))
             return
@@ -198,7 +216,7 @@ class BlobTransfers:
         except TasukiError as error:
             self._refuse(link, put, error)
             return
-        upload = self._uploads[conn, put.msg_id] = _IncomingBlob(conn, link, put, place, uploader)
+        upload = self._uploads[conn, put.msg_id] = _IncomingBlob(link, command, place)
         before = None
         if upload.key is not None:
             before = self._latest.get(upload.key)
@@ -262,6 +280,7 @@ class BlobTransfers:
         if ref is None:
             link.send(Reply(put.msg_id, {"have": True}))
         else:
+            self._shares.add(upload.uploader, ref)
             self._arrived(upload.conn, put, replace(upload.place, size_bytes=ref.size_bytes))
 
     async def _keep(self, upload: _IncomingBlob) -> BlobRef | None:
@@ -276,6 +295,10 @@ class BlobTransfers:
             announced = (put.sha256, put.size_bytes, generation, resume_key)
             writer: BlobWriter = await call.acquire(methodcaller("suspend"), self._blobs.begin, *announced)
             try:
+                if upload.has_share:
+                    mine = [one for one in self._uploads.values() if one.uploader == upload.uploader and one is not upload]
+                    to_come_bytes = put.size_bytes - writer.size_bytes + sum(one.to_come_bytes for one in mine)
+                    await self._shares.check(upload.uploader, to_come_bytes, call)
                 if not 0 < put.size_bytes == writer.size_bytes:
                     return await self._receive(upload, writer, call)
                 # All bytes had come before it was cut off. If they are corrupt, they are gone now, and the upload begins at 0.

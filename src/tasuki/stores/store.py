@@ -112,6 +112,9 @@ class Reader(Protocol):
     def blob_places(self, sha256s: Sequence[str]) -> list[BlobPlace | None]:
         """Return the places of these blobs; None for one that is not stored (or condemned)."""
 
+    def blob_owners(self, sha256: str, *, limit: int = 16) -> list[str]:
+        """Return ids of jobs whose inputs or result are this blob; a peer that may read one of them may read the blob."""
+
     def epoch(self) -> tuple[int, str]:
         """Return the highest epoch ever registered, and its holder; (0, "") before the first."""
 
@@ -259,10 +262,6 @@ class Store(Reader, Protocol):
 
     def next_due(self) -> tuple[float | None, float | None]:
         """Return (lease-clock time of the next lease to end, wall time of the next delayed job), for the leader's next look."""
-
-    # -- readers --------------------------------------------------------------------------------------------------
-    def blob_owners(self, sha256: str, *, limit: int = 16) -> list[str]:
-        """Return ids of jobs whose inputs or result are this blob; a peer that may read one of them may read the blob."""
 
     # -- blobs ----------------------------------------------------------------------------------------------------
     def place_blobs(self, claims: Sequence[BlobClaim]) -> list[BlobPlace]:

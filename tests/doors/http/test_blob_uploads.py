@@ -85,6 +85,16 @@ def test_an_offer_says_where_to_go_on_to_whoever_sent_it_and_to_nobody_else(uplo
     assert upload.offer(upload.stage.admin) == {"have": False, "offset": 0}
 
 
+def test_a_worker_hears_only_of_what_it_sent_itself(upload: Upload) -> None:
+    worker = upload.stage.create_token("worker", worker_id="sender")
+    assert upload.put(0, SIZE).status_code == 200
+
+    upload.path += "?worker_id=sender&incarnation=sender-1"
+    assert upload.offer(worker) == {"have": False, "offset": 0}
+    assert upload.put(0, SIZE, token=worker).status_code == 200
+    assert upload.offer(worker) == {"have": True, "offset": SIZE}
+
+
 def test_a_piece_that_is_sent_again_because_its_answer_was_lost_is_answered_alike(upload: Upload) -> None:
     first, again = upload.put(0, MIB), upload.put(0, MIB)
 

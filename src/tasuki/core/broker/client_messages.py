@@ -391,7 +391,8 @@ def _put_blob(state: BrokerState, conn: int, put: protocol.BlobPut) -> list[even
     def placed(places: Sequence[BlobPlace], effects: TurnEffects) -> None:
         session = state.sessions.get(conn)
         if session is not None and session.identity is not None:
-            effects.commands.append(events.ReceiveBlob(conn, put, places[0], session.identity.owner))
+            uploader = session.identity
+            effects.commands.append(events.ReceiveBlob(conn, put, places[0], uploader.owner, uploader.kind))
 
     claim = BlobClaim(put.sha256, put.size_bytes)
     state.builder.ask("place_blobs", [claim], placed, partial(state.tell_failure, conn, put.msg_id))

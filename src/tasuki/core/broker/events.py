@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import msgspec
 
-from tasuki.core.access import Identity
+from tasuki.core.access import Identity, PeerKind
 from tasuki.core.cluster_messages import Hint, ServerInfo
 from tasuki.core.election import EpochFenced, TakeOver, TookOver
 from tasuki.core.job import Job
@@ -175,6 +175,7 @@ class ReceiveBlob(msgspec.Struct, frozen=True):
     place: BlobPlace
     uploader: str
     """Owner of the upload: only the same owner may continue one that was cut off."""
+    kind: PeerKind = PeerKind.CLIENT
 
 
 class BlobPiece(msgspec.Struct, frozen=True):
