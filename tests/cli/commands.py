@@ -24,7 +24,7 @@ DEADLINE_S = 30.0
 TASUKI = (sys.executable, "-m", "tasuki")
 # Words that set up logs, Django or signals of their process.
 PROCESS_WORDS = frozenset(
-    {"agent", "backup", "demo", "dispatcher", "duties", "migrate", "restore", "server", "sim", "up", "worker"}
+    {"agent", "backup", "compact", "demo", "dispatcher", "duties", "migrate", "restore", "server", "sim", "up", "worker"}
 )
 
 

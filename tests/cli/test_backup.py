@@ -1,7 +1,9 @@
 """`tasuki backup` and `tasuki restore` as an operator uses them: a server with work in hand is lost, and comes back."""
 
 import shutil
+import sqlite3
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -111,3 +113,34 @@ def test_a_restore_over_a_running_server_is_refused(server: ServerProcess, tmp_p
 
     assert told.returncode == ExitCode.UNAVAILABLE
     assert f"in use by another process (pid {server.pid} " in told.stderr
+
+
+def test_a_compaction_gives_unused_space_back_and_leaves_all_jobs(tmp_path: Path) -> None:
+    # given: a store with the space of things that were deleted
+    operator = User(tmp_path)
+    database = make_store(operator.data).folder.database
+    jobs = rows(database, "SELECT * FROM tasuki_jobrun")
+    with closing(sqlite3.connect(database, isolation_level=None)) as connection:
+        connection.execute("CREATE TABLE bulk AS SELECT zeroblob(3000000)")
+        connection.execute("DROP TABLE bulk")
+    unused = next(found for found in operator.json("doctor", "--json") if found["check"] == "database")["message"]
+
+    # when
+    told = operator.json("compact", "--json")
+
+    # then
+    assert "2.9 MiB of it unused" in unused
+    assert told["before_bytes"] > 3_000_000 > told["after_bytes"] == database.stat().st_size
+    assert rows(database, "SELECT * FROM tasuki_jobrun") == jobs
+    assert rows(database, "PRAGMA integrity_check") == [("ok",)]
+
+
+def test_a_compaction_beside_a_running_server_is_refused(server: ServerProcess, tmp_path: Path) -> None:
+    told = User(tmp_path, server.data).run("compact")
+
+    assert told.returncode == ExitCode.UNAVAILABLE
+    assert f"in use by another process (pid {server.pid} " in told.stderr
+
+
+def test_a_compaction_needs_a_store(tmp_path: Path) -> None:
+    assert "there is no store in" in User(tmp_path).run("compact").stderr

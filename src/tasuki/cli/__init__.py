@@ -19,6 +19,6 @@ imported inside the functions that need them, so that commands begin at once.
     server, up      server processes, with local workers
     worker          worker processes; worker_login, worker_service are its parts
     agent           node agents, dispatchers and their registry
-    store           backup, restore, migrate, duties
+    store           backup, restore, compact, migrate, duties
     dev_cert, doctor, demo, sim     the commands of these names
 """

@@ -56,6 +56,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "migrate": ("store.migrate", "Bring the tables of a store up to date."),
     "backup": ("store.backup", "Save the SQLite store of a data folder."),
     "restore": ("store.restore", "Restore a backup into a data folder."),
+    "compact": ("store.compact", "Give unused space of a SQLite store back to the disk."),
     "demo": ("demo.demo", "Show jobs surviving the death of a worker and of the server."),
     "sim": ("sim.sim", "Simulate whole systems under faults, and check the invariants."),
 }

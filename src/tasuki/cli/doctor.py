@@ -25,6 +25,7 @@ PYTHON_OLDEST = (3, 11)
 SQLITE_OLDEST = (3, 35, 0)  # RETURNING
 CLOCK_OLDEST = 1_735_689_600  # 2025-01-01: a machine that believes in an earlier day has no clock
 CONNECT_TIMEOUT_S = 3.0
+UNUSED_BYTES = 256 * 2**20  # less unused space in a database is not worth a compaction
 
 
 class Finding(NamedTuple):
@@ -64,6 +65,7 @@ def doctor(output: Output, place: Destination, store: str | None) -> int:
         "limits": _limits(),
         "data folder": _folder(folder),
         "disk": _disk(folder),
+        "database": _database(folder),
         "token file": _token_file(folder),
         "owner": Finding(OK, f"{owner} owns the database" if owner else "no server runs on this folder"),
         "socket": _socket(folder),
@@ -159,6 +161,20 @@ def _disk(folder: DataFolder) -> Finding:
         return Finding(FAIL, text, f"below {DISK_FLOOR_BYTES // 2**20} MiB the server refuses new jobs; make room")
     low = free < 10 * DISK_FLOOR_BYTES
     return Finding(WARN if low else OK, text, "make room soon" if low else "")
+
+
+def _database(folder: DataFolder) -> Finding:
+    if not folder.database.exists():
+        return Finding(OK, f"{folder.database} (not there yet; the first server makes it)")
+    from tasuki.stores.sql.sqlite_backup import space_of
+
+    try:
+        space = space_of(folder.database)
+    except TasukiError as error:
+        return Finding(WARN, f"{folder.database}: {error.message}", "ask its owner")
+    text = f"{space.size_bytes / 2**20:.1f} MiB, {space.unused_bytes / 2**20:.1f} MiB of it unused"
+    large = space.unused_bytes >= max(UNUSED_BYTES, space.size_bytes / 2)
+    return Finding(WARN if large else OK, text, "stop its server and give the space back: tasuki compact")
 
 
 def _token_file(folder: DataFolder) -> Finding:

@@ -1,4 +1,4 @@
-"""`tasuki backup`, `restore`, `migrate`, `duties`: work on a store itself, without a server that listens.
+"""`tasuki backup`, `restore`, `compact`, `migrate`, `duties`: work on a store itself, without a server that listens.
 
 `duties --once` does what a leader does besides, for control planes that are not there all the time. It is a server without
 listeners that stands for election and leaves when nothing is left to do: the rules are those of every other leader, and two
@@ -129,7 +129,42 @@ def _summary(manifest: Manifest) -> str:
     return f"{sum(manifest.jobs.values()):,} jobs and {len(manifest.blobs):,} blobs of {when(manifest.made_at)}"
 
 
-# ---------------------------------------------------------------------------------------------------- migrate
+# ---------------------------------------------------------------------------------------------------- compact and migrate
+
+
+@command(
+    "compact",
+    examples=[
+        "tasuki compact --data /srv/tasuki",
+        "systemctl stop tasuki-server && tasuki compact --data /var/lib/tasuki --json; systemctl start tasuki-server",
+    ],
+)
+@data_option
+def compact(output: Output, data: Path | None) -> None:
+    """No server may be running on it. Deleted jobs leave room in the file, which new ones use; this gives it back to the disk.
+
+    While it works, up to twice the size of what is left is needed beside it. tasuki doctor shows how much is unused.
+    """
+    from tasuki.stores.sql import sqlite_backup
+    from tasuki.stores.sql.sqlite import OwnerLock
+
+    folder = _folder_with_store(data, "name its folder with --data")
+    lock = OwnerLock(folder.database)
+    try:
+        before = sqlite_backup.space_of(folder.database).size_bytes
+        sqlite_backup.compact(folder.database)
+        after = sqlite_backup.space_of(folder.database).size_bytes
+    finally:
+        lock.release()
+    facts = {"database": str(folder.database), "before_bytes": before, "after_bytes": after}
+    output.show(facts, lambda: [f"{folder.database}: {before:,} bytes before, {after:,} now"])
+
+
+def _folder_with_store(data: Path | None, way_out: str) -> DataFolder:
+    folder = data_folder(data)
+    if not folder.database.exists():
+        raise InvalidInput(f"there is no store in {folder.root}; {way_out}")
+    return folder
 
 
 @command(
@@ -225,7 +260,8 @@ def duties(
         address = StoreAddress(store, app, blobs or "", coordination or "", lead_ttl)
         report = asyncio.run(_lead_shared(address, retention_s, timeout))
     else:
-        report = asyncio.run(_lead_folder(data_folder(data), blobs or "", retention_s, timeout))
+        folder = _folder_with_store(data, "give --store URL, or --data FOLDER")
+        report = asyncio.run(_lead_folder(folder, blobs or "", retention_s, timeout))
     if report["led"]:
         line = f"epoch {report['epoch']}: " + ", ".join(f"{report[name]} {name.replace('_', ' ')}" for name in COUNTED)
     else:
@@ -242,8 +278,6 @@ async def _lead_shared(address: StoreAddress, retention_s: float, timeout_s: flo
 
 async def _lead_folder(folder: DataFolder, blobs: str, retention_s: float, timeout_s: float) -> dict[str, Any]:
     """Lead a SQLite store, if no server owns its folder."""
-    if not folder.database.exists():
-        raise InvalidInput(f"there is no store in {folder.root}; give --store URL, or --data FOLDER")
     if owner := owner_of(folder):
         return {"led": False, "leader": f"the server of {folder.root} ({owner})"}
     config = process.server_config(folder.root, retention_s=retention_s)

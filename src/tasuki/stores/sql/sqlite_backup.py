@@ -1,4 +1,4 @@
-"""Backup and restore of a SQLite store: a consistent copy of a store in use, the facts of a copy, and its preparation for use.
+"""Files of a SQLite store: a consistent copy of one in use, the facts of a copy, its preparation for use; sizes, compaction.
 
 Taking a copy only reads, on a connection of its own: the server goes on writing. `begin_new_life` makes a copy safe to open:
 workers, clients and servers from after the copy may still exist, and the leases and epochs that they show must be refused
@@ -7,6 +7,7 @@ workers, clients and servers from after the copy may still exist, and the leases
 
 from __future__ import annotations
 
+import shutil
 import sqlite3
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing, contextmanager
@@ -18,7 +19,7 @@ import msgspec
 from tasuki.core.job import State
 from tasuki.core.lifecycle import ATTEMPT_STEP, EPOCH_STEP, LEASE_MARGIN_S
 from tasuki.core.store_messages import COUNTED, BlobPlace
-from tasuki.errors import Corrupt, InvalidInput
+from tasuki.errors import Corrupt, DiskFull, InvalidInput
 from tasuki.stores.sql.database import LEADER_SCOPE, Statements
 from tasuki.stores.sql.sqlite import BUSY_TIMEOUT_MS, SqliteDatabase, SqliteErrors
 
@@ -50,6 +51,45 @@ class RestoredFacts(msgspec.Struct, frozen=True):
     canceled: int
     unknown_blobs: tuple[tuple[str, int], ...] = ()
     """(sha256, generation) of bytes that came with the copy and that no row names."""
+
+
+class DatabaseSpace(msgspec.Struct, frozen=True):
+    """Bytes of a database and its journal on disk, and those inside that a compaction would give back."""
+
+    size_bytes: int
+    unused_bytes: int
+
+
+def space_of(database: Path) -> DatabaseSpace:
+    """Return the size of a database, which may be in use."""
+    address = f"{database.absolute().as_uri()}?mode=ro"
+    with SqliteErrors("nothing was changed"), closing(sqlite3.connect(address, uri=True)) as connection:
+        unused, page_bytes = (connection.execute(f"PRAGMA {name}").fetchone()[0] for name in ("freelist_count", "page_size"))
+        files_there = (path for path in (database, database.with_name(f"{database.name}-wal")) if path.exists())
+        return DatabaseSpace(sum(path.stat().st_size for path in files_there), unused * page_bytes)
+
+
+def compact(database: Path) -> None:
+    """Rewrite a database without its unused pages. The caller holds its owner's lock; killed at any point, it is whole.
+
+    A plain VACUUM would need room in the folder for temporary files, which is often another disk, or memory.
+    """
+    space = space_of(database)
+    needed_bytes = 2 * (space.size_bytes - space.unused_bytes)  # the rewritten pages, and once more in the journal
+    free_bytes = shutil.disk_usage(database.parent).free
+    if free_bytes < needed_bytes:
+        raise DiskFull(f"up to {needed_bytes:,} bytes are needed beside the store, and {free_bytes:,} are free; make room")
+    smaller = database.with_name(f"{database.name}.compact")
+    smaller.unlink(missing_ok=True)  # of a compaction that was killed
+    try:
+        with SqliteErrors("nothing was changed"), closing(sqlite3.connect(database, isolation_level=None)) as connection:
+            connection.execute("PRAGMA synchronous = FULL")
+            connection.execute("VACUUM INTO ?", (str(smaller),))
+            with closing(sqlite3.connect(smaller)) as copy:
+                copy.backup(connection)
+            connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
+    finally:
+        smaller.unlink(missing_ok=True)
 
 
 def snapshot(database: Path, target: Path, progress: Progress = lambda done, whole: None) -> None:
