@@ -106,6 +106,8 @@ def test_a_wrong_value_is_a_usage_error(declared: Callable[[Any], Any], argument
         ("--retention-days inf", "0<x<=36500"),
         ("--blob-grace -1", "x>=0"),
         ("--lead-ttl 0", "0.1<=x<=3600"),
+        ("--app-retries -1", "0<=x<=1000000"),
+        ("--app-timeout 0", "0<x<=31622400"),
     ],
 )
 def test_a_setting_that_cannot_work_is_refused_at_the_start_with_its_range(words: str, told: str) -> None:
@@ -113,6 +115,14 @@ def test_a_setting_that_cannot_work_is_refused_at_the_start_with_its_range(words
 
     assert done.exit_code == 2
     assert f"is not in the range {told}" in done.output
+
+
+@pytest.mark.parametrize(("app", "told"), [("a.b", "letters, digits"), ("zpe=missing.json", "cannot be read")])
+def test_an_app_that_cannot_be_served_is_refused_at_the_start(app: str, told: str) -> None:
+    done = CliRunner().invoke(server, ["--no-tcp", "--no-unix", "--app", app])
+
+    assert done.exit_code == 2
+    assert told in done.output
 
 
 def test_the_environment_is_read_where_an_option_has_a_variable() -> None:

@@ -140,8 +140,7 @@ def options(folder: Path, fields: dict[str, Any]) -> server.ServerOptions:
 @pytest.mark.parametrize(
     "fields",
     [
-        {"apps": ("zpe",)},
-        {"apps": ("a.b",), "http": Address("http", "127.0.0.1", 0)},
+        {"apps": server.AppOptions(("zpe",))},
         {"http": Address("http", "0.0.0.0", 0)},
         {"unix": False},
         {"presign": True, "blobs": "s3://bucket/a"},

@@ -1,19 +1,22 @@
-"""What `tasuki server` refuses of Redis before it opens anything, and with --strict when it has looked at its settings."""
+"""`tasuki server` on Redis: what it refuses before it opens anything and with --strict, and the limits of an app's jobs."""
 
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
+import redis
 
 from tasuki.cli.process import server_config
-from tasuki.cli.server import ListenOptions, ServerOptions, check
+from tasuki.cli.server import AppOptions, ListenOptions, ServerOptions, check
 from tasuki.config import Address, DataFolder
 from tasuki.errors import ConfigError
 from tasuki.server.assembly import StorageLocations
-from tests.cli.commands import User
+from tests.cli.commands import User, running
 from tests.support.redis_service import RedisService
+from tests.support.waiting import until
 
 REDIS = "redis://me:hunter2@127.0.0.1:6379/0"
 POSTGRESQL = "postgresql://me:hunter2@127.0.0.1/tasuki"
@@ -23,7 +26,7 @@ HTTP = Address("http", "127.0.0.1", 0)
 def options(http: Address | None = None, apps: tuple[str, ...] = (), **given: Any) -> ServerOptions:
     folder = DataFolder(Path("unused"))
     places = StorageLocations(folder, **given)
-    return ServerOptions(ListenOptions(http=http, apps=apps), places, server_config(folder.root))
+    return ServerOptions(ListenOptions(http=http, apps=AppOptions(apps)), places, server_config(folder.root))
 
 
 @pytest.mark.parametrize(
@@ -68,3 +71,15 @@ def test_strict_refuses_settings_that_lose_jobs_and_migrate_has_nothing_to_do(us
     assert refused.returncode == 2
     assert "appendonly is off" in refused.stderr
     assert migrated.stdout == "Redis has no tables: already up to date\n"
+
+
+@pytest.mark.e2e
+def test_jobs_of_raw_commands_have_the_limits_of_the_app(user: User, redis_service: RedisService) -> None:
+    url, limits = redis_service.url(), ("--app-retries", "0", "--app-backoff", "1.5", "--app-timeout", "90")
+    with running(user, "server", "--store", url, "--app", "zpe", "--no-tcp", *limits):
+        with closing(redis.Redis.from_url(url)) as outsider:
+            outsider.set("zpe:payload:raw", "{}")
+            outsider.lpush("zpe:queue", "raw")
+        view = until(lambda: (user.json("list", "--json")["jobs"] or [None])[0], what="the job is known")
+
+    assert (view["job_id"], view["max_retries"], view["timeout_s"]) == ("raw", 0, 90.0)

@@ -50,6 +50,7 @@ from tasuki.core.protocol import (
     Subscribe,
     Welcome,
 )
+from tasuki.doors.http.routes import ADMINS, ROUTES
 from tasuki.wire.messages import FrameDecoder, decode, encode
 from tests.doors.raw import RawPeer
 from tests.support.processes import ServerProcess, start_servers
@@ -384,26 +385,12 @@ def test_a_client_of_another_scope_can_do_nothing_to_jobs_that_it_knows(
 # ---------------------------------------------------------------------------------------------------- requests of either
 
 REQUESTS = (
-    "GET /v1/jobs/{job}",
-    "GET /v1/jobs/{job}/result",
-    "GET /v1/jobs/{job}/logs",
-    "GET /v1/jobs/{job}/explain",
-    "POST /v1/jobs/{job}/cancel",
-    "POST /v1/jobs/{job}/requeue",
-    "GET /calc/zpe/jobs/{job}",
-    "GET /calc/zpe/jobs/{job}/result",
-    "GET /v1/blobs/{sha256}?job_id={job}",
-    "GET /v1/blobs/{sha256}?job_id={job}&worker_id=victim&incarnation=of-the-victim",
-    "GET /v1/blobs/{sha256}?job_id={job}&worker_id=stranger&incarnation=of-the-victim",
-    "POST /calc/zpe/compute/jobs/lease",
-    "POST /calc/zpe/compute/jobs/{job}/renew",
-    "POST /calc/zpe/compute/jobs/{job}/result",
-    "POST /calc/zpe/compute/jobs/{job}/failed",
-    "POST /calc/zpe/compute/servers/calculator/rotate",
-    "POST /calc/zpe/compute/servers/victim/rotate",
-    "POST /calc/zpe/compute/enroll-tokens",
-    "DELETE /calc/zpe/compute/servers/calculator",
-    "GET /v1/stats",
+    *(f"{route.method} {route.path}" for route in ROUTES if "{job_id}" in route.path or "{worker_id}" in route.path),
+    *(f"{route.method} {route.path}" for route in ROUTES if route.kinds == ADMINS and "{" not in route.path.replace("{app}", "")),
+    "GET /v1/blobs/{sha256}?job_id={job_id}",
+    "GET /v1/blobs/{sha256}?job_id={job_id}&worker_id=victim&incarnation=of-the-victim",
+    "GET /v1/blobs/{sha256}?job_id={job_id}&worker_id=stranger&incarnation=of-the-victim",
+    "POST /calc/{app}/compute/jobs/lease",
 )
 
 
@@ -420,7 +407,7 @@ def test_no_request_with_a_token_of_another_scope_tells_or_does_anything(
     for server, line in itertools.product(victims.servers, REQUESTS):
         answers = set()
         for job_id in (*victims.jobs, NO_JOB):
-            method, path = line.format(job=job_id, sha256=victims.sha256).split()
+            method, path = line.format(app="zpe", job_id=job_id, worker_id=CALCULATOR, sha256=victims.sha256).split()
             body = bodies.get(path.rpartition("/")[2], {}) if method == "POST" else None
             headers = {"Authorization": f"Bearer {token}"}
             response = HTTP.request(method, server.http_url + path, json=body, headers=headers)

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from tasuki.doors.http.app_jobs import payload_check
+from tasuki.errors import InvalidInput
 from tests.shape.source import ROOT
 
 sys.path.insert(0, os.fspath(ROOT / "examples" / "zpe"))
@@ -77,6 +79,16 @@ def test_everything_may_be_said() -> None:
 @pytest.mark.parametrize("name", ["h2.json", "water.json"])
 def test_the_examples_are_molecules(name: str) -> None:
     assert parse((ROOT / "examples" / "zpe" / name).read_bytes()).name == {"h2.json": "H2", "water.json": "water"}[name]
+
+
+@pytest.mark.parametrize("name", ["h2.json", "water.json"])
+def test_the_examples_fit_the_schema_and_a_typing_error_does_not(name: str) -> None:
+    check = payload_check("zpe", ROOT / "examples" / "zpe" / "schema.json")
+    molecule = json.loads((ROOT / "examples" / "zpe" / name).read_text())
+
+    check(molecule)
+    with pytest.raises(InvalidInput, match=r"\$: .*'atom' was unexpected|'atoms' is a required property"):
+        check({"atom": molecule.pop("atoms"), **molecule})
 
 
 def test_a_density_cutoff_follows_a_high_wave_function_cutoff() -> None:

@@ -23,7 +23,7 @@ class Zpe:
 
     def __init__(self, url: str) -> None:
         self.clock = FakeClock()
-        template = msgspec.structs.replace(template_of("zpe", max_retries=2), max_losses=1)
+        template = msgspec.structs.replace(template_of("zpe"), max_retries=2, max_losses=1)
         self.store = RedisStore.open(url, app="zpe", template=template, result_ttl_s=RESULT_TTL_S, clock=self.clock)
         self.stage = Stage(self.store, self.clock)
         port, number = urlsplit(url).port, urlsplit(url).path.strip("/")

@@ -11,7 +11,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +21,7 @@ from tasuki.errors import ConfigError
 from tasuki.event_loop import loop_factory
 
 if TYPE_CHECKING:
+    from tasuki.core.address import Address
     from tasuki.doors.listening import ServerCertificate
     from tasuki.server.server import ServerConfig
 
@@ -157,6 +158,26 @@ def host_name() -> str:
 def http_installed() -> bool:
     """Return whether FastAPI, uvicorn and the Prometheus client can be imported."""
     return all(find_spec(name) is not None for name in ("fastapi", "prometheus_client", "uvicorn"))
+
+
+async def check_ports(addresses: Iterable[Address]) -> None:
+    """Raise ConfigError for a port that is taken, before a folder is made for nothing. Binds, but never listens."""
+    for address in addresses:
+        try:
+            probe = await asyncio.get_running_loop().create_server(
+                asyncio.Protocol, address.host, address.port, start_serving=False
+            )
+        except OSError as error:
+            raise ConfigError(
+                f"cannot listen on {address}: {error.strerror or error}; is another server running there?"
+            ) from None
+        probe.close()
+        await probe.wait_closed()
+
+
+def check_http_installed() -> None:
+    if not http_installed():
+        raise ConfigError("--http needs FastAPI and uvicorn; install them with: pip install 'tasuki[http]'")
 
 
 def server_config(data: Path, **settings: Any) -> ServerConfig:

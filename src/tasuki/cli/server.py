@@ -6,14 +6,16 @@ a signal, end in order.
 
 from __future__ import annotations
 
-import asyncio
 import gc
 import logging
 import os
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 from urllib.parse import urlsplit
+
+import click
 
 from tasuki.cli import command as cli
 from tasuki.cli import process
@@ -21,8 +23,9 @@ from tasuki.cli.connect import note_listening
 from tasuki.cli.output import Output
 from tasuki.config import check_app, data_folder, fault_point, parse_http, parse_listen, parse_size, user_key
 from tasuki.core.address import Address, parse_url
-from tasuki.core.apps import DEFAULT_APP
+from tasuki.core.apps import DEFAULT_APP, AppLimits, template_of
 from tasuki.core.election import LOCK_TTL_S
+from tasuki.core.job import BUDGET_MAX, TIMEOUT_MAX_S
 from tasuki.core.lifecycle import (
     BLOB_GRACE_S,
     GRACE_MAX_S,
@@ -85,10 +88,65 @@ lead_ttl_option = cli.number(
     default=LOCK_TTL_S,
     help="With --store: how soon another server takes over the duties.",
 )
-app_option = cli.several(
-    "--app",
-    metavar="NAME",
-    help="With --http: serve /calc/NAME, its jobs and workers. Several times; on Redis once, it is the prefix of the keys.",
+
+
+class AppOptions(NamedTuple):
+    """The apps that a server serves below /calc."""
+
+    names: tuple[str, ...] = ()
+    limits: AppLimits = AppLimits()
+    payload_checks: Mapping[str, Callable[[Any], None]] = MappingProxyType({})
+
+    @classmethod
+    def of(cls, app: tuple[str, ...], app_retries: int, app_backoff: float, app_timeout: float | None) -> Self:
+        """Return the checked options; a schema is read here."""
+        given = [(check_app(name), file) for name, _, file in (text.partition("=") for text in app)]
+        checks = {name: _payload_check(name, file) for name, file in given if file}
+        limits = AppLimits(max_retries=app_retries, backoff_s=app_backoff, timeout_s=app_timeout)
+        return cls(tuple(dict.fromkeys(name for name, _ in given)), limits, checks)
+
+    @property
+    def of_keys(self) -> str:
+        """The app whose keys a Redis has."""
+        return self.names[0] if self.names else DEFAULT_APP
+
+
+def _payload_check(app: str, file: str) -> Callable[[Any], None]:
+    process.check_http_installed()
+    from tasuki.doors.http.app_jobs import payload_check
+
+    return payload_check(app, Path(file))
+
+
+DEFAULT_LIMITS = AppLimits()
+app_options = cli.options(
+    cli.several(
+        "--app",
+        metavar="NAME[=SCHEMA]",
+        help="With --http: serve /calc/NAME, its jobs and workers; with a file, payloads that do not fit its JSON Schema are "
+        "refused. Several times; on Redis once, it is the prefix of the keys.",
+    ),
+    cli.number(
+        "--app-retries",
+        metavar="N",
+        type=click.IntRange(0, BUDGET_MAX),
+        default=DEFAULT_LIMITS.max_retries,
+        help="How often a job of an app is tried again, if it does not say.",
+    ),
+    cli.number(
+        "--app-backoff",
+        metavar="SECONDS",
+        type=cli.Range(0, TIMEOUT_MAX_S),
+        default=DEFAULT_LIMITS.backoff_s,
+        help="The delay of its first retry, which doubles with each.",
+    ),
+    cli.number(
+        "--app-timeout",
+        metavar="SECONDS",
+        type=cli.Range(0, TIMEOUT_MAX_S, min_open=True),
+        help="The time limit of its attempts. Default: none.",
+    ),
+    cli.gather("apps", AppOptions.of),
 )
 
 
@@ -140,7 +198,7 @@ app_option = cli.several(
 @cli.option("--blob-budget", metavar="SIZE", help="What all blobs may take, as 500GB: unused ones then go sooner.")
 @lead_ttl_option
 @cli.option("--http", metavar="HOST:PORT", help="Serve HTTP here (HTTPS with --tls-cert); port 0: any. Default: none.")
-@app_option
+@app_options
 @cli.number(
     "--http-lease-ttl",
     metavar="SECONDS",
@@ -175,7 +233,7 @@ def server(
     blob_budget: str | None,
     lead_ttl: float,
     http: str | None,
-    app: tuple[str, ...],
+    apps: AppOptions,
     http_lease_ttl: float,
     coordination: str | None,
     strict: bool,
@@ -185,7 +243,7 @@ def server(
 ) -> int:
     """SIGTERM or Ctrl-C ends it in order, a second one at once. SIGHUP makes it read --tls-cert and --tls-key again."""
     process.configure_log(log_level, json=output.json)
-    folder, apps = data_folder(data), tuple(dict.fromkeys(app))
+    folder = data_folder(data)
     listen = ListenOptions(
         tcp=() if no_tcp else tuple(parse_listen(text) for text in tcp or [DEFAULT_TCP]),
         unix=unix,
@@ -197,15 +255,15 @@ def server(
         presign=presign,
         presign_endpoint=presign_endpoint or "",
     )
-    app_of_keys = apps[0] if apps else DEFAULT_APP
-    places = StorageLocations(folder, store or "", blobs or "", lead_ttl, coordination or "", app_of_keys, strict)
+    template = template_of(apps.of_keys, apps.limits)
+    places = StorageLocations(folder, store or "", blobs or "", lead_ttl, coordination or "", apps.of_keys, strict, template)
     config = process.server_config(
         folder.root,
         key=b"" if store or not unix else _key(),
         lease_ttl_s=lease_ttl,
         lease_ttl_max_s=max(lease_ttl_max, http_lease_ttl),
         grace_max_s=grace_max,
-        apps=apps,
+        apps=apps.names,
         retention_s=retention_days * 86400.0,
         blob_grace_s=blob_grace,
         blob_budget_bytes=parse_size(blob_budget) if blob_budget else None,
@@ -250,7 +308,7 @@ class ListenOptions(NamedTuple):
     tls: cli.TlsOptions = cli.TlsOptions()
     advertise: tuple[Address, ...] = ()
     """Addresses by which others reach this server, if not those it listens on."""
-    apps: tuple[str, ...] = ()
+    apps: AppOptions = AppOptions()
     http_lease_ttl_s: float = HTTP_LEASE_TTL_S
     presign: bool = False
     """Let peers over HTTP move large blobs to and from the bucket themselves."""
@@ -272,8 +330,6 @@ def check(options: ServerOptions) -> None:
     listen.tls.check(*listen.tcp, *([listen.http] if listen.http is not None else []))
     if not listen.tcp and not listen.unix and listen.http is None:
         raise ConfigError("nothing to listen on: give --tcp HOST:PORT or --http HOST:PORT, or leave --no-unix out")
-    for app in listen.apps:
-        check_app(app)
     _check_places(options.places, listen)
     _check_presign(listen, options.places.blobs)
 
@@ -303,9 +359,9 @@ def _check_places(places: StorageLocations, listen: ListenOptions) -> None:
     if places.store:
         check_store(places.store)
     if is_redis(places.store):
-        if len(listen.apps) > 1:
+        if len(listen.apps.names) > 1:
             raise ConfigError(
-                f"--app {' --app '.join(listen.apps)}: on Redis an app has keys of its own, so a server serves one; "
+                f"--app {' --app '.join(listen.apps.names)}: on Redis an app has keys of its own, so a server serves one; "
                 "start one server for each app"
             )
         if places.strict and not places.blobs:
@@ -313,8 +369,8 @@ def _check_places(places: StorageLocations, listen: ListenOptions) -> None:
                 "--strict: results above 64 KiB would be on this machine's disk, where no other server can read them; "
                 "give --blobs s3://…, or --blobs FOLDER if this server stays the only one"
             )
-    elif listen.apps and listen.http is None:
-        raise ConfigError(f"--app {listen.apps[0]} is served over HTTP: give --http HOST:PORT too")
+    elif listen.apps.names and listen.http is None:
+        raise ConfigError(f"--app {listen.apps.names[0]} is served over HTTP: give --http HOST:PORT too")
     elif places.strict:
         raise ConfigError("--strict is about the settings of Redis: give --store redis://…, or leave it out")
     if places.coordination:
@@ -387,31 +443,21 @@ def _http_door(
     server: Server, listen: ListenOptions, presigned: PresignedTransfers | None, connections: Connections
 ) -> HttpDoor | None:
     """Return the HTTP door. FastAPI is imported here, not before: its import takes longer than all the rest."""
-    if not process.http_installed():
-        if listen.http_if_free:
-            return None
-        raise ConfigError("--http needs FastAPI and uvicorn; install them with: pip install 'tasuki[http]'")
+    if listen.http_if_free and not process.http_installed():
+        return None
+    process.check_http_installed()
     from tasuki.doors.http.context import HttpConfig
     from tasuki.doors.http.door import HttpDoor
 
-    names, ttl_s = listen.tls.host_name, listen.http_lease_ttl_s
-    config = HttpConfig(apps=listen.apps, host_names=names, lease_ttl_s=ttl_s, presigned=presigned)
+    config = HttpConfig(
+        apps=listen.apps.names,
+        host_names=listen.tls.host_name,
+        lease_ttl_s=listen.http_lease_ttl_s,
+        limits=listen.apps.limits,
+        payload_checks=listen.apps.payload_checks,
+        presigned=presigned,
+    )
     return HttpDoor(server, config, connections)
-
-
-async def _check_ports(addresses: Iterable[Address]) -> None:
-    """Raise ConfigError for a port that is taken, before a folder is made for nothing. Binds, but never listens."""
-    for address in addresses:
-        try:
-            probe = await asyncio.get_running_loop().create_server(
-                asyncio.Protocol, address.host, address.port, start_serving=False
-            )
-        except OSError as error:
-            raise ConfigError(
-                f"cannot listen on {address}: {error.strerror or error}; is another server running there?"
-            ) from None
-        probe.close()
-        await probe.wait_closed()
 
 
 async def serve(options: ServerOptions, events: process.Events, while_open: Callable[[RunningServer], Awaitable[None]]) -> None:
@@ -420,7 +466,7 @@ async def serve(options: ServerOptions, events: process.Events, while_open: Call
     listen, folder = options.listen, options.places.folder
     certificate = listen.tls.certificate()
     if not folder.root.exists():
-        await _check_ports([*listen.tcp, *([listen.http] if listen.http is not None and not listen.http_if_free else [])])
+        await process.check_ports([*listen.tcp, *([listen.http] if listen.http is not None and not listen.http_if_free else [])])
     prepare_folder(folder)
     try:
         server = make_server(options.places, options.config, kill_at(fault_point()))

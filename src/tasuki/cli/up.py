@@ -22,10 +22,11 @@ from tasuki.cli.connect import owner_of
 from tasuki.cli.output import Output
 from tasuki.cli.server import (
     DEFAULT_TCP,
+    AppOptions,
     ListenOptions,
     RunningServer,
     ServerOptions,
-    app_option,
+    app_options,
     no_tcp_option,
     serve,
     tcp_option,
@@ -33,7 +34,6 @@ from tasuki.cli.server import (
 from tasuki.cli.worker import allowed_execs, check_drain_timeout, log_caps
 from tasuki.client.embedded import answers
 from tasuki.config import DataFolder, data_folder, parse_http, parse_listen, user_key
-from tasuki.core.apps import DEFAULT_APP
 from tasuki.core.backoff import Backoff
 from tasuki.core.broker.state import WorkerSession
 from tasuki.errors import ConfigError, Unavailable
@@ -87,7 +87,7 @@ def worker_arguments(
 @no_tcp_option
 @cli.option("--http", metavar="HOST:PORT", help=f"Serve HTTP here. Default: {DEFAULT_HTTP}, if that is free.")
 @cli.flag("--no-http", help="No HTTP.")
-@app_option
+@app_options
 @cli.tls_options
 @cli.number("--workers", metavar="N", type=int, default=1, help="Local worker processes.")
 @cli.number("--slots", metavar="N", type=int, help="Jobs at once in each. Default: one per core.")
@@ -104,7 +104,7 @@ def up(
     no_tcp: bool,
     http: str | None,
     no_http: bool,
-    app: tuple[str, ...],
+    apps: AppOptions,
     tls: cli.TlsOptions,
     workers: int,
     arguments: tuple[str, ...],
@@ -119,7 +119,6 @@ def up(
     given = tuple(parse_listen(text) for text in tcp)
     default = () if no_tcp or until_idle else (parse_listen(DEFAULT_TCP),)
     without_http = no_http or no_tcp or until_idle
-    apps = tuple(dict.fromkeys(app))
     listen = ListenOptions(
         tcp=() if no_tcp else given or default,
         tls=tls,
@@ -129,8 +128,8 @@ def up(
     )
     options = ServerOptions(
         listen,
-        StorageLocations(folder, app=apps[0] if apps else DEFAULT_APP),
-        process.server_config(folder.root, key=user_key(), apps=apps),
+        StorageLocations(folder, app=apps.of_keys),
+        process.server_config(folder.root, key=user_key(), apps=apps.names),
     )
     return process.run_loop(_main(options, process.Events(json=output.json), workers, arguments, until_idle))
 

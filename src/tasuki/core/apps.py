@@ -12,6 +12,7 @@ from contextlib import suppress
 from typing import Any
 
 import msgspec
+from msgspec.structs import asdict
 
 from tasuki.core.job import RESULT_INLINE_MAX_BYTES, JobIncident, JobSpec, Outcome, State
 from tasuki.core.protocol import META_MAX_BYTES
@@ -100,8 +101,15 @@ def json_or_base64(data: bytes) -> Any:
 
 DEFAULT_APP = "tasuki"
 """The prefix of the keys in Redis of a server that serves no app."""
-MAX_RETRIES = 3
-BACKOFF_S = 10.0
+
+
+class AppLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """Limits of the jobs of an app that name none of their own."""
+
+    max_retries: int = 3
+    backoff_s: float = 10.0
+    timeout_s: float | None = None
+
 
 WORDS: dict[str, str] = {
     State.PENDING: "queued",
@@ -132,6 +140,6 @@ def detail_of(state: State, incidents: Sequence[JobIncident], message: str, canc
     return "; ".join(filter(None, (cancel_reason, last.reason or message)))
 
 
-def template_of(app: str, *, max_retries: int = MAX_RETRIES, backoff_s: float = BACKOFF_S) -> JobSpec:
+def template_of(app: str, limits: AppLimits | None = None) -> JobSpec:
     """Return the part that all jobs of the app share; job_id, payload and priority are left out."""
-    return JobSpec(job_id="", subject=app_subject(app), max_retries=max_retries, backoff_s=backoff_s, delay_first_loss=True)
+    return JobSpec(job_id="", subject=app_subject(app), delay_first_loss=True, **asdict(limits or AppLimits()))

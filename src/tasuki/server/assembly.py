@@ -36,6 +36,7 @@ from tasuki.core.apps import DEFAULT_APP
 from tasuki.core.broker.events import Publish
 from tasuki.core.cluster_messages import Hint
 from tasuki.core.election import LOCK_TTL_S
+from tasuki.core.job import JobSpec
 from tasuki.core.lifecycle import RETENTION_DAYS
 from tasuki.core.store_messages import Answers, TokenRow, Turn
 from tasuki.errors import ConfigError, TasukiError, TooLarge
@@ -106,12 +107,19 @@ def is_redis(url: str) -> bool:
 
 
 def open_redis(
-    url: str, app: str = DEFAULT_APP, retention_s: float = RETENTION_DAYS * 86_400.0, *, strict: bool = False, check: bool = True
+    url: str,
+    app: str = DEFAULT_APP,
+    retention_s: float = RETENTION_DAYS * 86_400.0,
+    template: JobSpec | None = None,
+    *,
+    strict: bool = False,
+    check: bool = True,
 ) -> Store:
     """Open a Redis that servers share. Settings that may lose jobs are warned of, or with `strict` refused."""
     from tasuki.stores.redis.store import RedisStore
 
-    return RedisStore.open(url, app=app, result_ttl_s=int(retention_s + TTL_SLACK_S), strict=strict, check=check)
+    ttl_s = int(retention_s + TTL_SLACK_S)
+    return RedisStore.open(url, app=app, template=template, result_ttl_s=ttl_s, strict=strict, check=check)
 
 
 def ensure_admin_token(store: Store, path: Path) -> None:
@@ -150,6 +158,8 @@ class StorageLocations(NamedTuple):
     """With Redis: the prefix of its keys, and the app of jobs that come without one."""
     strict: bool = False
     """With Redis: settings that may lose jobs are refused."""
+    template: JobSpec | None = None
+    """With Redis: jobs that come without a server are as this one; None: as those over HTTP by default."""
 
 
 def make_server(places: StorageLocations, config: ServerConfig, fault: Callable[[str], None] = lambda point: None) -> Server:
@@ -172,7 +182,7 @@ def _open_shared(
 ) -> Store:
     """Open the store that servers share, with its tables made or migrated first. Without a folder no admin token is made."""
     if is_redis(places.store):
-        store = open_redis(places.store, places.app, config.retention_s, strict=places.strict)
+        store = open_redis(places.store, places.app, config.retention_s, places.template, strict=places.strict)
     else:
         from tasuki.stores.sql.store import SqlStore
 
@@ -184,7 +194,7 @@ def _open_shared(
 
 def _open_shared_reader(places: StorageLocations, config: ServerConfig) -> Reader:
     if is_redis(places.store):
-        return open_redis(places.store, places.app, config.retention_s, check=False)
+        return open_redis(places.store, places.app, config.retention_s, places.template, check=False)
     return open_postgresql_reader(places.store)
 
 

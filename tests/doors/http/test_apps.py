@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tasuki.core.apps import AppLimits
 from tests.doors.http.stage import ANSWER, Stage, Worker, on_each_store
 
 pytestmark = on_each_store
@@ -106,6 +107,23 @@ def test_a_waiting_job_is_canceled_at_once_and_only_by_those_who_see_it(stage: S
     assert answer == {"job_id": job_id, "status": "canceled", "requested": False}
     assert stage.status(job_id)["detail"] == "a typing error"
     assert worker.lease().status_code == 204
+
+
+def test_a_job_may_have_its_own_retries_backoff_and_time_limit(stage: Stage, worker: Worker) -> None:
+    one = stage.post("/calc/zpe/jobs?max_retries=0&backoff_s=2.5&timeout_s=90", {}).json()["job_id"]
+    own = {"max_retries": 7, "backoff_s": 1.0, "timeout_s": 30.0}
+    [batched] = stage.post("/calc/zpe/jobs/batch", {"jobs": [{"payload": {}, **own}]}).json()["jobs"]
+    wrong = stage.post("/calc/zpe/jobs?timeout_s=0", {})
+
+    views = [stage.get(f"/v1/jobs/{job_id}").json() for job_id in (one, batched["job_id"])]
+    leased = worker.take(one)
+    failed = worker.fail(leased)
+
+    assert [(view["max_retries"], view["timeout_s"]) for view in views] == [(0, 90.0), (7, 30.0)]
+    assert (leased["timeout_seconds"], leased["attempt"]) == (90.0, 1)
+    assert failed.json()["status"] == "failed"
+    assert code(wrong) == (400, "INVALID_PAYLOAD")
+    assert worker.take(batched["job_id"])["timeout_seconds"] == 30.0
 
 
 def test_an_administrator_lists_the_workers_of_an_app_and_what_they_run(stage: Stage, worker: Worker) -> None:
@@ -282,7 +300,7 @@ def test_batches_of_submit_lease_renew_and_result(stage: Stage, worker: Worker) 
 
 
 def test_a_job_whose_lease_ran_out_goes_to_another_and_what_comes_late_is_409(tmp_path: Path, own_store_url: str) -> None:
-    with Stage(tmp_path, store=own_store_url, lease_ttl_s=1.0, backoff_s=0.2) as stage:
+    with Stage(tmp_path, store=own_store_url, lease_ttl_s=1.0, limits=AppLimits(backoff_s=0.2)) as stage:
         slow, quick = stage.register(), stage.register()
         job_id = stage.submit()
         first = slow.take(job_id)

@@ -301,8 +301,8 @@ def end_leases(state: BrokerState, holder: LeaseHolder) -> None:
             state.look_everywhere()
             state.cluster.everything = True
             end_leases(state, holder)
-        worker = state.workers.get(holder.worker_id)
-        if worker is not None and worker.deliveries:  # at another server it hears of it with its next heartbeat
+        elif (worker := state.workers.get(holder.worker_id)) is not None and worker.deliveries:
+            # At another server a worker hears of it with its next heartbeat.
             effects.commands.append(Send(worker.conn, protocol.CancelLeases(list(worker.deliveries))))
 
     state.builder.ask("end_leases", [holder], ended)

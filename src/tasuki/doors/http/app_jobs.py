@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
 
-from tasuki.core.apps import WORDS, detail_of, result_of, template_of
-from tasuki.core.job import BODY_INLINE_MAX_BYTES, JobSpec, State
+from tasuki.core.apps import WORDS, AppLimits, detail_of, result_of, template_of
+from tasuki.core.job import BODY_INLINE_MAX_BYTES, BUDGET_MAX, PRIORITY_MAX, TIMEOUT_MAX_S, JobSpec, State
 from tasuki.doors.http.context import RequestContext, iso, message_of
-from tasuki.doors.http.exchange import BATCH_MAX, Error, JobId, error_of, whole_number
+from tasuki.doors.http.exchange import BATCH_MAX, Error, JobId, error_of, number, whole_number
 from tasuki.doors.http.v1 import ReasonBody
 from tasuki.doors.http.virtual_connection import SubmitAnswer, TokenConnection
-from tasuki.errors import NoResult, NotFinished, TasukiError, TooLarge
+from tasuki.errors import ConfigError, InvalidInput, NoResult, NotFinished, TasukiError, TooLarge
 
 RESULT_MAX_BYTES = 64 * 1024 * 1024  # of a document that is decoded here; results of /v1 are streamed
 
@@ -24,6 +28,10 @@ class AppJob(msgspec.Struct, kw_only=True):
     payload: dict[str, Any]
     job_id: JobId | None = None
     priority: int = 5
+    max_retries: int | None = None
+    """As the other limits: those of the app, if there is none."""
+    backoff_s: float | None = None
+    timeout_s: float | None = None
 
 
 class AppJobs(msgspec.Struct):
@@ -46,17 +54,17 @@ class AppAcceptedMany(msgspec.Struct):
     jobs: list[AppAccepted]
 
 
-def _spec(context: RequestContext, job_id: str | None, payload: dict[str, Any], priority: int) -> JobSpec:
-    config = context.http.config
-    template = template_of(context.app, max_retries=config.max_retries, backoff_s=config.backoff_s)
-    own = {"job_id": job_id or context.http.new_id(), "payload": msgspec.json.encode(payload), "priority": priority}
-    return msgspec.structs.replace(template, **own)
-
-
 async def submit_one(context: RequestContext, body: dict[str, Any]) -> AppAccepted:
     """Submit a job; the body is its payload. With `?job_id=` the request may be repeated safely."""
-    priority = whole_number(context.request, "priority", 5, 9)
-    [accepted] = await _submit(context, [_spec(context, context.request.query_params.get("job_id"), body, priority)])
+    query, request = context.request.query_params, context.request
+    job = AppJob(payload=body, job_id=query.get("job_id"), priority=whole_number(request, "priority", 5, PRIORITY_MAX))
+    if "max_retries" in query:
+        job.max_retries = whole_number(request, "max_retries", 0, BUDGET_MAX)
+    if "backoff_s" in query:
+        job.backoff_s = number(request, "backoff_s", 0.0, TIMEOUT_MAX_S)
+    if "timeout_s" in query:
+        job.timeout_s = number(request, "timeout_s", 0.0, TIMEOUT_MAX_S)
+    [accepted] = await _submit(context, [job])
     if isinstance(accepted, TasukiError):
         raise accepted
     return accepted
@@ -64,18 +72,88 @@ async def submit_one(context: RequestContext, body: dict[str, Any]) -> AppAccept
 
 async def submit_many(context: RequestContext, body: AppJobs) -> AppAcceptedMany:
     """Submit several jobs."""
-    specs = [_spec(context, job.job_id, job.payload, job.priority) for job in body.jobs]
-    accepted = zip(specs, await _submit(context, specs), strict=True)
+    accepted = zip(body.jobs, await _submit(context, body.jobs), strict=True)
     return AppAcceptedMany(
-        [AppAccepted(spec.job_id, error=error_of(one)) if isinstance(one, TasukiError) else one for spec, one in accepted]
+        [AppAccepted(job.job_id or "", error=error_of(one)) if isinstance(one, TasukiError) else one for job, one in accepted]
     )
 
 
-async def _submit(context: RequestContext, specs: list[JobSpec]) -> list[AppAccepted | TasukiError]:
-    context.http.metrics.submitted(len(specs))
-    async with context.client() as client:
-        answers = await client.submit(specs)
-    return [_accepted(spec, answer) for spec, answer in zip(specs, answers, strict=True)]
+async def _submit(context: RequestContext, jobs: list[AppJob]) -> list[AppAccepted | TasukiError]:
+    """Check payloads, and submit those jobs that fit."""
+    context.http.metrics.submitted(len(jobs))
+    problems: list[InvalidInput | None] = [None] * len(jobs)
+    if check := context.http.config.payload_checks.get(context.app):
+        problems = await asyncio.to_thread(lambda: [_problem(check, job.payload) for job in jobs])
+    specs = [_spec(context, job) for job, problem in zip(jobs, problems, strict=True) if problem is None]
+    answers: Iterator[tuple[JobSpec, SubmitAnswer]] = iter(())
+    if specs:
+        async with context.client() as client:
+            answers = zip(specs, await client.submit(specs), strict=True)
+    return [_accepted(*next(answers)) if problem is None else problem for problem in problems]
+
+
+def _spec(context: RequestContext, job: AppJob) -> JobSpec:
+    job.job_id = job.job_id or context.http.new_id()
+    own = {name: value for name in AppLimits.__struct_fields__ if (value := getattr(job, name)) is not None}
+    template = template_of(context.app, context.http.config.limits)
+    payload = msgspec.json.encode(job.payload)
+    return msgspec.structs.replace(template, job_id=job.job_id, payload=payload, priority=job.priority, **own)
+
+
+def _problem(check: Callable[[Any], None], payload: Any) -> InvalidInput | None:
+    try:
+        check(payload)
+    except InvalidInput as error:
+        return error
+    return None
+
+
+def payload_check(app: str, path: Path) -> Callable[[Any], None]:
+    """Return a function that raises InvalidInput for payloads that do not fit the JSON Schema in a file.
+
+    Nothing is fetched: references lead to places in the file itself.
+    """
+    try:
+        import jsonschema
+        import referencing.jsonschema
+    except ImportError:
+        raise ConfigError("--app NAME=SCHEMA needs jsonschema; install it with: pip install 'tasuki[server]'") from None
+    name = f"--app {app}: the schema {os.fspath(path)!r}"
+    try:
+        schema = msgspec.json.decode(path.read_bytes())
+        kind = jsonschema.validators.validator_for(schema, default=jsonschema.Draft202012Validator)
+        kind.check_schema(schema)
+        registry: Any = referencing.jsonschema.EMPTY_REGISTRY
+        resolver = registry.with_resource("", referencing.jsonschema.DRAFT202012.create_resource(schema)).resolver()
+        for reference in _references(schema):
+            resolver.lookup(reference)
+    except OSError as error:
+        raise ConfigError(f"{name} cannot be read: {error.strerror or error}") from None
+    except msgspec.DecodeError as error:
+        raise ConfigError(f"{name} is not JSON: {error}") from None
+    except jsonschema.SchemaError as error:
+        raise ConfigError(f"{name} is no JSON Schema: {error.json_path}: {error.message[:300]}") from None
+    except referencing.exceptions.Unresolvable as error:
+        raise ConfigError(f"{name} refers to {error.ref[:200]!r}, which must be in the file itself; put it below $defs") from None
+    validator = kind(schema, registry=registry)
+
+    def check(payload: Any) -> None:
+        error = jsonschema.exceptions.best_match(validator.iter_errors(payload))
+        if error is not None:
+            raise InvalidInput(f"the payload does not fit app {app!r}: {error.json_path}: {error.message[:300]}")
+
+    return check
+
+
+def _references(schema: Any) -> Iterator[str]:
+    if isinstance(schema, dict):
+        if isinstance(reference := schema.get("$ref"), str):
+            yield reference
+        for part in schema.values():
+            yield from _references(part)
+    elif isinstance(schema, list):
+        for part in schema:
+            yield from _references(part)
 
 
 def _accepted(spec: JobSpec, answer: SubmitAnswer) -> AppAccepted | TasukiError:

@@ -201,6 +201,9 @@ class Leased(msgspec.Struct, kw_only=True):
     payload: Any
     lease_id: str
     lease_ttl_seconds: float
+    attempt: int
+    timeout_seconds: float | None
+    """The time limit of the attempt, which the worker keeps: it then reports a failure with the error_code TIMED_OUT."""
 
 
 class LeasedMany(msgspec.Struct):
@@ -220,11 +223,13 @@ async def lease(context: RequestContext, body: LeaseOptions) -> Leased | LeasedM
     jobs = [
         Leased(
             job_id=grant.job_id,
-            payload=json_or_base64(_decode_spec(grant.spec).payload),
+            payload=json_or_base64(spec.payload),
             lease_id=shown_lease_id(grant),
             lease_ttl_seconds=worker.ttl_s,
+            attempt=grant.attempt,
+            timeout_seconds=spec.timeout_s,
         )
-        for grant in grants
+        for grant, spec in ((grant, _decode_spec(grant.spec)) for grant in grants)
     ]
     return jobs[0] if body.max_jobs is None else LeasedMany(jobs)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import datetime
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractAsyncContextManager
 from typing import Any
 
@@ -12,7 +12,7 @@ import msgspec
 from starlette.requests import Request
 
 from tasuki.core.access import PeerKind, identify, token_sha256
-from tasuki.core.apps import BACKOFF_S, MAX_RETRIES
+from tasuki.core.apps import AppLimits
 from tasuki.core.job import TIME_END, IdMaker
 from tasuki.core.lifecycle import HTTP_LEASE_TTL_S
 from tasuki.core.store_messages import TokenRow
@@ -39,9 +39,9 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True):
     host_names: tuple[str, ...] = ()
     """Names by which the listener is called, of --host-name; none: those of loopback, or any if it is not on loopback."""
     lease_ttl_s: float = HTTP_LEASE_TTL_S
-    max_retries: int = MAX_RETRIES
-    """Retries of an app's job."""
-    backoff_s: float = BACKOFF_S
+    limits: AppLimits = AppLimits()
+    payload_checks: Mapping[str, Callable[[Any], None]] = {}
+    """By app: raises InvalidInput for the payload of a job that does not fit."""
     presigned: PresignedTransfers | None = None
     """Makes presigned URLs, where peers may use the bucket themselves."""
 

@@ -14,6 +14,7 @@ import msgspec
 from starlette.responses import Response
 
 from tasuki.core.access import PeerKind
+from tasuki.core.job import BUDGET_MAX, PRIORITY_MAX, TIMEOUT_MAX_S
 from tasuki.core.protocol import BLOBS_PATH, FRAMES_PATH, FRAMES_TYPE, WORKER_PATH
 from tasuki.doors.http import app_jobs, app_workers, blobs, frames, v1
 from tasuki.doors.http.exchange import WAIT_MAX_S
@@ -106,7 +107,13 @@ ROUTES: tuple[Route, ...] = (
         app_jobs.submit_one,
         needs_body=True,
         errors=(404, 409),
-        query=(("job_id", _TEXT, "Your own id."), ("priority", _number("integer", 0, 9), "Higher first.")),
+        query=(
+            ("job_id", _TEXT, "Your own id."),
+            ("priority", _number("integer", 0, PRIORITY_MAX), "Higher first."),
+            ("max_retries", _number("integer", 0, BUDGET_MAX), "How often it is tried again after a failure."),
+            ("backoff_s", _number("number", 0, TIMEOUT_MAX_S), "The delay of the first retry; it doubles with each."),
+            ("timeout_s", {"type": "number", "exclusiveMinimum": 0, "maximum": TIMEOUT_MAX_S}, "The time limit of an attempt."),
+        ),
     ),
     _post(_JOBS + "/batch", app_jobs.submit_many, errors=(404,)),
     _get(_JOBS + "/{job_id}", app_jobs.status),
