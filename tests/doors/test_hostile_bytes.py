@@ -46,6 +46,25 @@ def test_length_bomb_before_hello_is_refused_with_a_code_and_takes_no_memory(
     assert rss_bytes(server.pid) - before < 8 * MIB
 
 
+def test_a_peer_that_is_still_writing_reads_the_reason_why_it_is_hung_up_on(server: ServerProcess) -> None:
+    with RawPeer(server.url) as peer:
+        # Given a client whose frame is larger than the buffers of both sockets
+        peer.as_client(server.token)
+        # When it sends all of it
+        peer.send_bytes(frame(Type.REQUEST, payload=bytes(2 * FRAME_MAX_BYTES)))
+        # Then it can read what was wrong
+        assert peer.farewell().code == "TOO_LARGE"
+
+
+@pytest.mark.parametrize(
+    ("first", "hint"),
+    [(b"GET /health HTTP/1.1\r\n", "looks like HTTP"), (b"\x16\x03\x01\x00\xf8\x01\x00\x00\xf4\x03\x03", "looks like TLS")],
+)
+def test_a_peer_that_speaks_another_protocol_is_told_so(server: ServerProcess, first: bytes, hint: str) -> None:
+    with RawPeer(server.url) as peer:
+        assert hint in peer.send_bytes(first).farewell().message
+
+
 def test_stranger_may_not_send_a_frame_that_is_only_allowed_after_hello(server: ServerProcess) -> None:
     with RawPeer(server.url) as peer:
         peer.send_bytes(frame(Type.HELLO_CLIENT, payload=bytes(UNAUTHENTICATED_FRAME_MAX_BYTES + 1)))

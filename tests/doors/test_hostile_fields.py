@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import struct
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import msgspec
@@ -24,20 +26,27 @@ from tasuki.core.protocol import (
     Ending,
     GiveCredit,
     Heartbeat,
+    HelloClient,
+    HelloWorker,
     JobsFinished,
     JobsReleased,
     JobsStarted,
     LogPiece,
     Message,
+    OnDisconnect,
     Request,
     SubmitJobs,
     Subscribe,
+    Takes,
+    Welcome,
 )
 from tasuki.wire.compression import ZSTD
 from tasuki.wire.messages import BATCH, FrameDecoder, encode, encode_frame
 from tests.doors.raw import RawPeer
 from tests.support.processes import ServerProcess
 
+AT_ONCE = 32  # connections: the answers of the server come together
+LAST = 9_000_000  # msg_id of the last message on a connection
 GROWTH_MAX_BYTES = 200 * 1024 * 1024
 OTHERS_WAIT_MAX_S = 3.0
 
@@ -68,6 +77,17 @@ MESSAGES: dict[str, list[Message]] = {
         LogPiece(5, 0, b"x", 1, 1),
     ],
 }
+COMMON: dict[str, Any] = {"msg_id": 5, "version": 2, "oldest": 2, "codecs": ("zstd",), "agent": "x"}
+WORKER = {"incarnation": "i", "patterns": ("never.used",), "on_disconnect": OnDisconnect.KEEP, "reconnect_grace_s": 1.0}
+WORKER |= {"ttl_s": 5.0, "resumed": True, "host": "h", "slots": 2, "takes": Takes.HANDLERS}
+
+
+def hello(role: str, token: str, name: str, **fields: Any) -> Message:
+    if role == "client":
+        return HelloClient(client_id=name, token=token, **COMMON)
+    return HelloWorker(worker_id=name, token=token, **{**COMMON, **WORKER, **fields})
+
+
 pack = msgspec.msgpack.encode
 SMALL = [
     *(
@@ -126,27 +146,28 @@ class _Watch(threading.Thread):
 
 
 def _attack(server: ServerProcess, role: str, token: str) -> int:
-    """Send all hostile frames of the role, and return their number."""
-    peer: RawPeer | None = None
-    sent = 0
-    for message in MESSAGES[role]:
-        for data in hostile_frames(message):
-            if peer is None:
-                peer = RawPeer(server.url)
-                if role == "client":
-                    peer.as_client(token)
-                else:
-                    peer.as_worker(token, worker_id="hostile", patterns=("never.used",))
-            sent += 1
-            try:
-                peer.send_bytes(data + encode(Heartbeat(9_000_000 + sent)))
-                peer.answer(9_000_000 + sent)
-            except (AssertionError, ConnectionError):  # the server hung up, as it may
-                peer.socket.close()
-                peer = None
-    if peer is not None:
-        peer.socket.close()
-    return sent
+    """Send all hostile frames of the role, each on a connection of its own, and return their number."""
+    greetings = (hello(role, token, f"hostile-{number}") for number in itertools.count())
+    hostile = [(False, data) for data in hostile_frames(hello(role, token, "hostile", transfers=True))]
+    hostile += [(True, data) for message in MESSAGES[role] for data in hostile_frames(message)]
+    for start in range(0, len(hostile), AT_ONCE):
+        _send(server, hostile[start : start + AT_ONCE], greetings)
+    return len(hostile)
+
+
+def _send(server: ServerProcess, hostile: list[tuple[bool, bytes]], greetings: Iterator[Message]) -> None:
+    """Send frames at the same time, those with True after a Hello, and wait until each is answered or hung up on."""
+    with ExitStack() as stack:
+        peers = [stack.enter_context(RawPeer(server.url)) for _ in hostile]
+        greeted = [peer.send(next(greetings)) for peer, (after_hello, _) in zip(peers, hostile, strict=True) if after_hello]
+        for peer in greeted:
+            assert isinstance(peer.receive(), Welcome)
+        for peer, (_, data) in zip(peers, hostile, strict=True):
+            with suppress(ConnectionError):
+                peer.send_bytes(data + encode(Heartbeat(LAST)))
+        for peer in peers:
+            with suppress(AssertionError, ConnectionError):  # the server hung up, as it may
+                peer.answer(LAST)
 
 
 @pytest.mark.parametrize("role", MESSAGES)
@@ -160,7 +181,7 @@ def test_no_value_of_any_field_hurts_the_server_or_others(server: ServerProcess,
         watch.over.set()
         watch.join(30.0)
     assert server.running, server.output()
-    assert sent > 300
+    assert sent > 900
     assert watch.longest_s < OTHERS_WAIT_MAX_S
     assert watch.most - watch.before < GROWTH_MAX_BYTES, f"{watch.before} -> {watch.most}"
     assert "Traceback" not in server.output()

@@ -69,6 +69,7 @@ class TcpLink(asyncio.Protocol):
         """Frames of the last read that came while reading was paused: compressed, they are a fraction of their messages."""
         self._frame_timer: asyncio.TimerHandle | None = None
         self._stall_timer: asyncio.TimerHandle | None = None
+        self._linger_timer: asyncio.TimerHandle | None = None
         self.transport: asyncio.Transport | None = None
         self._loop = asyncio.get_running_loop()
 
@@ -230,10 +231,15 @@ class TcpLink(asyncio.Protocol):
         if error is not None:
             self._out.append(encode(ErrorMessage(0, error.code, error.message, error.details())))
         self._flush()
-        self.transport.close()
-        if self.transport.get_write_buffer_size():
-            # Without a deadline, a peer that never reads would keep this connection and its buffer, which nobody counts now.
-            self._loop.call_later(LINGER_S, self.transport.abort)
+        if error is not None and self.transport.can_write_eof():
+            # Closed with input unread, the connection would be reset, and a peer that still writes would not see the error: what
+            # comes is dropped until the peer closes. TLS reads on by itself.
+            self.transport.write_eof()
+            self.transport.resume_reading()
+        else:
+            self.transport.close()
+        # Without a deadline, a peer that never reads would keep this connection and its buffer, which nobody counts now.
+        self._linger_timer = self._loop.call_later(LINGER_S, self.transport.abort)
         self._finish(error.message if error is not None else "closed")
 
     def abort(self, reason: str) -> None:
@@ -250,6 +256,8 @@ class TcpLink(asyncio.Protocol):
         """Do nothing: the owner drops results that it does not wait for."""
 
     def connection_lost(self, exc: Exception | None) -> None:
+        if self._linger_timer is not None:
+            self._linger_timer.cancel()
         self._finish(str(exc) if exc is not None else self.silent_end or "the peer closed the connection")
 
     def _finish(self, reason: str) -> None:

@@ -31,6 +31,7 @@ _PREFIX = struct.Struct("<IBBH")
 PREFIX_BYTES = _PREFIX.size
 _AFTER_LENGTH_BYTES = PREFIX_BYTES - 4
 HEADER_MAX_BYTES = 0xFFFF
+_HTTP_METHODS = (b"GET ", b"HEAD ", b"POST ", b"PUT ", b"DELETE ", b"OPTIONS ", b"PATCH ", b"CONNECT ", b"PRI ")
 
 
 class Frame(NamedTuple):
@@ -89,12 +90,20 @@ class FrameDecoder:
     def _needed(self, data: bytes | bytearray, position: int) -> int:
         length, type, flags, header_bytes = _PREFIX.unpack_from(data, position)
         if length > self.max_bytes:
-            raise TooLarge(f"a frame of type {type} announces {length} bytes, the limit on this connection is {self.max_bytes}")
+            words = f"a frame of type {type} announces {length} bytes, the limit on this connection is {self.max_bytes}"
+            raise TooLarge(words + _foreign_protocol(bytes(data[position : position + PREFIX_BYTES])))
         if length < _AFTER_LENGTH_BYTES + header_bytes:
             raise ProtocolError(f"a frame of type {type} announces {length} bytes but a header of {header_bytes}")
         if flags & ~KNOWN_FLAGS:
             raise ProtocolError(f"a frame of type {type} has unknown flags {flags:#04x}")
         return int(length) + 4
+
+
+def _foreign_protocol(first: bytes) -> str:
+    """Return a hint for a peer that has dialled the wrong port; empty if its first bytes are of no protocol known here."""
+    if first.startswith(_HTTP_METHODS):
+        return "; this looks like HTTP, for which this server has another port (--http)"
+    return "; this looks like TLS, which this port does not speak" if first.startswith(b"\x16\x03") else ""
 
 
 # ---------------------------------------------------------------------------------------------------- messages
