@@ -46,6 +46,11 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+def reachable(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
 def replaced(text: str, *pairs: tuple[str, str]) -> str:
     """Each of them must be there: a guide that was changed must be looked at here again."""
     for before, after in pairs:
@@ -69,6 +74,11 @@ def nginx(folder: Path, port: int, servers: list[str], authority: TestAuthority)
             ("# server 10.0.0.2:7080", f"server {servers[1]}" if len(servers) > 1 else "# server 10.0.0.2:7080"),
         )
     )
+    return nginx_process(folder)
+
+
+def nginx_process(folder: Path) -> ChildProcess:
+    """An nginx with the servers of tasuki.conf in the folder."""
     temporary = "".join(f"{kind}_temp_path {folder}/{kind};\n" for kind in ("client_body", "proxy", "fastcgi", "uwsgi", "scgi"))
     (folder / "nginx.conf").write_text(
         f"daemon off;\nmaster_process off;\npid {folder}/pid;\nerror_log stderr warn;\nevents {{}}\n"
@@ -134,8 +144,7 @@ def make_front(request: pytest.FixtureRequest, require: Require, authority: Test
 
         def open_() -> bool:
             assert process.running, process.output()
-            with socket.socket() as probe:
-                return probe.connect_ex(("127.0.0.1", port)) == 0
+            return reachable(port)
 
         until(open_, DEADLINE_S, f"{kind} listens")
         return front
@@ -204,6 +213,37 @@ def test_a_body_above_the_limit_is_refused_elsewhere(front: Front, server: Serve
 def test_plain_http_at_its_port_is_told_by_the_client(front: Front, server: ServerProcess) -> None:
     with pytest.raises(TasukiError, match="https://"):
         Client(front.url.replace("https://", "http://"), token=server.token, connect_timeout_s=1.0)
+
+
+# ---------------------------------------------------------------------------------------------------- a front end
+
+
+def test_a_front_end_passes_an_apps_jobs_on_under_its_own_name(server: ServerProcess, require: Require, tmp_path: Path) -> None:
+    require("nginx", program("nginx") is not None, "make system-deps, or apt-get install nginx")
+    assert server.http_url is not None
+    token = tmp_path / "token.conf"
+    token.write_text(f'proxy_set_header Authorization "Bearer {server.create_token("client", scope=["job.assign.zpe"])}";\n')
+    port = free_port()
+    location = replaced(
+        (DEPLOY / "nginx" / "front-end.conf").read_text(),
+        ("/etc/tasuki/front-end-token.conf", str(token)),
+        ("http://127.0.0.1:7080", server.http_url),
+    )
+    (tmp_path / "tasuki.conf").write_text(f"server {{\nlisten 127.0.0.1:{port};\n{location}}}\n")
+    page = f"http://localhost:{port}"
+    own, foreign = {"Origin": page, "Sec-Fetch-Site": "same-origin"}, {"Origin": "http://evil.example"}
+    closed = ("/v1/jobs", "/api/v1/jobs", "/api/calc/zpe/compute/servers")
+
+    with nginx_process(tmp_path), httpx.Client(base_url=page, timeout=DEADLINE_S) as browser:
+        until(lambda: reachable(port), DEADLINE_S, "nginx listens")
+        made = browser.post("/api/calc/zpe/jobs", json={"molecule": "H2"}, headers=own)
+        status = browser.get(f"/api/calc/zpe/jobs/{made.json()['job_id']}", headers=own)
+        refused = browser.post("/api/calc/zpe/jobs", json={"molecule": "H2"}, headers=foreign)
+        others = [browser.get(path, headers=own).status_code for path in closed]
+
+    assert (made.status_code, status.json()["status"]) == (200, "queued")
+    assert refused.status_code == 403
+    assert others == [404, 404, 404]
 
 
 # ---------------------------------------------------------------------------------------------------- several servers

@@ -91,7 +91,7 @@ def _responses(route: Route) -> dict[str, Any]:
         made["206"] = {"description": DESCRIPTIONS[206], "content": content}
     if route.empty:
         made["204"] = {"description": DESCRIPTIONS[204]}
-    common = (400, 401, 403, 413, 500, 503) if route.kinds else ()
+    common = (400, 401, 403, 413, 429, 500, 503) if route.kinds else ()
     for status in sorted({*common, *route.errors}):
         made[str(status)] = {"description": DESCRIPTIONS[status], "content": _content(ErrorReply)}
     return made

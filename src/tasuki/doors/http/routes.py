@@ -125,7 +125,7 @@ ROUTES: tuple[Route, ...] = (
     _post(_COMPUTE + "/servers/register", app_workers.register, kinds=ENROLLERS, errors=(404,)),
     _post(_COMPUTE + "/servers/{worker_id}/rotate", app_workers.rotate, kinds=WORKERS, errors=(404,)),
     _route("DELETE", _COMPUTE + "/servers/{worker_id}", app_workers.revoke, kinds=ADMINS, errors=(404,)),
-    _post(_COMPUTE + "/jobs/lease", app_workers.lease, kinds=WORKERS, empty=True, errors=(404, 429), query=(_WAIT,)),
+    _post(_COMPUTE + "/jobs/lease", app_workers.lease, kinds=WORKERS, empty=True, errors=(404,), query=(_WAIT,)),
     _post(_COMPUTE + "/jobs/{job_id}/renew", app_workers.renew, kinds=WORKERS, errors=(404, 409)),
     _post(_COMPUTE + "/jobs/renew", app_workers.renew_many, kinds=WORKERS, errors=(404,)),
     _post(_COMPUTE + "/jobs/{job_id}/result", app_workers.finish, kinds=WORKERS, errors=(404, 409)),
