@@ -14,6 +14,7 @@ from tasuki.core.lifecycle import TRANSITIONS, Event, after_failure, after_loss,
 from tasuki.core.subject import matches
 from tasuki.stores.common import FairTurns
 from tasuki.stores.redis.scripts import rules_script, script
+from tasuki.stores.sql.lease import region_of
 from tests.support.redis_service import RedisService
 
 HELD = st.sampled_from(sorted(sources(Event.RETRY)))
@@ -200,6 +201,25 @@ def test_patterns_match_the_same_subjects(lua: Asked, pairs: list[tuple[str, str
     answer = lua._client.eval(body, 0, *(part for pair in pairs for part in pair))
 
     assert answer == [int(matches(pattern, subject)) for pattern, subject in pairs]
+
+
+@given(cases=st.lists(PATTERNS | PATTERNS.map("job.assign.".__add__) | PATTERNS.map("job.".__add__), min_size=1))
+@settings(max_examples=50)
+def test_a_pattern_is_the_same_range(lua: Asked, cases: list[str]) -> None:
+    body = whole("""
+        local found = {}
+        for i = 1, #ARGV do
+          local range = queues.range_of(ARGV[i])
+          found[i] = { range.group or false, range.low, range.needs_match or range.is_literal or false }
+        end
+        return cjson.encode(found)""")
+
+    found = json.loads(lua._client.eval(body, 0, *cases))
+
+    for pattern, (group, low, is_checked) in zip(cases, found, strict=True):
+        wanted, first, _, needs_match = region_of(pattern)
+        is_literal = first == pattern
+        assert (group or None, low.removesuffix("\0"), is_checked) == (wanted, first, needs_match or is_literal)
 
 
 @given(

@@ -196,6 +196,9 @@ class RedisSession:
         self._clock = clock
         self._name = secrets.token_hex(8)
         self._number = 0
+        self.notes: tuple[list[bytes], list[bytes]] | None = ([], [])
+        """Of the last turn: {kind}:{subject} of the queues that jobs came back to, and positions of lease requests that were cut
+        short. None: not known."""
 
     def close(self) -> None:
         self._client.close()
@@ -220,7 +223,7 @@ class RedisSession:
     def look(self, call: ScriptCall[T]) -> T:
         """Call a verb that only reads. Harmless twice: a connection that broke while it idled is made again at once."""
         calls: list[ScriptCall[Any]] = [call]
-        _, [answer], notices = _twice(lambda: self._send("look", calls, self._clocks()))
+        _, [answer], notices, *_ = _twice(lambda: self._send("look", calls, self._clocks()))
         self._log(notices)
         return call.decode(answer)
 
@@ -279,6 +282,7 @@ class RedisSession:
 
         def was_stored() -> bool:
             verdict, *answers = self._send("recall", calls, clocks, number=number)
+            self.notes = None
             if verdict == b"done":
                 done(answers[0])
             return bool(verdict == b"done")
@@ -290,6 +294,7 @@ class RedisSession:
             raise Unavailable(f"{self._where}: this turn was abandoned before; nothing was stored")
         found: list[Reply] = answers[0]
         self._log(answers[1])
+        self.notes = (answers[2], answers[3])
         return found
 
     def _log(self, notices: Sequence[bytes]) -> None:

@@ -11,7 +11,6 @@ An outsider's `SET {app}:payload:{id}` + `LPUSH {app}:queue {id}` is a job, made
 from __future__ import annotations
 
 import os
-from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial, wraps
@@ -21,7 +20,7 @@ import msgspec
 from msgspec.structs import replace
 
 from tasuki.core.apps import DEFAULT_APP, template_of
-from tasuki.core.job import Job, JobIncident, JobSpec, Outcome, State, differing_fields
+from tasuki.core.job import PRIORITY_MAX, Job, JobIncident, JobSpec, Outcome, State, differing_fields
 from tasuki.core.lifecycle import RETENTION_DAYS
 from tasuki.core.store_messages import (
     VERBS,
@@ -72,7 +71,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 Item = TypeVar("Item")
 
-SCHEMA_VERSION = 2  # of the keys and their values
+SCHEMA_VERSION = 3  # of the keys and their values
 RESULT_TTL_S = int((RETENTION_DAYS + 1) * 86_400)  # pruning comes first; this is for stores without a leader
 FIND_SCAN_MAX = 5_000  # jobs that one find looks at; the caller goes on with the cursor
 FIND_WINDOW = 500  # jobs that one call looks at
@@ -201,14 +200,16 @@ class RedisStore:
                     setattr(answers, name, [call.decode(next(rest)) for call in calls])
                 else:
                     setattr(answers, name, calls.decode(next(rest)))
-            if _came_back(turn, answers):
-                answers.notes = self.notes()
+            answers.notes = self.notes()
 
         if built:
             self._session.run([call for _, calls in built for call in (calls if isinstance(calls, list) else [calls])], done)
 
     def notes(self) -> TurnNotes:
-        return TurnNotes(ready=None)
+        if self._session.notes is None:
+            return TurnNotes(ready=None)
+        ready, cut = self._session.notes
+        return TurnNotes(tuple(_ready_queue(*name.split(b":", 1)) for name in ready), tuple(map(int, cut)))
 
     def _calls_of(self, verb: StoreVerb, asked: Any, epoch: int) -> ScriptCall[Any] | list[ScriptCall[Any]]:
         """Return the call of one verb of a Turn, or a list if the verb takes one call for each item."""
@@ -357,7 +358,7 @@ class RedisStore:
 
     @_verb
     def promote(self, *, epoch: int, limit: int = 1024) -> ScriptCall[int]:
-        return ScriptCall("promote", [epoch, limit], lambda reply: int(reply[0]), leads=True)
+        return ScriptCall("promote", [epoch, limit], int, leads=True)
 
     @_verb
     def skip(self, *, epoch: int, limit: int = 1024) -> ScriptCall[list[str]]:
@@ -447,16 +448,16 @@ class RedisStore:
     def top_band(self) -> ScriptCall[int | None]:
         return ScriptCall("top_band", [], lambda reply: reply and int(reply), reads=True)
 
-    def ready_queues(self, place: Any = None, *, limit: int = 256) -> ReadyPage:
-        found = sorted((-int(priority), subject, int(kind)) for priority, subject, kind in self._ready_queues())
-        begin = 0 if place is None else bisect_right(found, place)
-        some = found[begin : begin + limit]
-        queues = [ReadyQueue(subject, JobKind(kind)) for _, subject, kind in some]
-        return ReadyPage(queues, some[-1] if len(found) > begin + limit else None)
-
     @_verb
-    def _ready_queues(self) -> ScriptCall[list[list[str]]]:
-        return ScriptCall("ready_queues", [], lambda reply: list(map(_texts, reply)), reads=True)
+    def ready_queues(self, place: Any = None, *, limit: int = 256) -> ScriptCall[ReadyPage]:
+        def decode(reply: Reply) -> ReadyPage:
+            rows, own = reply
+            queues = [_ready_queue(kind, subject) for _, _, subject, kind in rows]
+            queues += [_ready_queue(kind, subject) for subject, kind in ([own] if own else [])]
+            return ReadyPage(queues, (int(rows[-1][0]), rows[-1][1]) if len(rows) == limit else None)
+
+        priority, after = place or (PRIORITY_MAX, "")
+        return ScriptCall("ready_queues", [priority, after, limit], decode, reads=True)
 
     @_batch
     def ended_among(self, job_ids: Sequence[str]) -> ScriptCall[list[str]]:
@@ -624,10 +625,8 @@ def _some_of(verb: str, names: Sequence[str]) -> ScriptCall[list[str]]:
 # ---------------------------------------------------------------------------------------------------- answers
 
 
-def _came_back(turn: Turn, answers: Answers) -> bool:
-    """Return whether jobs may have become ready other than by their submit."""
-    ended = any(answers.release) or any(answers.end_leases) or any(answer.state is State.PENDING for answer in answers.fail)
-    return bool(turn.rerun or answers.reap or answers.promote or ended or any(answer.done for answer in answers.requeue))
+def _ready_queue(kind: bytes, subject: bytes) -> ReadyQueue:
+    return ReadyQueue(subject.decode(), JobKind(int(kind)))
 
 
 def _submitted(submission: Submission, row: Reply) -> Answered:

@@ -23,7 +23,8 @@
 --   {app}:outcome:{id}          STRING  msgpack of the Outcome without the parts that have a key of their own
 --   {app}:incidents:{id}        LIST    msgpack of [at, kind, attempt, worker_id, actor, reason], the oldest first
 --   {app}:queue:{priority}:{group}:{kind}:{subject}  ZSET  all other ready jobs, by seq
---   {app}:queues:{priority}     HASH    {kind}:{subject} -> group of the queues above that hold a job
+--   {app}:queues:{priority}     ZSET    group, subject and kind of the queues above that hold a job, NUL between; all by 0
+--   {app}:walks                 HASH    where a walk over {app}:queues:{priority} goes on that was cut short
 --   {app}:served                ZSET    groups by their turn in which they were last given a job
 --   {app}:jobs                  ZSET    all jobs by seq, which is their order of submission
 --   {app}:ended                 ZSET    terminal jobs by finished_at
@@ -50,6 +51,7 @@ local key = {
   dlq = prefix .. 'dlq',
   revoked = prefix .. 'revoked_tokens',
   served = prefix .. 'served',
+  walks = prefix .. 'walks',
   jobs = prefix .. 'jobs',
   ended = prefix .. 'ended',
   late = prefix .. 'late',

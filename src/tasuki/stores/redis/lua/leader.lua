@@ -58,20 +58,15 @@ verbs.skip = function()
   return skipped
 end
 
--- promote(epoch, limit) -> {count, subject, …}
+-- promote(epoch, limit) -> how many
 -- Reads {app}:epoch; moves due jobs from {app}:delay to their queue; gives jobs that outsiders pushed into {app}:queue since the
 -- last call their {app}:job:{id}, and counts them among those that became ready.
 
 verbs.promote = function()
   local epoch, limit = take(2)
   check_epoch(epoch)
-  local new = outsiders.record_new(tonumber(limit))
-  local found = jobs.first_of(key.delay, text(now.wall), tonumber(limit))
-  local answer, seen, count = { '' }, {}, new
-  if new > 0 then
-    answer[2], seen[OWN.subject] = OWN.subject, true
-  end
-  for _, entry in ipairs(found) do
+  local count = outsiders.record_new(tonumber(limit))
+  for _, entry in ipairs(jobs.first_of(key.delay, text(now.wall), tonumber(limit))) do
     local job = entry.job
     if not job.delayed then
       unrank(key.delay, job.id)
@@ -80,15 +75,9 @@ verbs.promote = function()
     else
       jobs.change(job, {})
       count = count + 1
-      local subject = jobs.facts(job).subject
-      if not seen[subject] then
-        seen[subject] = true
-        answer[#answer + 1] = subject
-      end
     end
   end
-  answer[1] = tostring(count)
-  return answer
+  return tostring(count)
 end
 
 -- prune(before, epoch, limit) -> how many

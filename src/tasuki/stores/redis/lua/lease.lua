@@ -50,49 +50,47 @@ local function read_request(terms)
   return request
 end
 
--- Returns the jobs at the head of a queue after the first `skip`, the oldest first.
+-- Returns { id, seq, queue } of the first jobs of a queue after the first `skip`, the oldest first.
 local function head_of(queue, skip, count)
-  local found
+  local found = {}
   if queue.is_list then
-    found = outsiders.peek(skip, count)
-  else
-    flush_ranks()
-    local ids = redis.call('ZRANGE', queue.name, skip, skip + count - 1)
-    jobs.preload(ids)
-    found = {}
-    for i, id in ipairs(ids) do
-      found[i] = jobs.load(id)
+    for i, job in ipairs(outsiders.peek(skip, count)) do
+      found[i] = { job.id, tonumber(job.seq), queue }
     end
-  end
-  for _, job in ipairs(found) do
-    job.queue = queue
+  else
+    local flat = redis.call('ZRANGE', queue.name, skip, skip + count - 1, 'WITHSCORES')
+    for i = 1, #flat, 2 do
+      found[(i + 1) / 2] = { flat[i], tonumber(flat[i + 1]), queue }
+    end
   end
   return found
 end
 
 local function older_first(one, other)
-  return tonumber(one.seq) < tonumber(other.seq)
+  return one[2] < other[2]
 end
 
--- Returns the oldest jobs of several queues; and for each queue how many of its own are among them, if it may have more.
+-- Returns the oldest jobs of several queues, as head_of; and for each queue how many of its own are among them, if it may have more.
 local function candidates_of(waiting, late, count)
-  local found, open = {}, {}
-  for i, queue in ipairs(waiting) do
-    local head = head_of(queue, late[queue.name] or 0, count)
-    if #head == count then
-      open[queue.name] = count
+  flush_ranks()
+  local found, open, ids = {}, {}, {}
+  local share = math.min(count, math.ceil(2 * count / #waiting) + 1) -- a queue that has more of the oldest is read again
+  for _, queue in ipairs(waiting) do
+    local head = head_of(queue, late[queue.name] or 0, share)
+    if #head == share then
+      open[queue.name] = share
     end
-    if i == 1 then
-      found = head
-    else
-      for _, job in ipairs(head) do
-        found[#found + 1] = job
-      end
+    for _, entry in ipairs(head) do
+      found[#found + 1] = entry
     end
   end
   if #waiting > 1 then
     table.sort(found, older_first)
   end
+  for i = 1, math.min(count, #found) do
+    ids[i] = found[i][1]
+  end
+  jobs.preload(ids)
   return found, open
 end
 
@@ -112,11 +110,14 @@ local function serve(request, waiting, count, grants)
   repeat
     local found, open = candidates_of(waiting, late, wanted - request.granted)
     local is_open = false
-    for _, job in ipairs(found) do
-      local name = job.queue.name
-      if rules.is_late(job.not_after, now.wall) then
+    for _, entry in ipairs(found) do
+      local job, name = jobs.load(entry[1]), entry[3].name
+      if not job then -- somebody deleted its record
+        unrank(name, entry[1])
+      elseif rules.is_late(job.not_after, now.wall) then
         late[name] = (late[name] or 0) + 1
       else
+        job.queue = entry[3]
         grant_to(request, job, grants)
       end
       open[name] = open[name] and open[name] - 1
@@ -129,15 +130,32 @@ local function serve(request, waiting, count, grants)
   return count - (wanted - request.granted)
 end
 
-local function lease_next(request)
+-- Grants up to `count` jobs of one group.
+local function take_from_group(request, priority, group, count, grants)
+  local before = request.granted
+  queues.each_window(request, priority, group, function(waiting)
+    if serve(request, waiting, count - (request.granted - before), grants) == 0 then
+      queues.looked_in_vain(#waiting)
+    end
+    return request.granted - before == count
+  end)
+  if request.granted == before then
+    queues.looked_in_vain(1)
+  end
+  return request.granted - before
+end
+
+local function lease_next(request, priorities)
   local grants = {}
-  for priority = PRIORITY_MAX, 0, -1 do
+  for _, priority in ipairs(priorities) do
     if request.granted >= request.limit then
       break
     end
-    local groups = fair.groups(request, queues.of_priority(priority))
-    fair.deal(groups, request.limit - request.granted, function(group, count)
-      return serve(request, groups[group], count, grants)
+    queues.each_groups(request, priority, function(groups)
+      fair.deal(groups, request.limit - request.granted, function(group, count)
+        return take_from_group(request, priority, group, count, grants)
+      end)
+      return request.granted >= request.limit
     end)
   end
   return grants
@@ -183,10 +201,15 @@ end
 
 verbs.lease = function()
   local terms = read_terms(read_live_workers())
-  local answers = {}
+  local answers, priorities = {}, queues.priorities()
+  queues.begin_lease()
   for i = 1, take_number() do
     local request = read_request(terms)
-    answers[i] = #request.job_ids > 0 and lease_named(request) or lease_next(request)
+    queues.begin_request()
+    answers[i] = #request.job_ids > 0 and lease_named(request) or lease_next(request, priorities)
+    if queues.is_cut() and request.granted < request.limit then
+      cut[#cut + 1] = tostring(i - 1)
+    end
   end
   return answers
 end

@@ -2,7 +2,8 @@
 --   mode, session, number, lease clock or '', wall clock or '', digest, count of verbs, then for each its name, how many
 --     arguments, these
 -- Modes:
---   run     do it. Answers {'done', answers, sentences for the log}
+--   run     do it. Answers {'done', answers, sentences for the log, {kind}:{subject} of queues that jobs came back to, positions of
+--           lease requests that were cut short}
 --   lead    as run, for turns with a leader's verbs, which may be refused after others were done
 --   look    as run, for verbs that only read: leaves no trace of the turn
 --   try     do it and roll it back, to know the answers: {'done', answers, digest, lease clock, wall clock}
@@ -85,7 +86,7 @@ local function turn()
     if mode == 'run' then
       remember_turn(cmsgpack.pack(to_keep))
     end
-    return { 'done', to_show, notices }
+    return { 'done', to_show, notices, queues.all_came_back_to(), cut }
   end
   local found = redis.sha1hex(cmsgpack.pack(to_show))
   if mode == 'try' then
@@ -97,7 +98,7 @@ local function turn()
     return { 'changed' }
   end
   remember_turn(cmsgpack.pack(to_keep))
-  return { 'done', to_show, notices }
+  return { 'done', to_show, notices, queues.all_came_back_to(), cut }
 end
 
 read_clocks()

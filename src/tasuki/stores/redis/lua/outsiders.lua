@@ -140,9 +140,11 @@ function outsiders.peek(skip, count)
       if job then
         found[#found + 1] = job
         seen[id] = true
+      else
+        queues.looked_in_vain(1)
       end
     end
-  until #ids == 0 or #found == skip + count
+  until #ids == 0 or #found == skip + count or not queues.may_walk()
   for _ = 1, math.min(skip, #found) do
     table.remove(found, 1)
   end
@@ -161,6 +163,9 @@ function outsiders.record_new(limit)
   local met = 0
   for i = #fresh, 1, -1 do
     met = met + (meet(fresh[i]) and 1 or 0)
+  end
+  if met > 0 then
+    queues.came_back_to()
   end
   return met
 end

@@ -147,23 +147,17 @@ end
 -- Reads {app}:queues:{priority} and {app}:queue.
 
 reads.top_band = function()
-  local priority = queues.top_priority()
+  local priority = queues.priorities()[1]
   return priority and tostring(priority) or false
 end
 
--- ready_queues() -> for each queue that has a job priority, subject, kind
+-- ready_queues(priority, member of its index to go on after or '', limit)
+--   -> {for each queue {priority, member, subject, kind}; subject and kind of {app}:queue, or false if it is empty}
 -- Reads {app}:queues:{priority} and {app}:queue.
 
 reads.ready_queues = function()
-  local found = {}
-  for priority = PRIORITY_MAX, 0, -1 do
-    for _, queue in pairs(queues.of_priority(priority)) do
-      if not queue.is_list or redis.call('LLEN', queue.name) > 0 then
-        found[#found + 1] = { tostring(priority), queue.subject, queue.kind }
-      end
-    end
-  end
-  return found
+  local priority, after, limit = take(3)
+  return { queues.page(tonumber(priority), after, tonumber(limit)) }
 end
 
 -- ended_among(count, job_id, …) -> the jobs that are terminal or do not exist

@@ -1,0 +1,91 @@
+"""Leasing from Redis costs what is granted, however many other subjects wait."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from tasuki.core.job import JobSpec, body_hash
+from tasuki.core.store_messages import LeaseRequest, Submission
+from tests.support.redis_app import PAYLOAD, Zpe
+
+MANY = 3_000
+SLOW_MS = 15.0  # with all of them looked at it takes 50 ms and more
+
+
+@pytest.fixture
+def crowded(zpe: Zpe) -> Zpe:
+    """The app, with a job of each of many subjects that nobody takes."""
+    for begin in range(0, MANY, 500):
+        add(zpe, *(f"render.{number}.gpu" for number in range(begin, begin + 500)))
+    return zpe
+
+
+def add(zpe: Zpe, *subjects: str) -> None:
+    specs = [JobSpec(job_id=subject, subject=subject, payload=PAYLOAD) for subject in subjects]
+    zpe.store.submit([Submission(spec, "alice", body_hash(spec)) for spec in specs])
+
+
+def best_ms(zpe: Zpe, work: Callable[[int], None]) -> float:
+    """The time that Redis takes for the calls of one round, in the best of several."""
+    taken = []
+    for number in range(5):
+        zpe.raw.config_resetstat()
+        work(number)
+        taken.append(zpe.raw.info("commandstats")["cmdstat_evalsha"]["usec"] / 1000)
+    return min(taken)
+
+
+@pytest.mark.parametrize("pattern", ["zoo.7", "zoo.*", "zoo.>"])
+def test_a_job_of_another_group_comes_and_goes_at_once(crowded: Zpe, pattern: str) -> None:
+    def submit_and_lease(number: int) -> None:
+        crowded.stage.add(f"j{number}", subject="zoo.7")
+        assert [grant.job_id for grant in crowded.stage.lease(patterns=(pattern,))] == [f"j{number}"]
+
+    assert best_ms(crowded, submit_and_lease) < SLOW_MS
+
+
+def test_an_idle_worker_whose_pattern_matches_nothing_does_not_walk_over_all_of_them(crowded: Zpe) -> None:
+    assert best_ms(crowded, lambda _: crowded.stage.lease(patterns=("render.*.cpu",))) < SLOW_MS
+
+
+def test_many_workers_that_find_nothing_cost_no_more_than_one(crowded: Zpe) -> None:
+    requests = [
+        LeaseRequest(worker_id=f"w{number}", incarnation="1", patterns=(f"render.*.{number}", "*.cpu")) for number in range(20)
+    ]
+
+    assert best_ms(crowded, lambda _: crowded.store.lease(requests)) < SLOW_MS
+    assert crowded.store.notes().cut[-1] == 19
+
+
+def test_a_page_of_queues_costs_its_length_and_always_has_the_list(crowded: Zpe) -> None:
+    crowded.push("outsider")
+
+    page = crowded.store.ready_queues(limit=10)
+
+    assert len(page.queues) == 11
+    assert page.queues[-1].subject == "job.assign.zpe"
+    assert best_ms(crowded, lambda _: crowded.store.ready_queues(page.place, limit=10)) < SLOW_MS
+
+
+def test_entries_that_are_none_are_met_a_bounded_number_at_a_time(zpe: Zpe) -> None:
+    zpe.raw.lpush("zpe:queue", *(f"mol:{number}" for number in range(1_500)))
+    zpe.push("good")
+
+    rounds = 0
+    while not zpe.lease():
+        rounds += 1
+        assert zpe.store.notes().cut == (0,)
+
+    assert rounds == 2
+    assert zpe.raw.llen("zpe:dlq") == 1_500
+
+
+def test_a_queue_that_got_empty_is_in_no_index(zpe: Zpe) -> None:
+    add(zpe, "zoo.7")
+
+    zpe.stage.take("zoo.7")
+
+    assert not zpe.raw.exists("zpe:queues:5")
+    assert zpe.store.ready_queues().queues == []
