@@ -42,7 +42,7 @@ class SubmitterCases(StoreCase):
             args=("--x", "", "ü\n"),
             env={"B": "2", "A": "1"},
             payload=b"\x00\xff" * 50,
-            files=(InputFile("in/a.txt", data=b"\x00"), InputFile("b", sha256="0" * 64, size_bytes=1)),
+            files=(InputFile("in/a.txt", data=b"\x00"), InputFile("b", sha256="0" * 64, size_bytes=3)),
             timeout_s=1.5,
             max_retries=0,
             max_losses=9,
