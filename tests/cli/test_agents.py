@@ -6,6 +6,7 @@ import asyncio
 import errno
 import json
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from unittest.mock import AsyncMock
 
@@ -16,6 +17,7 @@ from tasuki.cli.output import ExitCode, Output
 from tests.agent.stage import AgentStage
 from tests.cli.commands import Done, User
 from tests.cli.inside import Inside, inside
+from tests.support.waiting import until
 
 __all__ = ["inside"]
 
@@ -57,6 +59,69 @@ def test_a_failed_programs_own_exit_code_stays(agent: AgentStage, user: User) ->
 
     assert done.returncode == 7
     assert "1 output is not in the result" in done.stderr
+
+
+# ---------------------------------------------------------------------------------------------------- jobs that there are
+
+
+def test_jobs_of_agents_are_shown_and_listed(agent: AgentStage, user: User) -> None:
+    agent.run("seen-done", "echo done")
+    agent.run("seen-failed", "exit 3")
+
+    status = json.loads(tasuki(agent, user, "status", "--json", "seen-done", "seen-failed").stdout)
+    listed = json.loads(tasuki(agent, user, "list", "--json", "--state", "FAILED").stdout)["jobs"]
+
+    assert [(view["job_id"], view["state"], view["node"]) for view in status] == [
+        ("seen-done", "SUCCEEDED", "n1"), ("seen-failed", "FAILED", "n1"),
+    ]  # fmt: skip
+    assert "seen-failed" in [job["job_id"] for job in listed]
+    assert {job["state"] for job in listed} == {"FAILED"}
+    assert "seen-failed  FAILED\n" in tasuki(agent, user, "status", "seen-failed").stdout
+    assert "seen-done" in tasuki(agent, user, "list").stdout
+    assert tasuki(agent, user, "status", "nobody-knows").returncode == ExitCode.NOT_FOUND
+    assert "need a server" in tasuki(agent, user, "list", "--subject", "x").stderr
+
+
+def test_a_result_of_an_agent_is_waited_for_and_saved(agent: AgentStage, user: User) -> None:
+    running = agent.begin("kept", f"while [ ! -e {user.home}/go ]; do sleep 0.02; done; echo kept > out/kept; ln -s x out/link")
+    until(lambda: agent.state("kept") == "running")
+    (user.home / "go").touch()
+
+    done = tasuki(agent, user, "result", "kept", "--extract", str(user.home / "unpacked"))
+
+    assert (done.returncode, (user.home / "unpacked" / "out" / "kept").read_text()) == (0, "kept\n")
+    assert running.answer().status_code == 200
+
+
+def test_the_output_of_an_agents_job_is_followed_while_it_runs(agent: AgentStage, user: User) -> None:
+    running = agent.begin("told", f"echo first; while [ ! -e {user.home}/go ]; do sleep 0.02; done; echo second; echo end >&2")
+    until(lambda: agent.state("told") == "running")
+
+    so_far = until(lambda: tasuki(agent, user, "logs", "told").stdout, what="the first line")
+    with ThreadPoolExecutor(1) as pool:
+        all_of_it = pool.submit(tasuki, agent, user, "logs", "-f", "told")
+        until(lambda: agent.agent.jobs._log_reads, what="the log is followed")
+        (user.home / "go").touch()
+
+        assert (so_far, all_of_it.result().stdout) == ("first\n", "first\nsecond\n")
+    assert all_of_it.result().stderr == "end\n"
+    assert running.answer().status_code == 200
+    assert tasuki(agent, user, "logs", "--stream", "stdout", "told").stdout == "first\nsecond\n"
+
+
+def test_a_job_that_runs_is_canceled_and_one_that_has_ended_stays(agent: AgentStage, user: User) -> None:
+    agent.run("ended", "true")
+    running = agent.begin("stopped", "sleep 60")
+    until(lambda: agent.state("stopped") == "running")
+
+    done = json.loads(tasuki(agent, user, "cancel", "--json", "stopped", "ended").stdout)
+
+    assert {job_id: what["state"] for job_id, what in done.items()} == {"stopped": "CANCELED", "ended": "SUCCEEDED"}
+    assert (running.answer().status_code, agent.state("stopped"), agent.state("ended")) == (409, None, "done")
+
+
+def test_what_needs_a_server_says_so(agent: AgentStage, user: User) -> None:
+    assert "agents" in tasuki(agent, user, "retry", "x").stderr
 
 
 # ---------------------------------------------------------------------------------------------------- errors

@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import pytest
+
+from tasuki.dispatcher.settings import Mode
+from tests.agent.stage import AgentStage
 from tests.client.agent_stand_in import StandIn
 from tests.dispatcher.stage import code_of, dispatching, job, tell, two_nodes
+from tests.support.waiting import until
 
 
 def test_a_result_comes_from_the_node_that_has_it_whole_or_in_part() -> None:
@@ -144,3 +151,29 @@ def test_of_nodes_that_know_of_one_run_the_one_that_tells_how_far_it_is_counts()
                 assert answer.headers["tasuki-node"] == mine.url
 
     tell(story())
+
+
+@pytest.mark.parametrize("mode", list(Mode))
+def test_the_jobs_of_all_nodes_are_listed_and_a_running_ones_output_is_passed_on(tmp_path: Path, mode: Mode) -> None:
+    async def story() -> None:
+        async with dispatching(one.url, two.url, mode=mode) as stage:
+            listed = (await stage.http.get("/jobs?state=done&limit=5")).json()
+            log = await stage.http.get("/jobs/runs/logs/stdout?wait_s=5")
+            unknown = await stage.http.get("/jobs/unknown/logs/stdout")
+            bad = [await stage.http.get(path) for path in ("/jobs?limit=0", "/jobs?state=x", "/jobs/runs/logs/stdin")]
+
+        assert ({job["job_id"] for job in listed["jobs"]}, listed["silent"]) == ({"first", "second"}, {})
+        assert (log.content, log.headers["tasuki-offset"], log.headers["tasuki-ended"]) == (b"hello\n", "0", "false")
+        assert code_of(unknown) == (404, "NOT_FOUND")
+        assert [code_of(answer) for answer in bad] == [(400, "INVALID_PAYLOAD")] * 3
+
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+    with AgentStage(tmp_path / "one") as one, AgentStage(tmp_path / "two", node="n2") as two:
+        one.run("first")
+        two.run("second")
+        running = two.begin("runs", "echo hello; sleep 60")
+        until(lambda: two.http.get("/jobs/runs/logs/stdout").content, what="it has written")
+        tell(story())
+        two.http.delete("/jobs/runs")
+        assert running.answer().status_code == 409

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from msgspec.structs import replace
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from starlette.requests import Request
 from starlette.responses import Response
@@ -25,18 +26,29 @@ from tasuki.agent import refusals
 from tasuki.agent.folders import AgentRunFolders, JobFolders
 from tasuki.agent.jobs import DAY_S, AgentJobs, AgentMetrics
 from tasuki.agent.refusals import GuardedServer, log_context
-from tasuki.agent.results import ResultElsewhere, ResultResponse
+from tasuki.agent.results import ResultElsewhere, ResultResponse, log_response
 from tasuki.agent.settings import AgentConfig
 from tasuki.agent.upload import InputSource, Upload, boundary_of
 from tasuki.core.address import Address
-from tasuki.core.failover.agent_protocol import AgentOutcome, EndedMarker, check_input_hash, input_hash, job_view, only_running
+from tasuki.core.failover.agent_protocol import (
+    AgentOutcome,
+    EndedMarker,
+    check_input_hash,
+    input_hash,
+    job_view,
+    only_running,
+    parse_list_query,
+    parse_log_query,
+)
 from tasuki.core.job import check_job_id
+from tasuki.core.protocol import LogPiece
 from tasuki.doors.http.exchange import json_answer
 from tasuki.doors.listening import bound
 from tasuki.errors import KeeperLost, NotFound, TooLarge
 from tasuki.worker.folder import remove_tree
 from tasuki.worker.keeper.client import Keeper
 from tasuki.worker.keeper.linux import sweep
+from tasuki.worker.logs import LogFollow
 from tasuki.worker.runner import CommandRunner
 
 if TYPE_CHECKING:
@@ -66,6 +78,7 @@ class Agent:
         self.folders = JobFolders(config.data, fault or (lambda point: None))
         self._metrics = AgentMetrics(config.slots)
         self._on_lost = on_lost
+        logs = LogFollow(lambda piece: self.jobs.log_was_read(piece))
         self._runner = CommandRunner(
             config.data,
             config.execs,
@@ -76,14 +89,17 @@ class Agent:
             lease_deadline=lambda lease_id: self.jobs.deadline(lease_id),
             on_keeper_lost=self._lost,
             on_progress=lambda lease_id, progress: self.jobs.progressed(lease_id, progress),
+            log_follow=logs,
             folders=AgentRunFolders(config.data, incarnation, self.folders),
         )
-        self.jobs = AgentJobs(config, incarnation, self.folders, self._runner, self._metrics, registry)
+        self.jobs = AgentJobs(config, incarnation, self.folders, self._runner, logs, self._metrics, registry)
         self._cleaning: asyncio.Task[None] | None = None
         routes = (
             ("POST", "/run/{job_id}", self._run),
             ("GET", "/result/{job_id}", self._result),
+            ("GET", "/jobs", self._jobs),
             ("GET", "/jobs/{job_id}", self._job),
+            ("GET", "/jobs/{job_id}/logs/{stream}", self._log),
             ("DELETE", "/jobs/{job_id}", self._delete),
             ("GET", "/capacity", self._capacity),
             ("GET", "/metrics", self._scrape),
@@ -218,6 +234,23 @@ class Agent:
             if elsewhere is not None:
                 return elsewhere
         return self._stored(job_id)
+
+    async def _jobs(self, request: Request) -> Response:
+        states, limit = parse_list_query(request.query_params.multi_items())
+        return json_answer({"jobs": await self.jobs.listed(states, limit)})
+
+    async def _log(self, request: Request) -> Response:
+        job_id = check_job_id(request.path_params["job_id"])
+        query = parse_log_query(request.path_params["stream"], request.query_params)
+        held = self.jobs.held(job_id)
+        if held is None:
+            marker = self.jobs.look(job_id)
+            if marker is None:
+                raise NotFound(f"there is no job {job_id} at this node")
+            return log_response(LogPiece(0, query.offset, b"", query.offset, query.offset, ended=True), marker.attempt)
+        piece = await self.jobs.read_log(held, query.stream, query.offset, query.wait_s)
+        is_over = piece.ended and self.jobs.held(job_id) is not held  # else its program has not started yet
+        return log_response(replace(piece, ended=is_over), held.attempt)
 
     async def _job(self, request: Request) -> Response:
         job_id = check_job_id(request.path_params["job_id"])

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import os
 import time
-from collections.abc import AsyncIterable, Sequence
+from collections.abc import AsyncIterable, Container, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -29,10 +30,12 @@ from tasuki.config import DISK_FLOOR_BYTES, DISK_FLOOR_INODES
 from tasuki.core.failover import agent_protocol
 from tasuki.core.failover.agent_protocol import AgentOutcome, AgentState, EndedMarker, InputRecord, RunningMarker
 from tasuki.core.job import InputFile, JobSpec, Outcome, Progress
+from tasuki.core.protocol import LogPiece, ReadLog
 from tasuki.errors import AgentRefusal, DiskFull, InvalidInput, NotFound, TasukiError, TooLarge, Unavailable, quoted
 from tasuki.event_loop import ignore_result
 from tasuki.worker.attempt import Attempt, RunResult, StopReason
 from tasuki.worker.execs import FILE, FILES, Exec
+from tasuki.worker.logs import LogFollow
 from tasuki.worker.runner import CommandRunner
 
 if TYPE_CHECKING:
@@ -182,6 +185,7 @@ class AgentJobs:
         incarnation: str,
         folders: JobFolders,
         runner: CommandRunner,
+        logs: LogFollow,
         metrics: AgentMetrics,
         registry: StoreRegistry | None = None,
     ) -> None:
@@ -190,6 +194,7 @@ class AgentJobs:
         self._boot_id = BOOT_ID.read_text().strip() if BOOT_ID.exists() else ""
         self.folders = folders
         self._runner = runner
+        self._logs = logs
         self.metrics = metrics
         self.registry = registry
         self._loop = asyncio.get_running_loop()
@@ -197,6 +202,8 @@ class AgentJobs:
         self._tidies = False
         folders.on_rubbish = self._tidy_soon
         self._held: dict[str, SlotJob] = {}
+        self._log_reads: dict[int, asyncio.Future[LogPiece]] = {}
+        self._numbers = itertools.count(1)
         self.draining = False
         self._free = asyncio.Event()
         self._free.set()
@@ -224,6 +231,35 @@ class AgentJobs:
     def is_done(self, job_id: str) -> bool:
         """Return whether a job is done here. With a registry too it is answered from here: its end was recorded before."""
         return job_id not in self._held and _state_of(self.look(job_id)) is AgentState.DONE
+
+    async def listed(self, states: Container[str], limit: int) -> list[dict[str, Any]]:
+        """Return up to `limit` jobs of this node in these states: first those that run, then the last that have ended."""
+        running = [held.view(self._config.node) for held in self._held.values()] if AgentState.RUNNING in states else []
+        held = set(self._held)
+
+        def ended() -> Iterator[dict[str, Any]]:
+            for job_id in self.folders.newest_first():
+                marker = None if job_id in held else self.look(job_id)
+                if marker is not None and marker.state in states:
+                    yield agent_protocol.job_view(marker.common, marker.state, ended_at=marker.ended_at, ended=marker)
+
+        return [*running, *await asyncio.to_thread(lambda: list(itertools.islice(ended(), limit)))][:limit]
+
+    async def read_log(self, held: SlotJob, stream: str, offset: int, wait_s: float) -> LogPiece:
+        """Read what a running program has written since an offset; wait for something new."""
+        number = next(self._numbers)
+        reading = self._log_reads[number] = self._loop.create_future()
+        try:
+            lease_id = f"{held.job_id}.{held.attempt}"
+            self._logs.ask(ReadLog(number, lease_id, stream, offset, wait_s=wait_s))
+            return await reading
+        finally:
+            del self._log_reads[number]
+
+    def log_was_read(self, piece: LogPiece) -> None:
+        reading = self._log_reads.get(piece.corr_id)  # None: its reader has left
+        if reading is not None and not reading.done():
+            reading.set_result(piece)
 
     def deadline(self, lease_id: str) -> float | None:
         return None if self.registry is None else self.registry.deadline(lease_id.rpartition(".")[0])

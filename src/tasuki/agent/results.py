@@ -27,6 +27,7 @@ from tasuki.config import is_listener_ours
 from tasuki.core.address import Address, parse_url
 from tasuki.core.failover.agent_protocol import EndedMarker
 from tasuki.core.failover.registry_records import ResultLocation
+from tasuki.core.protocol import LogPiece
 from tasuki.core.ranges import content_range, range_headers, requested_range
 from tasuki.core.store_messages import BlobPlace
 from tasuki.doors.http.exchange import envelope, json_answer
@@ -121,6 +122,18 @@ class ResultResponse(Response):
         async with FileSource(self._source) as source, aclosing(source.pieces(start, stop)) as pieces:
             async for piece in pieces:
                 yield piece
+
+
+def log_response(piece: LogPiece, attempt: int) -> Response:
+    """Return the response with a piece of a running program's output. The headers say where it lies in the stream."""
+    headers = {
+        "Tasuki-Attempt": str(attempt),
+        "Tasuki-Offset": str(piece.offset),
+        "Tasuki-Cut-Bytes": str(piece.cut_bytes),
+        "Tasuki-End": str(piece.end),
+        "Tasuki-Ended": str(piece.ended).lower(),
+    }
+    return Response(piece.data, headers=headers, media_type="application/octet-stream")
 
 
 # ------------------------------------------------------------------------------------------------ results from elsewhere

@@ -18,13 +18,11 @@ import click
 
 from tasuki.cli import result
 from tasuki.cli.command import Destination, command, connection_options, flag, number
-from tasuki.cli.connect import read_token
+from tasuki.cli.connect import are_named, open_agents_client
 from tasuki.cli.output import ExitCode, Output, table
-from tasuki.config import data_folder, default_url, own_agent_token
-from tasuki.core.address import AGENTS, parse_agents, shown_address
 from tasuki.core.failover.events import WAY_IN
 from tasuki.core.failover.nodes import Ranked
-from tasuki.errors import ConfigError, InvalidInput
+from tasuki.errors import InvalidInput
 
 if TYPE_CHECKING:
     from tasuki.client.agents.client import AgentResult, AsyncAgentsClient, RunProgress
@@ -44,29 +42,12 @@ NEEDS_A_SERVER = {
 USUAL_PRIORITY = 5
 
 
-def _address_of(place: Destination) -> str:
-    """Return --to, else TASUKI_URL."""
-    return place.to or default_url() or ""
-
-
-def open_client(place: Destination) -> AsyncAgentsClient:
-    """Make a client of the node agents; its breakers are remembered in the data folder."""
-    from tasuki.client.agents.client import AsyncAgentsClient
-
-    where = _address_of(place)
-    if not where.startswith(AGENTS):
-        raise ConfigError(f"--to {shown_address(where)!r} names no node agents; write --to agents:http://n1:7090,http://n2:7090")
-    folder = data_folder(place.data)
-    token = read_token(place.token_file) or own_agent_token(parse_agents(where), place.data)
-    return AsyncAgentsClient(where, token=token, tls_ca=place.tls_ca, notes=folder.root)
-
-
 # ---------------------------------------------------------------------------------------------------- run
 
 
 def are_meant(place: Destination, hedge: float | None, give_up_after: float | None) -> bool:
     """Return whether `run` goes to node agents. Raise InvalidInput for options that only they have, if it goes elsewhere."""
-    if _address_of(place).startswith(AGENTS):
+    if are_named(place):
         return True
     option = "--hedge" if hedge is not None else "--give-up-after" if give_up_after is not None else ""
     if option:
@@ -99,7 +80,7 @@ async def run_on_agents(
         stream = None
         if output_file is not None and _is_stream(output_file):
             stream, output_file = stack.enter_context(_open_stream(output_file)), None
-        async with open_client(place) as client:
+        async with open_agents_client(place) as client:
             job_id = fields["job_id"] or client.new_id()
             output.progress(f"job {job_id}: looking for a node …")
             nodes: set[str] = set()
@@ -250,7 +231,7 @@ def nodes(output: Output, watch: bool, interval: float, place: Destination) -> i
 
 async def show_nodes(place: Destination, output: Output, interval_s: float | None) -> int:
     """Check all nodes at once and list them, the best first; again and again if there is an interval."""
-    async with open_client(place) as client:
+    async with open_agents_client(place) as client:
         while True:
             ranking = await client.ranking()
             if interval_s is not None:

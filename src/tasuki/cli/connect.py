@@ -20,21 +20,31 @@ import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar, cast
 
 from tasuki.blobs.files import durable_write
 from tasuki.cli.command import STDIN, Destination
 from tasuki.cli.output import when
 from tasuki.client import AsyncClient
 from tasuki.client.embedded import owner_files, read_owner
-from tasuki.config import TOKEN_MAX_CHARS, DataFolder, check_app, check_folder, data_folder, default_url, find_token
-from tasuki.core.address import Address, parse_url, shown_address
+from tasuki.config import (
+    TOKEN_MAX_CHARS,
+    DataFolder,
+    check_app,
+    check_folder,
+    data_folder,
+    default_url,
+    find_token,
+    own_agent_token,
+)
+from tasuki.core.address import AGENTS, Address, parse_agents, parse_url, shown_address
 from tasuki.core.apps import DEFAULT_APP
 from tasuki.core.election import LOCK_TTL_S
 from tasuki.core.lifecycle import LEASE_TTL_S
 from tasuki.errors import ConfigError
 
 if TYPE_CHECKING:
+    from tasuki.client.agents.client import AsyncAgentsClient
     from tasuki.server.assembly import StorageLocations
     from tasuki.server.server import Server
 
@@ -48,11 +58,16 @@ GUEST_PREFIX, LOCK_NAME = "tasuki-guest-", "lock"
 LEADER_WAIT_S = 15.0  # longer than a takeover: a new leader may be on its way
 
 
-def with_client(place: Destination, work: Callable[[AsyncClient], Awaitable[T]]) -> T:
-    """Connect, await `work(client)`, disconnect, and return its result."""
+def with_client(place: Destination, work: Callable[[AsyncClient], Awaitable[T]], *, agents: bool = False) -> T:
+    """Connect, await `work(client)`, disconnect, and return its result. `agents`: the jobs may be those of node agents."""
 
     async def main() -> T:
         url = place.to or default_url()
+        if agents and are_named(place):
+            from tasuki.client.agents.jobs import AgentJobsClient
+
+            async with open_agents_client(place) as nodes:
+                return await work(cast("AsyncClient", AgentJobsClient(nodes)))
         if url is not None and is_store(url):
             # Commands have no options for the settings that the servers of a store share.
             get = os.environ.get
@@ -74,6 +89,26 @@ def find_server(place: Destination) -> tuple[str | None, str]:
     if not token and url is not None:
         token = own_token(data_folder(place.data), url)
     return url, token
+
+
+# ---------------------------------------------------------------------------------------------------- node agents
+
+
+def are_named(place: Destination) -> bool:
+    """Return whether --to, else TASUKI_URL, names node agents."""
+    return (place.to or default_url() or "").startswith(AGENTS)
+
+
+def open_agents_client(place: Destination) -> AsyncAgentsClient:
+    """Make a client of the node agents; its breakers are remembered in the data folder."""
+    from tasuki.client.agents.client import AsyncAgentsClient
+
+    where = place.to or default_url() or ""
+    if not are_named(place):
+        raise ConfigError(f"--to {shown_address(where)!r} names no node agents; write --to agents:http://n1:7090,http://n2:7090")
+    folder = data_folder(place.data)
+    token = read_token(place.token_file) or own_agent_token(parse_agents(where), place.data)
+    return AsyncAgentsClient(where, token=token, tls_ca=place.tls_ca, notes=folder.root)
 
 
 # ---------------------------------------------------------------------------------------------------- tokens and owners

@@ -39,7 +39,7 @@ any_job_ids_argument = cli.argument("job_ids", metavar="[JOB]...", help="Job ids
 @cli.connection_options()
 def status(output: Output, job_ids: tuple[str, ...], place: cli.Destination) -> int:
     """Jobs that are found are shown; exit 3 if others are not."""
-    views, unknown = with_client(place, lambda client: _statuses(client, job_ids))
+    views, unknown = with_client(place, lambda client: _statuses(client, job_ids), agents=True)
     output.show(views, lambda: [line for view in views for line in _view_lines(view)])
     for error in unknown:
         output.error(error)
@@ -158,7 +158,7 @@ def _find(
                 break
         return jobs, following
 
-    return with_client(place, work)
+    return with_client(place, work, agents=True)
 
 
 # ---------------------------------------------------------------------------------------------------- cancel, explain, retry
@@ -170,7 +170,7 @@ def _find(
 @cli.connection_options()
 def cancel(output: Output, job_ids: tuple[str, ...], reason: str, place: cli.Destination) -> None:
     """Waiting jobs are canceled at once, running ones when their worker has stopped them; a job that has ended stays as it is."""
-    answer = with_client(place, lambda client: client.cancel(list(job_ids), reason))
+    answer = with_client(place, lambda client: client.cancel(list(job_ids), reason), agents=True)
     output.show(answer, lambda: [f"{job_id}  {_cancel_words(what)}" for job_id, what in answer.items()])
 
 

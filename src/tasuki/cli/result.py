@@ -96,7 +96,7 @@ def result(
             output.hint(f"job {job_id} is {ended.state}: {ended.outcome.message or ended.outcome.error_code}")
         return ExitCode.OK if succeeded else ExitCode.FAILED
 
-    return with_client(place, work)
+    return with_client(place, work, agents=True)
 
 
 @contextmanager
@@ -227,7 +227,7 @@ def logs(
         make = functools.partial(LogFollower, offset=offset or 0, tail_bytes=tail, on_progress=printer.progress)
         await show([make(client, job_id, name) for name in streams], follow, printer)
 
-    with_client(place, work)
+    with_client(place, work, agents=True)
 
 
 class LogPrinter:

@@ -22,14 +22,25 @@ from tasuki.agent import refusals
 from tasuki.agent.input_sources import open_store
 from tasuki.agent.refusals import GuardedServer
 from tasuki.agent.registry_queries import described
+from tasuki.agent.results import log_response
 from tasuki.agent.upload import boundary_of
 from tasuki.client.agents.node import JobView
+from tasuki.client.agents.transfer import NodeRefused
 from tasuki.config import DISK_FLOOR_BYTES
 from tasuki.core.address import Address
-from tasuki.core.failover.agent_protocol import AgentState, IdDecision, check_input_hash, judge, only_running
-from tasuki.core.failover.nodes import authoritative_node
+from tasuki.core.failover.agent_protocol import (
+    AgentState,
+    IdDecision,
+    check_input_hash,
+    judge,
+    only_running,
+    parse_list_query,
+    parse_log_query,
+)
+from tasuki.core.failover.nodes import NodeState, authoritative_node
 from tasuki.core.failover.registry_records import result_location_of
 from tasuki.core.job import Job, check_job_id
+from tasuki.core.protocol import LogPiece
 from tasuki.dispatcher.dispatch import Dispatch, nobody
 from tasuki.dispatcher.inputs import InputStore
 from tasuki.dispatcher.metrics import DispatcherMetrics
@@ -62,7 +73,9 @@ class Dispatcher:
         routes = (
             ("POST", "/run/{job_id}", self._run),
             ("GET", "/result/{job_id}", self._result),
+            ("GET", "/jobs", self._jobs),
             ("GET", "/jobs/{job_id}", self._job),
+            ("GET", "/jobs/{job_id}/logs/{stream}", self._log),
             ("DELETE", "/jobs/{job_id}", self._delete),
             ("PUT", "/inputs/{sha256}", self._put_input),
             ("GET", "/inputs/{sha256}", self._get_input),
@@ -265,6 +278,29 @@ class Dispatcher:
             return json_answer(recorded)
         node = found.with_progress(node)
         return Response(found.known[node].body, headers={NODE_HEADER: node}, media_type="application/json")
+
+    async def _jobs(self, request: Request) -> Response:
+        """List the jobs of all nodes that answer; `silent` are the others."""
+        _, limit = parse_list_query(request.query_params.multi_items())
+        nodes = [line.node for line in self.pool.ranking() if line.standing is not NodeState.LEFT_OUT or line.steady]
+        asking = (self.pool.agents[node].jobs(f"?{request.url.query}") for node in nodes)
+        answers = dict(zip(nodes, await asyncio.gather(*asking, return_exceptions=True), strict=True))
+        jobs = [job for answer in answers.values() if not isinstance(answer, BaseException) for job in answer]
+        jobs.sort(key=lambda job: job.get("started_at") or float("inf"), reverse=True)
+        silent = {node: str(answer) for node, answer in answers.items() if isinstance(answer, BaseException)}
+        return json_answer({"jobs": jobs[:limit], "silent": silent})
+
+    async def _log(self, request: Request) -> Response:
+        """Pass on what a running program has written. Never by a redirect: the answers are small."""
+        job_id = check_job_id(request.path_params["job_id"])
+        query = parse_log_query(request.path_params["stream"], request.query_params)
+        node, _ = await self._find(job_id)
+        try:
+            answer = await self.pool.agents[node].read_log(job_id, *query)
+        except (Unavailable, NodeRefused) as error:
+            raise nobody(job_id, {node: str(error)}) from None
+        piece = LogPiece(0, answer.offset, answer.data, 0, answer.end, answer.cut_bytes, answer.ended)
+        return log_response(piece, answer.attempt)
 
     async def _delete(self, request: Request) -> Response:
         """Remove a job at every node that has it, or with `?state=running` runs it: after a failover there may be two."""

@@ -23,6 +23,7 @@ from tasuki.core.address import Address, parse_url
 from tasuki.core.failover.agent_protocol import INPUT_NOT_FOUND
 from tasuki.core.failover.events import TOKEN_STATUSES, JobStatus, Refusal, not_trusted
 from tasuki.core.failover.nodes import Capacity, Nodes
+from tasuki.core.protocol import LOG_PIECE_MAX_BYTES
 from tasuki.errors import ConfigError, ResponseLost, TasukiError, Unavailable, UntrustedCertificate
 from tasuki.net.http.transport import HttpTransport, read_body
 
@@ -42,6 +43,7 @@ REMOVE_S = 1.0
 READ_S = 30.0  # without a byte of a result; the plan notices silence sooner
 RESUMES_WITHOUT_PROGRESS = 2
 SMALL_MAX_BYTES = 64 * 1024
+LIST_S, LIST_MAX_BYTES = 10.0, 8 * 1024 * 1024
 
 
 class JobView(msgspec.Struct, frozen=True):
@@ -72,6 +74,21 @@ class _Job(msgspec.Struct):
     started_at: float | None = None
     node: str | None = None
     progress: _Progress | None = None
+
+
+class _JobList(msgspec.Struct):
+    jobs: list[dict[str, Any]]
+
+
+class LogAnswer(NamedTuple):
+    """Piece of a running program's output; see `GET /jobs/{job_id}/logs/{stream}`."""
+
+    attempt: int
+    offset: int
+    cut_bytes: int
+    end: int
+    ended: bool
+    data: bytes
 
 
 class JobPost(NamedTuple):
@@ -157,6 +174,29 @@ class AgentNode:
         status = JobStatus(job.state, job.input or "", job.exit_code)
         return JobView(status, progress.fraction, progress.message or "", job.started_at, job.node or "", answer)
 
+    async def jobs(self, query: str) -> list[dict[str, Any]]:
+        """Return the jobs of this node; see `GET /jobs`."""
+        answer = await self._small("GET", f"/jobs{query}", LIST_S, LIST_MAX_BYTES)
+        if isinstance(answer, Refusal):
+            raise NodeRefused(answer)
+        listed = _read(answer, _JobList)
+        if listed is None:
+            raise Unavailable(f"{self.name} answered something that is no list of jobs")
+        return listed.jobs
+
+    async def read_log(self, job_id: str, stream: str, offset: int, wait_s: float) -> LogAnswer:
+        """Return what a running program has written to a stream since an offset."""
+        path = f"/jobs/{quote(job_id)}/logs/{stream}?offset={offset}&wait_s={wait_s:g}"
+        async with self._transport.answer("GET", path, answer_s=wait_s + ASK_S) as response:
+            if not response.is_success:
+                raise NodeRefused((await transfer.read_refusal(response))[0])
+            found = {name: response.headers.get(f"tasuki-{name}", "") for name in ("attempt", "offset", "cut-bytes", "end")}
+            if not all(map(transfer.is_number, found.values())):
+                raise Unavailable(f"{self.name} answered something that is no log")
+            attempt, start, cut_bytes, end = map(int, found.values())
+            ended = response.headers.get("tasuki-ended") == "true"
+            return LogAnswer(attempt, start, cut_bytes, end, ended, await read_body(response, LOG_PIECE_MAX_BYTES))
+
     async def remove(self, job_id: str, *, only_running: bool = False, answer_s: float = REMOVE_S) -> bool:
         """Cancel and remove a job; return whether it was there. `only_running`: keep a job that has ended."""
         which = "?state=running" if only_running else ""
@@ -165,13 +205,13 @@ class AgentNode:
             raise NodeRefused(answer)
         return not isinstance(answer, Refusal)
 
-    async def _small(self, method: str, path: str, answer_s: float) -> bytes | Refusal:
+    async def _small(self, method: str, path: str, answer_s: float, max_bytes: int = SMALL_MAX_BYTES) -> bytes | Refusal:
         async with self._transport.answer(method, path, answer_s=answer_s) as response:
             if not response.is_success:
                 return (await transfer.read_refusal(response))[0]
-            body = await read_body(response, SMALL_MAX_BYTES)
-            if len(body) > SMALL_MAX_BYTES:
-                raise Unavailable(f"{self.name} answered {method} {path} with more than {SMALL_MAX_BYTES} bytes")
+            body = await read_body(response, max_bytes)
+            if len(body) > max_bytes:
+                raise Unavailable(f"{self.name} answered {method} {path} with more than {max_bytes} bytes")
             return body
 
     # ------------------------------------------------------------------------------------------------ results

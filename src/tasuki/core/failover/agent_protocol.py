@@ -14,7 +14,7 @@ from __future__ import annotations
 import enum
 import hashlib
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -24,6 +24,7 @@ from tasuki.errors import InvalidInput, quoted
 
 ARGS_MAX = 1_000
 ARG_MAX_CHARS = 16 * 1024
+LISTED, LISTED_MAX = 100, 1_000  # jobs in one answer
 TIMEOUT_S = 20 * 60.0
 SLOT_MEMORY_BYTES = 1024**3
 """Memory that a job is assumed to need, if the number of slots is not configured."""
@@ -211,6 +212,39 @@ def only_running(state: str | None) -> bool:
     if state is not None and state != AgentState.RUNNING:
         raise InvalidInput(f"state {quoted(state)} must be running, or be left out to remove the job in any state")
     return state is not None
+
+
+def parse_list_query(query: Iterable[tuple[str, str]]) -> tuple[frozenset[str], int]:
+    """Parse `state` (none or several) and `limit` of `GET /jobs`."""
+    states, limit = set[str](), LISTED
+    for name, value in query:
+        match name:
+            case "state" if value in set(AgentState):
+                states.add(value)
+            case "limit" if value.isascii() and value.isdecimal() and 0 < int(value[:9]) <= LISTED_MAX:
+                limit = int(value)
+            case _:
+                words = f"is no state of a job ({', '.join(AgentState)}), and no limit from 1 to {LISTED_MAX}"
+                raise InvalidInput(f"{quoted(f'{name}={value}')} {words}")
+    return frozenset(states or AgentState), limit
+
+
+class LogQuery(NamedTuple):
+    """Question for the output of a running job."""
+
+    stream: str
+    offset: int
+    wait_s: float
+
+
+def parse_log_query(stream: str, query: Mapping[str, str]) -> LogQuery:
+    """Parse `stream`, `offset` and `wait_s` of `GET /jobs/{job_id}/logs/{stream}`."""
+    offset, wait_s = query.get("offset", "0"), query.get("wait_s", "0")
+    if stream not in ("stdout", "stderr"):
+        raise InvalidInput(f"a program has stdout and stderr, not {quoted(stream)}")
+    if not (offset.isascii() and offset.isdecimal() and len(offset) < 19) or not _is_number(wait_s):
+        raise InvalidInput(f"offset {quoted(offset)} must be a number of bytes, and wait_s {quoted(wait_s)} seconds")
+    return LogQuery(stream, int(offset), float(wait_s))
 
 
 def check_input_hash(text: str) -> str:
