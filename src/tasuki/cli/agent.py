@@ -261,7 +261,6 @@ def agent(
     wipe_variables(*forget_tokens())
     keeper = Keeper.start(incarnation)  # before the loop and its threads: a child that inherits a locked lock would hang
     gc.freeze()
-    gc.set_threshold(50_000, 20, 50)
 
     async def main() -> int:
         from tasuki.agent.app import Agent

@@ -5,6 +5,7 @@ The modules of all commands would take longer to import than everything else tha
 
 from __future__ import annotations
 
+import gc
 from importlib import import_module
 from typing import Any
 
@@ -75,4 +76,6 @@ def root(context: click.Context, version: bool) -> None:
 
 def main() -> None:
     """Run the `tasuki` script, or `python -m tasuki`."""
+    # A collection after every 700 new containers takes a sixth of a start, and 6 % of a server's time under load.
+    gc.set_threshold(50_000, 20, 50)
     root(prog_name="tasuki")

@@ -474,11 +474,9 @@ async def serve(options: ServerOptions, events: process.Events, while_open: Call
         raise ConfigError(f"the data folder {folder.root} cannot be written to: {error.strerror or error}") from None
     presigned = open_presigned(options.places.blobs, listen.presign_endpoint) if listen.presign else None
     await server.start()
-    # The objects that exist now stay for the life of the process: the collector need not look at them again, nor run after
-    # every 700 new containers. It took 6 % of the time under load.
+    # The objects that exist now stay for the life of the process: the collector need not look at them again.
     gc.collect()
     gc.freeze()
-    gc.set_threshold(50_000, 20, 50)
     opened = None
     try:
         if presigned is not None:
