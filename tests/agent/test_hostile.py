@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import shutil
 import socket
@@ -16,6 +17,7 @@ import pytest
 
 from tasuki.agent import jobs, upload
 from tasuki.blobs import files
+from tasuki.doors import listening
 from tasuki.errors import DiskFull
 from tasuki.server.refusal_log import LINES_MAX
 from tests.agent.stage import (
@@ -91,6 +93,51 @@ def test_each_refusal_is_one_line_with_its_peer_and_without_a_secret(
     assert all(line.levelname == "INFO" and line.peer.startswith("127.0.0.1:") and line.node == "n1" for line in lines)
     assert "token" not in "".join(line.message for line in lines if line.code != "UNAUTHORIZED")
     assert "a-wrong-token" not in caplog.text
+
+
+def test_a_run_of_a_job_that_is_there_is_one_line(
+    make_stage: Callable[..., AgentStage], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "tasuki.agent")
+    gate = tmp_path / "gate"
+    with make_stage() as stage:
+        running = stage.begin("a", f"while [ ! -e {gate} ]; do sleep 0.01; done")
+        until(lambda: stage.state("a") == "running")
+        assert stage.run("a").status_code == 423
+        assert stage.http.get("/result/a").status_code == 423  # an answer, and no refusal
+        gate.touch()
+        running.answer()
+        assert stage.run("a", "echo other").status_code == 409
+
+    lines = [line for line in caplog.records if line.message.startswith("refused ")]
+    assert [(line.code, line.job_id, line.node) for line in lines] == [("RUNNING", "a", "n1"), ("CONFLICT", "a", "n1")]
+
+
+def test_connections_for_which_there_is_no_room_are_logged(
+    make_stage: Callable[..., AgentStage], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "tasuki.agent")
+    monkeypatch.setattr(listening, "CONNECTIONS_MAX", 8)  # of them 4 strangers
+    with make_stage() as stage, contextlib.ExitStack() as stack:
+        for _ in range(8):
+            stack.enter_context(stage.raw())
+        until(lambda: any(getattr(line, "code", "") == "OVERLOADED" for line in caplog.records))
+
+    line = next(line for line in caplog.records if line.message.startswith("refused "))
+    assert (line.code, line.peer, line.node) == ("OVERLOADED", "127.0.0.1", "n1")
+
+
+def test_each_host_has_a_share_of_the_connections(make_stage: Callable[..., AgentStage]) -> None:
+    """All peers of an agent may have one token."""
+    with make_stage(tokens=("the-right-token",)) as stage, contextlib.ExitStack() as stack:
+        request = b"GET /capacity HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer the-right-token\r\n\r\n"
+        for host in ("127.0.0.1", "127.0.0.2", "127.0.0.2"):
+            sock = stack.enter_context(socket.create_connection(("127.0.0.1", stage.port), source_address=(host, 0)))
+            sock.sendall(request)
+            assert sock.recv(12) == b"HTTP/1.1 200"
+        shares = stage.agent.http.serving._connections._shares
+
+        assert (shares.taken("127.0.0.2"), len(shares)) == (2, 2)
 
 
 def test_refusals_of_one_peer_fill_no_log(make_stage: Callable[..., AgentStage], caplog: pytest.LogCaptureFixture) -> None:

@@ -14,6 +14,7 @@ from tests.agent.stage import BOUNDARY, form, head, part
 from tests.client.agent_stand_in import Asked, Reply, StandIn, refusal
 from tests.dispatcher.stage import BOOK, DispatcherStage, code_of, dispatching, job, tell, two_nodes
 from tests.support.foreign_sites import FOREIGN, OWN
+from tests.support.waiting import until_async
 
 GOOD = form(part("file", BOOK, "book.csv"))
 
@@ -67,6 +68,39 @@ def test_a_web_page_of_another_site_is_refused_and_nothing_is_passed_on() -> Non
             assert not any(asked.startswith("POST") for asked in [*one.asked, *two.asked])
 
     tell(story())
+
+
+def test_each_refusal_is_one_line_with_its_peer_and_without_a_secret(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "tasuki.dispatcher")
+    config = {"inputs": str(tmp_path), "max_upload_bytes": 1000, "tokens": ("the-right-token",)}
+    bearer = "Authorization: Bearer the-right-token\r\n"
+
+    async def story() -> None:
+        async with two_nodes(**config) as (_, _, stage):
+            await stage.http.post("/run/a", headers={"Authorization": "Bearer a-wrong-token"})
+            await stage.http.get("/jobs/b", headers={"Host": "evil.example"})
+            await stage.http.get("/jobs/unknown")  # an answer, and no refusal
+            await stage.post("c", b"x" * 2000)
+            await stage.http.post("/run/d", content=b"no form")
+            _, writer = await asyncio.open_connection("127.0.0.1", stage.port)
+            writer.write(head("e", 500, more=bearer) + part("file", b"cut", "book.csv"))
+            writer.close()
+            await until_async(lambda: "job e" in caplog.text, what="the cut upload is logged")
+            stage.dispatcher.draining = True
+            await stage.post("f")
+
+    tell(story())
+    lines = [line.__dict__ for line in caplog.records if line.message.startswith("refused ")]
+    assert [(line["code"], line["job_id"]) for line in lines] == [
+        ("UNAUTHORIZED", "a"),
+        ("FORBIDDEN", "b"),
+        ("TOO_LARGE", "c"),
+        ("INVALID", "d"),
+        ("INVALID", "e"),
+        ("DRAINING", "f"),
+    ]
+    assert all(line["levelname"] == "INFO" and line["peer"].startswith("127.0.0.1:") and line["node"] for line in lines)
+    assert "a-wrong-token" not in caplog.text
 
 
 def test_an_upload_that_is_too_large_is_refused_before_it_is_read(tmp_path: Path) -> None:

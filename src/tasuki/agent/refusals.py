@@ -37,11 +37,13 @@ from tasuki.doors.http.exchange import (
     secret_of,
 )
 from tasuki.doors.http.uvicorn_server import Handler, UvicornServer, application
+from tasuki.doors.listening import Connections
 from tasuki.errors import AgentRefusal, InternalError, NotFound, Overloaded, RegistryUnavailable, TasukiError, Unauthorized
 from tasuki.server.refusal_log import RefusalLog
 
 RETRY_AFTER_S = 1
 LOCKED = 423
+LOGGED_STATUSES = {409, LOCKED, 503}  # of runs and removals; to those who read, "not ready yet" is an answer
 
 
 def is_running(job_id: str, node: str, since: float | None, **details: Any) -> AgentRefusal:
@@ -205,7 +207,9 @@ class GuardedServer:
     async def open(self, sock: socket.socket, tls: ssl.SSLContext | None, host_names: tuple[str, ...] = ()) -> None:
         """`host_names`: names by which it is called, beside those of loopback."""
         self._host_names, self._loopback = host_names, Address("http", sock.getsockname()[0]).loopback
-        self.serving = UvicornServer(self._app, tls, CLOSE_TIMEOUT_S)
+        full = Overloaded(f"this {self._who} has no room for all connections; one was closed")
+        connections = Connections(lambda address: self._refusals.error(address, full))
+        self.serving = UvicornServer(self._app, tls, CLOSE_TIMEOUT_S, connections)
         await self.serving.open(sock)
 
     def hurry(self) -> None:
@@ -246,8 +250,8 @@ class GuardedServer:
             check_site(request, self._host_names, loopback=self._loopback)
             if self.tokens and not self.tokens.admit(secret_of(request)):
                 raise Unauthorized(f"this token is not one of this {self._who}'s")
-            if self.tokens:
-                http_answers.note_token(request, "token")
+            if self.tokens and request.client is not None:
+                http_answers.note_token(request, request.client.host)  # many hosts may have the same token
             return await handler(request), None
         except TasukiError as error:
             return self._refusal(request, error)
@@ -256,7 +260,11 @@ class GuardedServer:
             return self._refusal(request, InternalError(""))
 
     def _refusal(self, request: Request, error: TasukiError) -> tuple[Response, str]:
-        self._refusals.error(peer_of(request), error, str(request.path_params.get("job_id", "")))
+        peer, job_id = peer_of(request), str(request.path_params.get("job_id", ""))
+        if isinstance(error, AgentRefusal) and error.status in LOGGED_STATUSES and request.method != "GET":
+            self._refusals.write(peer, error.code, error.message, job_id)
+        else:
+            self._refusals.error(peer, error, job_id)
         shown = error if isinstance(error, AgentRefusal) else discreet(error)
         if shown is not error and error.message:
             self._logger.warning("%s %s: %s", request.method, request.url.path[:200], error.message)
