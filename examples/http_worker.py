@@ -12,6 +12,7 @@ import random
 import sys
 import threading
 import time
+import traceback
 import urllib.error
 import urllib.request
 
@@ -63,7 +64,8 @@ def run(server, job):
     try:
         status, answer = server.post(f"{path}/result", {**lease, **compute(job["payload"])})
     except Exception as error:  # noqa: BLE001 - whatever is wrong with the job is told, and the next one gets its turn
-        body = {**lease, "error_code": "COMPUTE_ERROR", "error_message": f"{type(error).__name__}: {error}"}
+        told = {"error_message": f"{type(error).__name__}: {error}", "traceback": traceback.format_exc()}
+        body = {**lease, "error_code": "COMPUTE_ERROR", **told}
         status, answer = server.post(f"{path}/failed", body)
     finally:
         ended.set()
