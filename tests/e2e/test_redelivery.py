@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from hashlib import sha256
 
 import pytest
 
@@ -24,7 +25,7 @@ from tests.support.processes import ServerProcess
 
 pytestmark = pytest.mark.e2e
 
-SUCCESS = Outcome(result=b"mine", result_sha256="0" * 64)
+SUCCESS = Outcome(result=b"mine", result_sha256=sha256(b"mine").hexdigest())
 
 
 def next_of(peer: RawPeer, kind: type[Message], timeout: float = SOON_S) -> Message:
@@ -77,7 +78,7 @@ def test_a_finish_is_recorded_once_however_often_it_is_said(shared_server: Serve
             assert next_of(peer, JobsRecorded).recorded == [grant.lease_id]
 
         # and: another outcome of the same attempt is refused
-        other = Outcome(result=b"other", result_sha256="1" * 64)
+        other = Outcome(result=b"other", result_sha256=sha256(b"other").hexdigest())
         peer.send(JobsFinished([Ending("twice", grant.lease_id, 1, other)]))
         assert [lease_id for lease_id, _ in next_of(peer, JobsRecorded).fenced] == [grant.lease_id]
         assert job.result(SOON_S) == b"mine"
