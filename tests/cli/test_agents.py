@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import json
+import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -122,6 +123,19 @@ def test_a_job_that_runs_is_canceled_and_one_that_has_ended_stays(agent: AgentSt
 
 def test_what_needs_a_server_says_so(agent: AgentStage, user: User) -> None:
     assert "agents" in tasuki(agent, user, "retry", "x").stderr
+
+
+def test_the_doctor_looks_at_node_agents(agent: AgentStage, user: User) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        nobody = f"http://127.0.0.1:{taken.getsockname()[1]}"
+
+    done = user.run("doctor", "--json", "--to", f"agents:{agent.url},{nobody}")
+
+    found = {check["check"]: check for check in json.loads(done.stdout)}
+    assert (found[agent.url]["state"], found[agent.url]["message"]) == ("ok", "0 of 4 running")
+    assert (found[nobody]["state"], found["server"]["state"]) == ("fail", "ok")
+    assert "Connection refused" in found[nobody]["message"]
+    assert done.returncode == ExitCode.FAILED
 
 
 # ---------------------------------------------------------------------------------------------------- errors

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import time
 from pathlib import Path
@@ -44,7 +45,7 @@ def documented(page: str, prefix: str) -> set[str]:
 @pytest.mark.parametrize(
     ("page", "prefix", "text"),
     [
-        ("agents.md", "tasuki_agent", AgentMetrics(4).text()),
+        ("agents.md", "tasuki_agent", AgentMetrics(4, lambda: 0.0).text()),
         ("dispatcher.md", "tasuki_dispatcher", DispatcherMetrics().text([], 0, 0)),
     ],
 )
@@ -67,6 +68,7 @@ def test_what_an_agent_counts(tmp_path: Path) -> None:
     assert found["tasuki_agent_jobs_total{outcome=failed}"] == 1
     assert found["tasuki_agent_job_seconds_count{outcome=succeeded}"] == 1
     assert (found["tasuki_agent_running"], found["tasuki_agent_slots"]) == (0, 3)
+    assert found["tasuki_agent_disk_free_bytes"] > 0
     assert found["tasuki_agent_cache_hits_total"] == 1
     assert found["tasuki_agent_refused_total{code=CONFLICT}"] == 1
     assert found["tasuki_agent_refused_total{code=PROGRAM_FAILED}"] == 1
@@ -112,3 +114,24 @@ def test_what_a_dispatcher_counts(tmp_path: Path) -> None:
             assert found["tasuki_dispatcher_places{kind=running}"] >= 1
 
     tell(story())
+
+
+AGENTS_BOARD = Path(__file__).parents[2] / "deploy/grafana/tasuki-agents.json"
+
+
+def test_every_metric_is_on_the_page_of_metrics_and_the_dashboard_asks_for_no_other() -> None:
+    page = (DOCS / "metrics.md").read_text().split("## Node agents and dispatchers")[1].split("\n## ")[0]
+    there = names(AgentMetrics(4, lambda: 0.0).text()) | names(DispatcherMetrics().text([], 0, 0))
+    board = json.loads(AGENTS_BOARD.read_text())
+
+    asked = {name for panel in board["panels"] for target in panel["targets"] for name in metric_names(target["expr"])}
+
+    assert metric_names(page) == there
+    assert len(asked) > 12
+    assert {name.removesuffix("_bucket") for name in asked} <= there
+    places = [(panel["gridPos"]["x"], panel["gridPos"]["y"]) for panel in board["panels"]]
+    assert len(set(places)) == len(places)
+
+
+def metric_names(text: str) -> set[str]:
+    return set(re.findall(r"\btasuki_(?:agent|dispatcher)_\w+", text))

@@ -76,7 +76,7 @@ class Agent:
         self._config = config
         self._inputs = inputs
         self.folders = JobFolders(config.data, fault or (lambda point: None))
-        self._metrics = AgentMetrics(config.slots)
+        self._metrics = AgentMetrics(config.slots, self.folders.free_bytes)
         self._on_lost = on_lost
         logs = LogFollow(lambda piece: self.jobs.log_was_read(piece))
         self._runner = CommandRunner(

@@ -13,7 +13,7 @@ import itertools
 import logging
 import os
 import time
-from collections.abc import AsyncIterable, Container, Iterator, Sequence
+from collections.abc import AsyncIterable, Callable, Container, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -133,7 +133,8 @@ SECONDS = (0.01, 0.05, 0.1, 0.5, 1, 5, 10, 30, 60, 300, 600, 1200, 3600)
 class AgentMetrics:
     """Metrics of one agent, for Prometheus. Labels are bounded, and never a job or a token."""
 
-    def __init__(self, limit: int) -> None:
+    def __init__(self, limit: int, free_bytes: Callable[[], float]) -> None:
+        """`free_bytes`: the room on the disk of the data folder, asked for with each scrape."""
         self._registry = registry = CollectorRegistry()
         self.ended = Counter(
             "tasuki_agent_jobs",
@@ -146,6 +147,8 @@ class AgentMetrics:
         )
         self.running = Gauge("tasuki_agent_running", "Slots that are taken, uploads included.", registry=registry)
         Gauge("tasuki_agent_slots", "Jobs that may run at once.", registry=registry).set(limit)
+        free = Gauge("tasuki_agent_disk_free_bytes", "Free bytes on the disk of the data folder.", registry=registry)
+        free.set_function(free_bytes)
         self.stored = Counter("tasuki_agent_cache_hits", "Requests answered with a stored result.", registry=registry)
         self.refused = Counter("tasuki_agent_refused", "Requests refused, by code.", ("code",), registry=registry)
         self.received = Counter("tasuki_agent_received_bytes", "Bytes of uploads.", registry=registry)

@@ -130,7 +130,7 @@ def options(*decorators: Callable[[Function], Function]) -> Callable[[Function],
 
 TO_HELP = (
     "Server: tcp://host:7000[,host2:7000], tls://host:7000, http://host:7080, https://host, unix:///path or unix://user@/path; "
-    "for run, status, list, result, logs and cancel also node agents: agents:http://n1:7090,http://n2:7090. "
+    "for run, status, list, result, logs, cancel and doctor also node agents: agents:http://n1:7090,http://n2:7090. "
     "Default: TASUKI_URL, else the server of the data folder, else an embedded one for the time of the command."
 )
 data_option = option(

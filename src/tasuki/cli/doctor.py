@@ -13,11 +13,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tasuki.cli.command import Destination, command, connection_options, option
-from tasuki.cli.connect import find_server, is_store, listening, owner_of
+from tasuki.cli.connect import are_named, find_server, is_store, listening, open_agents_client, owner_of
 from tasuki.cli.output import ExitCode, Output, table
 from tasuki.client import AsyncClient
 from tasuki.client.embedded import answers
 from tasuki.config import DISK_FLOOR_BYTES, DISK_FLOOR_INODES, DataFolder, data_folder, default_url
+from tasuki.core.failover.events import WAY_IN
+from tasuki.core.failover.nodes import NodeState, Ranked
 from tasuki.errors import TasukiError
 
 OK, WARN, FAIL = "ok", "warn", "fail"
@@ -43,10 +45,13 @@ class Finding(NamedTuple):
         "tasuki doctor",
         "tasuki doctor --data /srv/tasuki",
         "tasuki doctor --to tcp://host:7000 --json",
+        "tasuki doctor --to agents:http://n1:7090,http://n2:7090",
         "tasuki doctor --store redis://127.0.0.1:6379/0      # would it keep what it is given?",
     ],
 )
-@connection_options("Server to look at. Default: TASUKI_URL, else the one that runs on the data folder.")
+@connection_options(
+    "Server or node agents (agents:…) to look at. Default: TASUKI_URL, else the one that runs on the data folder."
+)
 @option(
     "--store",
     metavar="URL",
@@ -70,6 +75,7 @@ def doctor(output: Output, place: Destination, store: str | None) -> int:
         "owner": Finding(OK, f"{owner} owns the database" if owner else "no server runs on this folder"),
         "socket": _socket(folder),
         "server": _server(place, folder),
+        **(_agents(place) if are_named(place) else {}),
         **({"store": _store(store)} if store else {}),
     }
     ways_out = {check: "" if found.state == OK else found.way_out for check, found in findings.items()}
@@ -209,6 +215,8 @@ def _server(place: Destination, folder: DataFolder) -> Finding:
 
     if is_store(named := place.to or default_url()):
         return _store(str(named))
+    if are_named(place):
+        return Finding(OK, "none is named; node agents need none")
     try:
         url, token = find_server(place)
         if url is None and answers(folder.socket):
@@ -229,6 +237,31 @@ def _server(place: Destination, folder: DataFolder) -> Finding:
     except TasukiError as error:
         return Finding(FAIL, f"{error.code}: {error.message}", "start one with `tasuki up`, or check --to and the token")
     return Finding(OK, f"{url}: {who}, answers in {took_s * 1000:.1f} ms")
+
+
+def _agents(place: Destination) -> dict[str, Finding]:
+    """Check each node agent as a client does before a run: certificate, token, health, free slots."""
+
+    async def look() -> list[Ranked]:
+        async with open_agents_client(place) as client:
+            return await client.ranking()
+
+    def found(node: Ranked) -> Finding:
+        if node.refusal is not None:
+            return Finding(FAIL, node.last_answer, f"{WAY_IN}, or --tls-ca with its CA")
+        if node.standing is NodeState.FULL or node.full:
+            return Finding(WARN, f"full: {node.last_answer}", "wait, or start the agent with more --slots")
+        if node.standing is NodeState.LEFT_OUT and node.steady:
+            return Finding(
+                WARN, f"well again, left out for {node.left_out_s:.0f} s more", "wait; it is used before, if no other is free"
+            )
+        healthy = node.standing is NodeState.FREE
+        return Finding(OK if healthy else FAIL, node.last_answer, "start its agent, or see its log; check the address")
+
+    try:
+        return {node.node: found(node) for node in asyncio.run(look())}
+    except TasukiError as error:
+        return {"node agents": Finding(FAIL, f"{error.code}: {error.message}", "check --to and the token")}
 
 
 def _store(url: str) -> Finding:
