@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 from tasuki.core.access import token_sha256
 from tasuki.core.broker.broker import Broker
-from tasuki.core.broker.events import BrokerConfig, Command, TurnDone
+from tasuki.core.broker.events import AskReady, BrokerConfig, Command, ReadyFound, TurnDone
 from tasuki.core.job import Job, JobSpec, Outcome
 from tasuki.core.machine import Closed, Hangup, Now, Opened, Peer, Received, Send, Ticked
 from tasuki.core.protocol import (
@@ -51,6 +51,8 @@ class BrokerStage:
         self.sent: dict[int, list[Message]] = {}
         self.hung_up: dict[int, TasukiError | None] = {}
         self.others: list[Command] = []
+        self.walks = True
+        """The walk over all that is ready goes on; else its commands are among the others."""
         self._conns = itertools.count(1)
         self._msg_ids = itertools.count(1)
 
@@ -64,6 +66,8 @@ class BrokerStage:
                 self.sent.setdefault(command.conn, []).append(command.message)
             elif isinstance(command, Hangup):
                 self.hung_up[command.conn] = command.error
+            elif isinstance(command, AskReady) and self.walks:
+                self.apply(ReadyFound(self.store.ready_queues(command.place, limit=command.limit)))
             else:
                 self.others.append(command)
 

@@ -258,8 +258,8 @@ def test_patterns_that_could_all_match_one_subject_are_few_for_one_token(stage: 
     error = stage.hung_up[refused]
     assert error is not None
     assert error.code == "OVERLOADED"
-    stage.broker.trie.match(".".join("a" * 10))
-    assert stage.broker.trie.nodes_visited < 200 * 10
+    stage.broker.subscriptions.trie.match(".".join("a" * 10))
+    assert stage.broker.subscriptions.trie.nodes_visited < 200 * 10
     stage.ask(first, Subscribe(7, tuple(mixed[200:400])))
     answer = stage.last(first, ErrorMessage)
     assert (answer.corr_id, answer.code) == (7, "OVERLOADED")

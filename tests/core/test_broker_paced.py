@@ -6,7 +6,7 @@ import pytest
 
 from tasuki.core.broker.broker import STORE_RETRY_S
 from tasuki.core.broker.events import TurnDone, TurnFailed
-from tasuki.core.broker.state import PACED_ITEM_BYTES, PACED_MAX_BYTES, PACED_PER_TURN
+from tasuki.core.broker.turn_builder import PACED_ITEM_BYTES, PACED_MAX_BYTES, PACED_PER_TURN
 from tasuki.core.job import JobSpec, Outcome, State
 from tasuki.core.protocol import (
     Accepted,

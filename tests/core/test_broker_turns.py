@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tasuki.core.broker.state import REPLY_ORDER, TurnBuilder, TurnEffects, ignore
+from tasuki.core.broker.turn_builder import REPLY_ORDER, TurnBuilder, TurnEffects, ignore
 from tasuki.core.machine import Now
 from tasuki.core.store_messages import VERBS, Answers
 from tasuki.errors import TasukiError, Unavailable

@@ -15,7 +15,7 @@ from tasuki import AsyncClient
 from tasuki.config import DataFolder
 from tasuki.core.address import Address
 from tasuki.core.broker import authentication, broker
-from tasuki.core.broker.state import ignore
+from tasuki.core.broker.turn_builder import ignore
 from tasuki.core.job import JobSpec
 from tasuki.core.protocol import Chunk, GiveCredit, HelloClient, Request
 from tasuki.doors import listening

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tasuki.blobs.folder import FolderBlobs
-from tasuki.core.broker import state as state_module
+from tasuki.core.broker import turn_builder
 from tasuki.core.job import JobSpec, Outcome, State
 from tasuki.core.protocol import (
     Accepted,
@@ -135,7 +135,7 @@ def test_what_arrives_while_the_store_is_busy_shares_the_next_transaction(tmp_pa
 def test_a_worker_with_too_many_reports_on_leases_of_others_is_not_read_from_until_they_are_judged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(state_module, "PACED_MAX_BYTES", 10 * state_module.PACED_ITEM_BYTES)
+    monkeypatch.setattr(turn_builder, "PACED_MAX_BYTES", 10 * turn_builder.PACED_ITEM_BYTES)
     foreign = JobsFinished([Ending(f"job-{n}", f"lease-{n}", 1, Outcome()) for n in range(20)])
 
     async def work(server: Server) -> None:

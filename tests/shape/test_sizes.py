@@ -14,7 +14,7 @@ LONG_FILES: dict[str, str] = {
     "agent/folders.py": "the folder of a job from its upload to its durable end: markers, fsync, recovery",
     "agent/jobs.py": "one job of an agent from its upload to its result: slots, repeats, stops",
     "client/aio.py": "the client and its handles of jobs: one state, shared with the machine it drives",
-    "core/broker/state.py": "the state that all conversations share, and the turn that they build from it",
+    "core/broker/state.py": "the state that all conversations share",
     "core/store_messages.py": "requests, answers and the table of verbs, which must agree",
     "core/worker/machine.py": "one machine, with its records of leases and slots",
     "server/transfers.py": "uploads, downloads, deletions and presigned URLs, which share threads and rules",

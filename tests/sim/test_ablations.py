@@ -3,7 +3,7 @@
 import pytest
 from msgspec.structs import replace
 
-from tasuki.core.broker import broker
+from tasuki.core.broker import subscriptions
 from tasuki.core.election import Election
 from tasuki.stores.memory.records import MemoryRecords
 from tasuki.stores.sql.database import load_statements
@@ -66,7 +66,7 @@ def test_what_was_switched_off_is_there_again() -> None:
     before = (
         vars(MemoryRecords)["_check_epoch"],
         vars(Election)["_follow"],
-        broker.LOOK_INTERVAL_S,
+        subscriptions.WALK_INTERVAL_S,
         dict(load_statements("sqlite").one),
     )
 
@@ -77,24 +77,24 @@ def test_what_was_switched_off_is_there_again() -> None:
     after = (
         vars(MemoryRecords)["_check_epoch"],
         vars(Election)["_follow"],
-        broker.LOOK_INTERVAL_S,
+        subscriptions.WALK_INTERVAL_S,
         dict(load_statements("sqlite").one),
     )
     assert after == before
 
 
 def test_it_is_there_again_also_after_an_error() -> None:
-    before = broker.LOOK_INTERVAL_S
-    seam = Replacement(broker, "LOOK_INTERVAL_S", lambda interval_s: interval_s + 1.0)
+    before = subscriptions.WALK_INTERVAL_S
+    seam = Replacement(subscriptions, "WALK_INTERVAL_S", lambda interval_s: interval_s + 1.0)
 
     def fail() -> None:
-        assert before + 1.0 == broker.LOOK_INTERVAL_S
+        assert before + 1.0 == subscriptions.WALK_INTERVAL_S
         raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError), seam.open():
         fail()
 
-    assert before == broker.LOOK_INTERVAL_S
+    assert before == subscriptions.WALK_INTERVAL_S
 
 
 def test_a_statement_that_reads_otherwise_is_an_error() -> None:
@@ -104,7 +104,7 @@ def test_a_statement_that_reads_otherwise_is_an_error() -> None:
 
 def test_a_function_that_is_gone_is_an_error() -> None:
     with pytest.raises(KeyError, match="no_such_thing"):
-        Replacement(broker, "no_such_thing", lambda before: before).open().__enter__()
+        Replacement(subscriptions, "no_such_thing", lambda before: before).open().__enter__()
 
 
 def test_the_table_names_what_was_found_and_what_was_not() -> None:

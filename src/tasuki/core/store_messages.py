@@ -570,5 +570,5 @@ VERBS: tuple[StoreVerb, ...] = (
 Reports and renewals come before submits and leases, so that work that is done never waits behind new work; reads come last, so
 that they see what the turn wrote. A new verb needs four changes: (1) here its row and its fields in `Turn` and `Answers`; (2) the
 contract in `stores/store.py`; (3) its implementation in each store; (4) the conversation that asks it (`core/broker`, with a
-place in `state.REPLY_ORDER`).
+place in `turn_builder.REPLY_ORDER`).
 """

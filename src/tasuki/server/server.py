@@ -338,7 +338,7 @@ class Server:
                         self._transfers.begin(link, command)
                 case events.DeleteBlobs():
                     self._tasks.spawn(self._delete_blobs(command))
-                case events.AskEnded() | events.AskRevoked():
+                case events.AskEnded() | events.AskRevoked() | events.AskReady():
                     self._tasks.spawn(self._ask(command))
                 case TookOver() | EpochFenced() | events.Publish():
                     self._cluster.carry_out(command)
@@ -412,12 +412,15 @@ class Server:
             else:
                 link.send(Reply(query.msg_id, body))
 
-    async def _ask(self, command: events.AskEnded | events.AskRevoked) -> None:
+    async def _ask(self, command: events.AskEnded | events.AskRevoked | events.AskReady) -> None:
         """Ask the store what other servers did. If it cannot be asked now, the broker asks again in a second."""
         try:
             if isinstance(command, events.AskEnded):
                 ended = await self._readers.ask(lambda reader: reader.ended_among(command.job_ids))
                 self.tell(events.SomeEnded(ended))
+            elif isinstance(command, events.AskReady):
+                page = await self._readers.ask(lambda reader: reader.ready_queues(command.place, limit=command.limit))
+                self.tell(events.ReadyFound(page))
             else:
                 revoked = await self._token_reader.ask(lambda reader: reader.revoked_among(command.token_ids))
                 self.tell(events.SomeRevoked(revoked))

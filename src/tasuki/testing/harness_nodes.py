@@ -18,6 +18,7 @@ from tasuki.core.address import Address
 from tasuki.core.broker.broker import Broker
 from tasuki.core.broker.events import (
     AskEnded,
+    AskReady,
     AskRevoked,
     BrokerConfig,
     Elected,
@@ -25,6 +26,7 @@ from tasuki.core.broker.events import (
     LogFenced,
     Publish,
     Query,
+    ReadyFound,
     SomeEnded,
     SomeRevoked,
     TurnDone,
@@ -431,7 +433,7 @@ class ServerNode:
                     self._answer_query(command)
                 case Publish() | TookOver() | EpochFenced():
                     self._told(command)
-                case AskEnded() | AskRevoked():
+                case AskEnded() | AskRevoked() | AskReady():
                     self._ask(command)
                 case LogFenced():
                     """The history has the answer of the store."""
@@ -453,9 +455,11 @@ class ServerNode:
             case EpochFenced():
                 self.apply(Elected(0))
 
-    def _ask(self, command: AskEnded | AskRevoked) -> None:
+    def _ask(self, command: AskEnded | AskRevoked | AskReady) -> None:
         if isinstance(command, AskEnded):
             self.apply(SomeEnded(self.world.store.ended_among(command.job_ids)))
+        elif isinstance(command, AskReady):
+            self.apply(ReadyFound(self.world.store.ready_queues(command.place, limit=command.limit)))
         else:
             self.apply(SomeRevoked(self.world.store.revoked_among(command.token_ids)))
 

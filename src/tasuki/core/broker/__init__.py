@@ -11,8 +11,9 @@ the state. Nothing here imports more than the rest of `tasuki.core`, and each mo
     client_messages   conversations with clients: submits, watches, cancels, requests; blob transfers
     log_reads         a client's reads of a log that a worker has
     authentication    Hello, tokens, enrolment of workers
-    state             the state that these share: sessions, credit, watchers, other servers; the next turn: questions for the
-                      store, and the functions that get the answers
+    state             the state that these share: sessions, credit, watchers, other servers
+    turn_builder      the next turn: questions for the store, and the functions that get the answers
+    subscriptions     patterns of the workers, and what became ready for each since its workers looked
     events            events and commands
 
 A conversation asks the store with `state.builder.ask(verb, items, reply, failed)`; `reply` runs after the commit of the turn.

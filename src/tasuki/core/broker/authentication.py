@@ -23,7 +23,8 @@ from tasuki.core import access, protocol
 from tasuki.core.access import ENROL_TOKEN_S, TOKEN_PREFIXES, WORKER_TOKEN_S, Identity, PeerKind
 from tasuki.core.address import parse_url
 from tasuki.core.broker.events import Command
-from tasuki.core.broker.state import BrokerState, ClientSession, Session, TransferSession, TurnEffects, WorkerSession, ignore
+from tasuki.core.broker.state import BrokerState, ClientSession, Session, TransferSession, WorkerSession
+from tasuki.core.broker.turn_builder import TurnEffects, ignore
 from tasuki.core.job import TIME_END, check_name, is_sha256
 from tasuki.core.lifecycle import LEASE_MARGIN_S, LEASE_TTL_RANGE_S
 from tasuki.core.machine import Now, Peer, Send
@@ -298,8 +299,6 @@ def end_leases(state: BrokerState, holder: LeaseHolder) -> None:
 
     def ended(counts: Sequence[int], effects: TurnEffects) -> None:
         if counts[0]:
-            state.look_everywhere()
-            state.cluster.everything = True
             end_leases(state, holder)
         elif (worker := state.workers.get(holder.worker_id)) is not None and worker.deliveries:
             # At another server a worker hears of it with its next heartbeat.

@@ -1,7 +1,7 @@
 """The server's decisions: `apply(event, now) -> commands`, and `next_turn(now)` for the store. Pure.
 
 Theory of operation. Messages do not touch the store one by one: conversations add questions to the next turn
-(`state.py`). Whenever the store is idle the driver takes them as one `Turn` (one transaction), and brings its `Answers`
+(`turn_builder.py`). Whenever the store is idle the driver takes them as one `Turn` (one transaction), and brings its `Answers`
 back as `TurnDone`: every conversation gets its part of them. Everything that is sent to a peer as done (accepted, recorded,
 assigned, canceled) is sent from there, that is, after the commit.
 """
@@ -9,7 +9,9 @@ assigned, canceled) is sent from there, that is, after the commit.
 from __future__ import annotations
 
 from tasuki.core.broker import authentication, client_messages, cluster, events, log_reads, worker_messages
-from tasuki.core.broker.state import BrokerState, ClientSession, Session, TransferSession, TurnBuilder, TurnEffects, WorkerSession
+from tasuki.core.broker.state import CHOICE_MIN, BrokerState, ClientSession, Session, TransferSession, WorkerSession
+from tasuki.core.broker.subscriptions import PAGE_QUEUES
+from tasuki.core.broker.turn_builder import TurnBuilder, TurnEffects
 from tasuki.core.broker.upkeep import Upkeep
 from tasuki.core.election import TakeOver
 from tasuki.core.lifecycle import LEASE_MARGIN_S
@@ -20,7 +22,6 @@ from tasuki.errors import DiskFull, ProtocolError, TasukiError, Unauthorized
 
 READS_PER_TURN = 512  # jobs whose rows, with results of up to 64 KiB, are read at once
 SESSIONS_INTERVAL_S = 0.5  # silence, an expired token, an assignment without a sign: all of them are a matter of seconds
-LOOK_INTERVAL_S = 1.0  # every worker with credit looks this often, whatever hint may have been missed
 STORE_RETRY_S = 0.2  # after a failed turn
 
 
@@ -31,12 +32,18 @@ class Broker(BrokerState):
         super().__init__(config)
         self.upkeep = Upkeep(self)
         self._wait_until = 0.0
-        self._look_at = self._look_at_sessions_at = 0.0
+        self._look_at_sessions_at = 0.0
 
     # ------------------------------------------------------------------------------------------------ events
 
     def apply(self, event: events.Event, now: Now) -> list[events.Command]:
         """Take one event; return what the driver has to do."""
+        commands = self._apply(event, now)
+        if self.workers and self.walk.is_due(now):
+            commands.append(events.AskReady(self.walk.next_place(now), PAGE_QUEUES))
+        return commands
+
+    def _apply(self, event: events.Event, now: Now) -> list[events.Command]:
         match event:
             case Received():
                 return self._received(event, now)
@@ -54,6 +61,8 @@ class Broker(BrokerState):
                 return self._turn_failed(event, now)
             case events.JobSeen():
                 return log_reads.job_seen(self, event, now)
+            case events.ReadyFound():
+                return self._ready_found(event, now)
             case _:
                 return self._from_driver(event)
 
@@ -85,6 +94,13 @@ class Broker(BrokerState):
                 authentication.end_leases(self, LeaseHolder(worker_id=event.worker_id))
         return []
 
+    def _ready_found(self, event: events.ReadyFound, now: Now) -> list[events.Command]:
+        self.walk.came(event.page.place, now)
+        for subject, kind in event.page.queues:
+            self.note_ready(subject, kind)
+            self.look_for(subject, kind, backlog=True, enough=CHOICE_MIN)
+        return []
+
     def _received(self, event: Received, now: Now) -> list[events.Command]:
         conn, message = event.conn, event.message
         session = self.sessions.get(conn)
@@ -113,7 +129,7 @@ class Broker(BrokerState):
         """Return what the store should do next, or None if there is nothing; the turn after it begins empty."""
         if now.monotonic < self._wait_until:
             return None
-        others_wait = bool(self.all_look or self.looking or self.paced or len(self.builder))
+        others_wait = bool(self.looking or self.paced or len(self.builder))
         if (upkeep := self.upkeep.next_turn(now, others_wait=others_wait)) is not None:
             return upkeep
         if not others_wait:
@@ -133,12 +149,13 @@ class Broker(BrokerState):
             commands = self.upkeep.done(turn, answers)
         else:
             self.store_problem = ""
-            effects = TurnEffects(now)
+            effects = TurnEffects(now, answers.notes.cut)
             builder: TurnBuilder = turn.context
             builder.done(answers, effects)
             if turn.submit or turn.rerun:
                 worker_messages.offer_the_rest(self, turn, answers)
             commands = effects.all_commands()
+        self.came_back(answers.notes.ready, answers.promote + len(answers.reap))
         return commands + self.cluster.hint(self.config.server_id)
 
     def _turn_failed(self, event: events.TurnFailed, now: Now) -> list[events.Command]:
@@ -158,9 +175,6 @@ class Broker(BrokerState):
     # ------------------------------------------------------------------------------------------------ time
 
     def _ticked(self, now: Now) -> list[events.Command]:
-        if now.monotonic >= self._look_at:
-            self._look_at = now.monotonic + LOOK_INTERVAL_S
-            self.look_everywhere()
         commands = cluster.poll(self, now) + log_reads.ticked(self, now)
         if now.monotonic >= self._look_at_sessions_at:
             self._look_at_sessions_at = now.monotonic + SESSIONS_INTERVAL_S

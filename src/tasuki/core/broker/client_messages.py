@@ -15,10 +15,22 @@ from tasuki.core import protocol
 from tasuki.core.access import Identity, PeerKind
 from tasuki.core.broker import authentication, events
 from tasuki.core.broker.log_reads import question_of
-from tasuki.core.broker.state import BrokerState, ClientSession, Session, TransferSession, TurnEffects, WorkerSession, ignore
+from tasuki.core.broker.state import BrokerState, ClientSession, Session, TransferSession, WorkerSession
+from tasuki.core.broker.turn_builder import TurnEffects, ignore
 from tasuki.core.job import TERMINAL, Job, JobSpec, Outcome, State, body_hash, check_name, check_sha256, check_spec, mark
 from tasuki.core.machine import Now, Send
-from tasuki.core.store_messages import BlobClaim, BlobPlace, Canceled, MissingBlobs, Requeued, RequeueOrder, Submission, Submitted
+from tasuki.core.store_messages import (
+    BlobClaim,
+    BlobPlace,
+    Canceled,
+    JobKind,
+    MissingBlobs,
+    Requeued,
+    RequeueOrder,
+    Submission,
+    Submitted,
+    kind_of,
+)
 from tasuki.core.subject import ASSIGN, SUBMIT
 from tasuki.errors import Conflict, DiskFull, Forbidden, InvalidInput, NotFound, ProtocolError, TasukiError, Unavailable, discreet
 
@@ -65,7 +77,7 @@ def submit(state: BrokerState, client: ClientSession, identity: Identity, messag
         raise InvalidInput(f"{len(message.specs)} jobs in one frame are too many, the limit is {SPECS_MAX}; send several frames")
     submitter, builder = identity.name, state.builder
     key = state.config.key if submitter.startswith("uid:") else b""
-    subjects = builder.subjects
+    subjects, command_kind = builder.subjects, kind_of("any", submitter)
     submissions: list[Submission] = []
     rejected: list[protocol.Acceptance] = []
     indexes: list[int] | None = None  # place in the message of each submission; None: all of the message
@@ -84,7 +96,9 @@ def submit(state: BrokerState, client: ClientSession, identity: Identity, messag
             indexes.append(index)
         if spec.mac or (key and spec.exec):
             spec = mark(spec, submitter, key)
-        subjects[spec.subject] = None
+        kind = command_kind if spec.exec else JobKind.HANDLER
+        if subjects.setdefault(spec.subject, kind) is not kind:
+            subjects[spec.subject] = None
         builder.size_bytes += len(spec.payload)
         if spec.args or spec.env or spec.files or spec.headers:
             builder.size_bytes += ENTRY_BYTES * (len(spec.args) + len(spec.env) + len(spec.files) + len(spec.headers))
@@ -303,8 +317,6 @@ def _requeue(
     def requeued(answers: Sequence[Requeued], effects: TurnEffects) -> None:
         pairs = zip(job_ids, answers, strict=True)
         states = {job_id: {"state": answer.state, "done": answer.done} for job_id, answer in pairs}
-        state.look_everywhere()
-        state.cluster.everything = True
         state.answer(conn, msg_id, states, effects)
 
     return _authorize(state, client, request, job_ids, requeue)

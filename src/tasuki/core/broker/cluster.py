@@ -39,8 +39,10 @@ def met(state: BrokerState, event: ClusterView) -> None:
     if subscriptions != cluster.subscriptions or was_detached != event.detached:  # else only loads changed, as in most seconds
         cluster.subscriptions = subscriptions
         state.note_live_workers()
-    if was_detached - event.detached:
-        state.look_everywhere()
+        state.leave_no_more(state.left_for - state.live_workers().keys())
+    for worker_id in was_detached - event.detached:
+        if (worker := state.workers.get(worker_id)) is not None:
+            state.look(worker, backlog=True)
 
 
 def heard(state: BrokerState, hint: Hint) -> list[Command]:
@@ -69,11 +71,12 @@ def heard(state: BrokerState, hint: Hint) -> list[Command]:
 def _look_for(state: BrokerState, hint: Hint) -> None:
     """Let some workers look for another server's jobs: as many as there are jobs, not all that are idle, or thousands of workers
     would ask for one job."""
-    if not hint.ready_jobs:
-        state.look_for(hint.ready, backlog=True)
-        return
     enough = hint.ready_jobs + SPARE_LOOKERS
     for subject in hint.ready:
+        state.note_ready(subject)
+        if not hint.ready_jobs:
+            state.look_for(subject, backlog=True)
+            continue
         named = state.workers.get(subject.rpartition(".")[2])
         if named is not None and named.account.available:
             state.look(named, backlog=True)

@@ -5,6 +5,8 @@ The broker is the store of `core.election`: it takes its TakeOver, and answers w
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 
 from tasuki.core.access import Identity, PeerKind
@@ -14,7 +16,7 @@ from tasuki.core.job import Job
 from tasuki.core.lifecycle import BLOB_GRACE_S, GRACE_MAX_S, LEASE_TTL_MAX_S, LEASE_TTL_S, RETENTION_DAYS
 from tasuki.core.machine import Closed, Hangup, Opened, Received, Send, Ticked
 from tasuki.core.protocol import FRAME_MAX_BYTES, LOG_PIECE_MAX_BYTES, BlobGet, BlobPut, Chunk
-from tasuki.core.store_messages import Answers, BlobPlace, Turn
+from tasuki.core.store_messages import Answers, BlobPlace, ReadyPage, Turn
 from tasuki.errors import TasukiError
 
 
@@ -99,6 +101,12 @@ class SomeEnded(msgspec.Struct, frozen=True):
     """The answer to AskEnded: these jobs are terminal, or gone."""
 
     job_ids: list[str]
+
+
+class ReadyFound(msgspec.Struct, frozen=True):
+    """The answer to AskReady."""
+
+    page: ReadyPage
 
 
 class SomeRevoked(msgspec.Struct, frozen=True):
@@ -241,13 +249,20 @@ class AskRevoked(msgspec.Struct, frozen=True):
     token_ids: list[str]
 
 
-ClusterEvent = Elected | TakeOver | ClusterView | Hinted | SomeEnded | SomeRevoked | WorkerDetached
+class AskReady(msgspec.Struct, frozen=True):
+    """Read some queues with ready jobs, from this place on; ReadyFound."""
+
+    place: Any
+    limit: int
+
+
+ClusterEvent = Elected | TakeOver | ClusterView | Hinted | SomeEnded | SomeRevoked | ReadyFound | WorkerDetached
 BlobEvent = BlobArrived | BlobsUnderWay | BlobsDeleted
 DriverEvent = DiskSpace | ClusterEvent | BlobEvent
 """Events that concern neither a connection nor a turn."""
 
 Event = Opened | Received | Closed | Ticked | TurnDone | TurnFailed | JobSeen | DriverEvent
 
-ClusterCommand = TookOver | EpochFenced | Publish | Detach | AskEnded | AskRevoked
+ClusterCommand = TookOver | EpochFenced | Publish | Detach | AskEnded | AskRevoked | AskReady
 BlobCommand = ReceiveBlob | BlobPiece | SendBlob | DeleteBlobs
 Command = Send | Hangup | Query | LogFenced | ClusterCommand | BlobCommand

@@ -2,19 +2,13 @@
 
 Nothing of it must survive a restart, and all that concerns a connection goes with the connection. Conversations are functions
 over `BrokerState` in the modules above this one; methods here keep several fields consistent with each other.
-
-The next turn. A conversation is a message of a peer and everything that follows from it. It calls `ask` with a verb of
-`store_messages.VERBS`, some items, and `reply`, which gets the answers to exactly these items once the turn is committed. If the
-turn was not stored, `failed` gets the error and tells the peer. A question without `failed` is asked again in the next turn, with
-the same reply: reports, renewals and reads are safe to repeat, because an exact repeat gets the stored answer. A question costs
-one small struct, however many items it has.
 """
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from itertools import filterfalse, islice
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Set
+from itertools import islice
 from operator import attrgetter
 from typing import Any
 
@@ -22,220 +16,16 @@ import msgspec
 
 from tasuki.core.access import Identity
 from tasuki.core.broker.events import BrokerConfig, Command, Publish
+from tasuki.core.broker.subscriptions import NOTED_MAX, ReadyWalk, Subscription, Subscriptions
+from tasuki.core.broker.turn_builder import PacedQuestions, TurnBuilder, TurnEffects
 from tasuki.core.cluster_messages import Hint, ServerInfo, WorkerInfo
 from tasuki.core.job import OnDisconnect
-from tasuki.core.machine import Hangup, Now, Peer, Send
-from tasuki.core.protocol import Claim, JobResult, Message, ReadLog, Reply, Results, batches, error_message, outcome_bytes
+from tasuki.core.machine import Hangup, Peer
+from tasuki.core.protocol import Claim, JobResult, ReadLog, Reply, error_message
 from tasuki.core.shares import Shares
-from tasuki.core.store_messages import Answers, Takes, Turn
-from tasuki.core.subject import SubjectTrie
+from tasuki.core.store_messages import JobKind, ReadyQueue, Takes
+from tasuki.core.subject import matches
 from tasuki.errors import InvalidInput, TasukiError, discreet
-
-# ---------------------------------------------------------------------------------------------------- the next turn
-
-REPLY_ORDER = (
-    ("finish",),
-    ("fail",),
-    ("start",),
-    ("renew",),
-    ("lease",),
-    ("submit", "rerun"),
-    ("cancel", "requeue"),
-    ("held",),
-    ("get",),
-    ("token",),
-    ("add_token", "revoke_token", "tokens"),
-    ("release", "end_leases"),
-    ("place_blobs",),
-    ("blobs_stored",),
-)
-"""Order of the replies after a turn: reports and leases first. Verbs of one group reply in the order of their questions."""
-
-_RANK = {verb: rank for rank, verbs in enumerate(REPLY_ORDER) for verb in verbs}
-
-
-class TurnEffects:
-    """Commands that the end of a turn leads to, and the results that clients get; replies add to both."""
-
-    def __init__(self, now: Now) -> None:
-        self.now = now
-        self.commands: list[Command] = []
-        self.results: defaultdict[int, list[JobResult]] = defaultdict(list)
-        """Results by connection, sent in as few frames as possible."""
-
-    def send(self, conn: int, message: Message) -> None:
-        self.commands.append(Send(conn, message))
-
-    def all_commands(self) -> list[Command]:
-        """Return all commands, with the results as the last messages."""
-        for conn, items in self.results.items():
-            some_at_a_time = batches(items, lambda ending: outcome_bytes(ending.outcome))
-            self.commands += [Send(conn, Results(list(some))) for some in some_at_a_time]
-        return self.commands
-
-
-OnAnswers = Callable[[Sequence[Any], TurnEffects], None]
-OnFailure = Callable[[TasukiError, TurnEffects], None]
-
-
-def ignore(_outcome: object, _effects: TurnEffects) -> None:
-    """Reply, or failure, of a question whose answer interests nobody."""
-
-
-class Question(msgspec.Struct, frozen=True):
-    """Items start:stop of a verb's list, and the functions that get their answers or the error."""
-
-    rank: int
-    """Place of the verb in REPLY_ORDER."""
-    verb: str
-    start: int
-    stop: int
-    reply: OnAnswers
-    failed: OnFailure | None
-
-
-_rank = attrgetter("rank")
-
-
-class TurnBuilder:
-    """Collects the questions of one turn."""
-
-    def __init__(self) -> None:
-        self.items: dict[str, Any] = {}
-        """Lists of items by verb: the fields of the turn."""
-        self.subjects: dict[str, None] = {}
-        """Subjects of the jobs that the turn submits, in the order of arrival: the order of a set differs between processes."""
-        self.size_bytes = 0
-        """Size of the payloads and results in it."""
-        self._questions: list[Question] = []
-        self._size = 0
-
-    def __len__(self) -> int:
-        """Return how much waits, items and questions; backpressure depends on it."""
-        return self._size
-
-    @property
-    def new_jobs(self) -> int:
-        return len(self.items.get("submit", ())) + len(self.items.get("rerun", ()))
-
-    def ask(self, verb: str, items: Sequence[Any], reply: OnAnswers, failed: OnFailure | None = None) -> None:
-        """Add items to the verb's list of the turn; see the module's docstring for `reply` and `failed`."""
-        rank = _RANK[verb]
-        waiting = self.items.get(verb)
-        if waiting is None:
-            waiting = self.items[verb] = []
-        start = len(waiting)
-        waiting.extend(items)
-        self._questions.append(Question(rank, verb, start, len(waiting), reply, failed))
-        self._size += len(items) + 1
-
-    def repeat(self, question: Question, items: Sequence[Any]) -> None:
-        """Ask a question of a turn that failed again."""
-        self.ask(question.verb, items, question.reply)
-
-    def split_reads(self, limit: int) -> TurnBuilder:
-        """Leave reads past `limit` jobs to a new builder, and return it: rows stay in memory until they are sent."""
-        following = TurnBuilder()
-        job_ids = self.items.get("get", [])
-        if len(job_ids) <= limit:
-            return following
-
-        def is_left(question: Question) -> bool:
-            return question.verb == "get" and question.start > 0 and question.stop > limit
-
-        left = list(filter(is_left, self._questions))
-        for read in left:
-            following.ask("get", job_ids[read.start : read.stop], read.reply, read.failed)
-        if left:
-            del job_ids[left[0].start :]
-            self._questions = list(filterfalse(is_left, self._questions))
-        return following
-
-    def turn(self) -> Turn:
-        """Return the finished turn."""
-        return Turn(**self.items, context=self)
-
-    def questions(self) -> list[Question]:
-        """Return all questions in the order of their replies."""
-        return sorted(self._questions, key=_rank)
-
-    def done(self, answers: Answers, effects: TurnEffects) -> None:
-        """Give every question its answers: the turn is committed."""
-        for question in self.questions():
-            question.reply(getattr(answers, question.verb)[question.start : question.stop], effects)
-
-    def failed(self, error: TasukiError, effects: TurnEffects, following: TurnBuilder) -> None:
-        """Give every question the error, or ask it again in the `following` turn."""
-        for question in self.questions():
-            if question.failed is not None:
-                question.failed(error, effects)
-            else:
-                following.repeat(question, self.items[question.verb][question.start : question.stop])
-
-
-PACED_PER_TURN = 256  # items of one owner: a few ms of the store, which everybody else waits for
-PACED_MAX_BYTES = 16 * 1024 * 1024  # that wait, of one owner; past this its connections are not read from
-PACED_ITEM_BYTES = 512  # of memory that an item takes beside its result
-
-
-class PacedQuestion(msgspec.Struct):
-    """A question whose items are asked in parts; the reply gets all answers together."""
-
-    verb: str
-    items: Sequence[Any]
-    reply: OnAnswers
-    item_bytes: int
-    asked: int = 0
-    answers: list[Any] = msgspec.field(default_factory=list)
-
-    def answered(self, answers: Sequence[Any], effects: TurnEffects) -> None:
-        """Take the answers of one part. Parts are answered in order, also after a turn that failed."""
-        self.answers += answers
-        if len(self.answers) == len(self.items):
-            self.reply(self.answers, effects)
-
-
-class PacedQuestions:
-    """Questions of workers about leases that their sessions were not given: each turn asks some items of every owner.
-
-    An outbox of an earlier connection or process is judged by the store alone, and so is a lease that was never this worker's.
-    However many of them come, the turn that carries them stays short.
-    """
-
-    def __init__(self) -> None:
-        self._waiting: dict[str, deque[PacedQuestion]] = {}
-        self._bytes: Counter[str] = Counter()
-
-    def __bool__(self) -> bool:
-        return bool(self._waiting)
-
-    def add(self, owner: str, verb: str, items: Sequence[Any], reply: OnAnswers, size_bytes: int = 0) -> None:
-        """Add a question of this owner, behind its others; `size_bytes` of results are in its items."""
-        if items:
-            question = PacedQuestion(verb, items, reply, PACED_ITEM_BYTES + size_bytes // len(items))
-            self._waiting.setdefault(owner, deque()).append(question)
-            self._bytes[owner] += question.item_bytes * len(items)
-
-    def is_full(self, owner: str) -> bool:
-        return self._bytes[owner] > PACED_MAX_BYTES
-
-    def ask(self, builder: TurnBuilder) -> None:
-        """Add the next items of every owner to the turn."""
-        for owner, questions in list(self._waiting.items()):
-            room = PACED_PER_TURN
-            while questions and room:
-                question = questions[0]
-                part = question.items[question.asked : question.asked + room]
-                builder.ask(question.verb, part, question.answered)
-                builder.size_bytes += question.item_bytes * len(part)
-                question.asked += len(part)
-                room -= len(part)
-                self._bytes[owner] -= question.item_bytes * len(part)
-                if question.asked == len(question.items):
-                    questions.popleft()
-            if not questions:
-                del self._waiting[owner], self._bytes[owner]
-
 
 CREDIT_MAX = 100_000  # jobs for one worker: far above any real concurrency, below what would make a turn unbounded
 WORKERS_MAX = 4096  # of one token at this server; a worker with a token of its own is alone
@@ -243,10 +33,13 @@ WORKERS_MAX = 4096  # of one token at this server; a worker with a token of its 
 # costs the event loop 2 µs for each.
 MIXED_PATTERNS_MAX = 256
 CHOICE_MIN = 8  # idle workers beyond two for each new job, among which the least busy are asked
-READY_SUBJECTS_MAX = 64  # more subjects in one turn are told to other servers as "everything"
+NEWS_AT_ONCE = 32  # subjects that a worker looks for in one request; for more its patterns are cheaper, unless they match little
+READY_SUBJECTS_MAX = 512  # more subjects in one turn are told to other servers as "everything"; reading these takes them 2 ms
 
 
 # ---------------------------------------------------------------------------------------------------- sessions
+
+_idle_since = attrgetter("idle_since")
 
 
 class Account(msgspec.Struct):
@@ -380,6 +173,23 @@ class WorkerSession(Session, kw_only=True):
     """The worker has given credit since its Hello."""
     backlog: bool = False
     """The worker may take all it can: there are more ready jobs than this turn submits."""
+    subscriptions: list[Subscription] = msgspec.field(default_factory=list)
+    looked_at: int = 0
+    """Number of the last queue that was noted when the worker looked (see `subscriptions.py`)."""
+    unsure: bool = True
+    """There may be jobs for it that were noted before: its next look is by its patterns."""
+    sparse: bool = False
+    """Its last walk was cut short: it looks for all that was noted before it walks again."""
+    again: dict[str, None] = msgspec.field(default_factory=dict)
+    """Subjects of which it got all that it asked for: there may be more."""
+    idle_since: int = 0
+    """Place in the order in which workers were served."""
+
+    def want(self, subjects: Iterable[str]) -> None:
+        """Look for these subjects next time; if they are many, by the patterns."""
+        self.again = dict.fromkeys(subjects)
+        if len(self.again) > NOTED_MAX:
+            self.unsure, self.again = True, {}
 
     def info(self) -> WorkerInfo:
         """Return the description for other servers and for people."""
@@ -431,7 +241,7 @@ class OtherServers:
     def _begin_hint(self) -> None:
         self.ready: dict[str, None] = {}
         """Subjects of ready jobs that no worker of this server took."""
-        self.ready_jobs = 0
+        self.ready_jobs: int | None = 0
         self.ended: list[str] = []
         self.canceled: list[tuple[str, str]] = []
         self.moved: list[tuple[str, str, str]] = []
@@ -439,9 +249,9 @@ class OtherServers:
         self.everything = False
 
     def add_ready(self, subjects: Iterable[str], jobs: int) -> None:
-        """Add so many ready jobs, spread over these subjects, to the hint."""
+        """Add so many ready jobs, spread over these subjects, to the hint; 0: it is not known how many."""
         self.ready.update(dict.fromkeys(subjects))
-        self.ready_jobs += jobs
+        self.ready_jobs = self.ready_jobs + jobs if jobs and self.ready_jobs is not None else None
 
     def hint(self, server_id: str) -> list[Command]:
         """Return the hint that was collected since the last one, if there is anything to tell and anybody to tell it to."""
@@ -455,7 +265,7 @@ class OtherServers:
         hint = Hint(
             server_id=server_id,
             ready=() if everything else tuple(sorted(self.ready)),
-            ready_jobs=0 if everything else self.ready_jobs,
+            ready_jobs=0 if everything else self.ready_jobs or 0,
             ended=tuple(self.ended),
             canceled=tuple(self.canceled),
             moved=tuple(self.moved),
@@ -499,17 +309,19 @@ class BrokerState:
         """Connections to tell a job's end: nearly always one, which is kept as a number without a list."""
         self.generations: dict[str, int] = {}
         """Generations of the watched jobs that were requeued."""
-        self.trie: SubjectTrie[int] = SubjectTrie()
+        self.subscriptions = Subscriptions()
+        self.walk = ReadyWalk()
+        self.left_for: set[str] = set()
+        """Workers for which jobs were left, because their subject names them."""
         self._worker_shares = Shares(WORKERS_MAX, "workers at this server")
         self._pattern_shares = Shares(MIXED_PATTERNS_MAX, "patterns with `*` at this server")
         self._mixed: Counter[tuple[str, str]] = Counter()
         """Workers by owner and pattern, of patterns with `*`."""
         self._idle: dict[int, WorkerSession] = {}
         """Workers that may have credit, by connection; the one that was served last is at the end."""
+        self._served = 0
         self.looking: dict[int, WorkerSession] = {}
         """Workers for which the next turn asks for work."""
-        self.all_look = False
-        """The next turn asks for work for every worker with credit."""
         self.builder = TurnBuilder()
         self.paced = PacedQuestions()
         self.cluster = OtherServers()
@@ -554,16 +366,16 @@ class BrokerState:
             if not self._mixed[pair]:
                 del self._mixed[pair]
                 self._pattern_shares.give_back(owner)
-        for pattern in worker.patterns:
-            self.trie.remove(pattern, worker.conn)
+        self.subscriptions.remove(worker.conn, worker.patterns, worker.takes)
         worker.patterns = patterns
-        for pattern in patterns:
-            self.trie.add(pattern, worker.conn)
+        worker.subscriptions = self.subscriptions.add(worker.conn, patterns, worker.takes)
+        worker.unsure = True
 
     def change_patterns(self, worker: WorkerSession, patterns: tuple[str, ...]) -> None:
         self._subscribe(worker, patterns)
         self.note_live_workers()
-        self.look_everywhere()  # the worker for what it takes now, others for what it no longer keeps from them
+        self.leave_no_more({worker.worker_id})
+        self.look(worker, backlog=True)
 
     def hang_up(self, conn: int, error: TasukiError) -> list[Command]:
         """Forget a connection, and return the command that ends it with this error."""
@@ -581,7 +393,7 @@ class BrokerState:
             if self.workers.get(session.worker_id) is session:
                 del self.workers[session.worker_id]
                 self.note_live_workers()
-                self.look_everywhere()  # jobs whose subject names this worker may now go to others
+                self.leave_no_more({session.worker_id})
         elif isinstance(session, ClientSession):
             for job_id in session.watching:
                 self._unwatch(job_id, conn)
@@ -646,34 +458,90 @@ class BrokerState:
         self.looking[worker.conn] = self._idle[worker.conn] = worker
 
     def look_everywhere(self) -> None:
-        """Ask for work for every worker with credit at the next turn: jobs became ready of which no submit tells."""
-        self.all_look = True
+        """Walk over all that is ready: jobs may have become ready of which nobody tells."""
+        self.walk.is_wanted = True
 
-    def look_for(self, subjects: Iterable[str], *, backlog: bool = False) -> None:
-        """Ask for work for workers that may take these subjects: jobs that the next turn submits, or with `backlog` others.
+    def note_ready(self, subject: str, kind: JobKind | None = None) -> None:
+        """Note that jobs of this subject are ready: at the worker that it names, or at all patterns that match."""
+        last = subject.rpartition(".")[2]
+        if last in self.live_workers() and any(matches(pattern, subject) for pattern in self.live_workers()[last]):
+            self.left_for.add(last)
+            if (worker := self.workers.get(last)) is not None and (kind is None or kind in worker.takes.kinds):
+                worker.want([*worker.again, subject])
+        else:
+            self.subscriptions.note(subject, kind)
 
-        For new jobs some idle workers look: more than there are jobs, so that the least busy can be chosen, and far fewer than
-        all, whose number would be the cost of every turn. After the turn, others look for the jobs that these leave.
+    def leave_no_more(self, worker_ids: Set[str]) -> None:
+        """Let others look for the jobs that were left for these workers, if there were any."""
+        if self.left_for & worker_ids:
+            self.left_for -= worker_ids
+            self.look_everywhere()
+
+    def look_for(self, subject: str, kind: JobKind | None = None, *, backlog: bool, enough: int | None = None) -> None:
+        """Ask for work for idle workers that may take this subject: jobs that the next turn submits, or with `backlog` others.
+
+        No more than `enough` workers look: more than there are jobs, so that the least busy can be chosen, and far fewer than
+        all, whose number would be the cost of every turn. Those that get all they asked for let others look.
         """
-        enough = None if backlog else 2 * self.builder.new_jobs + CHOICE_MIN
-        for subject in subjects:
-            for worker in islice(self.idle_workers(subject), enough):
-                self.look(worker, backlog=backlog)
+        named = self.workers.get(subject.rpartition(".")[2])
+        if named is not None and subject in named.again and named.account.available:
+            self.look(named, backlog=backlog)
+            return
+        for worker in islice(self.idle_workers(subject, kind), enough):
+            self.look(worker, backlog=backlog)
+
+    def came_back(self, queues: Collection[ReadyQueue] | None, jobs: int) -> None:
+        """Let workers look for jobs that became ready other than by a submit: so many, or 0: an unknown number.
+        Queues None: it is not known which."""
+        if queues is None:
+            self.look_everywhere()
+            self.cluster.everything = True
+            return
+        for subject, kind in queues:
+            self.note_ready(subject, kind)
+            self.look_for(subject, kind, backlog=True)
+        if queues:
+            self.cluster.add_ready((subject for subject, _ in queues), jobs)
+
+    def has_news(self, worker: WorkerSession) -> bool:
+        """Return whether the worker has something to look for."""
+        looked_at = worker.looked_at
+        return worker.unsure or bool(worker.again) or any(one.latest > looked_at for one in worker.subscriptions)
+
+    def take_news(self, worker: WorkerSession) -> tuple[str, ...]:
+        """Return the patterns to ask the store for; from then on they count as looked for."""
+        looked_at, worker.looked_at = worker.looked_at, self.subscriptions.number
+        noted = {subject: number for one in worker.subscriptions for number, subject in one.since(looked_at)}
+        is_lacking = worker.unsure or any(one.forgotten > looked_at for one in worker.subscriptions)
+        if (is_lacking or len(noted) + len(worker.again) > NEWS_AT_ONCE) and not worker.sparse:
+            worker.unsure, worker.again = False, {}
+            return worker.patterns
+        subjects = list(dict.fromkeys([*worker.again, *sorted(noted, key=noted.__getitem__)]))
+        worker.unsure = False
+        worker.want(subjects[NEWS_AT_ONCE:])
+        return (*(worker.patterns if is_lacking else ()), *subjects[:NEWS_AT_ONCE])
 
     def note_idle(self, worker: WorkerSession, *, last: bool) -> None:
         """Note that a worker may have credit; with `last` it comes after all others."""
         if last:
             self._idle.pop(worker.conn, None)
+            self._served += 1
+            worker.idle_since = self._served
         self._idle[worker.conn] = worker
 
-    def idle_workers(self, subject: str | None = None) -> Iterator[WorkerSession]:
-        """Yield the workers with credit, with a subject those that may take its jobs; drop those without credit."""
-        able = self.trie.match_set(subject) if subject is not None else None
-        for conn, worker in list(self._idle.items()):
-            if not worker.account.available:
-                del self._idle[conn]
-            elif able is None or conn in able:
+    def idle_workers(self, subject: str, kind: JobKind | None = None) -> Iterator[WorkerSession]:
+        """Yield the workers with credit that may take jobs of this subject, the one served last at the end."""
+        able = self.subscriptions.matching(subject, kind)
+        if sum(len(one.workers) for one in able) < len(self._idle):
+            few = {conn for one in able for conn in one.workers if conn in self._idle}
+            idle = sorted((self._idle[conn] for conn in few), key=_idle_since)
+        else:
+            idle = [worker for conn, worker in self._idle.items() if any(conn in one.workers for one in able)]
+        for worker in idle:
+            if worker.account.available:
                 yield worker
+            else:
+                del self._idle[worker.conn]
 
     def note_live_workers(self) -> None:
         """Make `live_workers` compute its answer anew, once per turn: thousands of workers may come or go at once."""

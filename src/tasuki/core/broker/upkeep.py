@@ -134,21 +134,10 @@ class Upkeep:
             self._forget_deliveries(answers.reap)
             ended = [reaped.job_id for reaped in answers.reap if reaped.state in TERMINAL]
             ask_ends(state, ended)
-            state.look_everywhere()
             state.cluster.ended += ended
-            state.cluster.everything = True
         if answers.skip:
             ask_ends(state, answers.skip)
             state.cluster.ended += answers.skip
-        if answers.promote:
-            ready = answers.notes.ready
-            if ready is None:
-                state.look_everywhere()
-                state.cluster.everything = True
-            else:
-                subjects = dict.fromkeys(queue.subject for queue in ready)
-                state.look_for(subjects, backlog=True)
-                state.cluster.add_ready(subjects, answers.promote)
 
     def _forget_deliveries(self, lost: Sequence[Reaped]) -> None:
         """End attempts whose leases are over; a worker that let one go may never speak of it again."""

@@ -20,13 +20,15 @@ from tasuki.core.apps import is_hash_of_all
 from tasuki.core.broker import authentication, log_reads
 from tasuki.core.broker.client_messages import ask_ends, transferred
 from tasuki.core.broker.events import Command, LogFenced
-from tasuki.core.broker.state import Account, BrokerState, Delivery, OnAnswers, TurnEffects, WorkerSession
-from tasuki.core.job import TERMINAL, Outcome, Progress, State
+from tasuki.core.broker.state import CHOICE_MIN, Account, BrokerState, Delivery, WorkerSession
+from tasuki.core.broker.turn_builder import OnAnswers, TurnEffects
+from tasuki.core.job import TERMINAL, Outcome, Progress
 from tasuki.core.machine import Now, Send
 from tasuki.core.store_messages import (
     Answers,
     Grant,
     HeldLease,
+    JobKind,
     LeaseRequest,
     LeaseStatus,
     Report,
@@ -34,10 +36,12 @@ from tasuki.core.store_messages import (
     ReportStatus,
     Submitted,
     Turn,
+    kind_of,
 )
 from tasuki.errors import InvalidInput, ProtocolError, TasukiError
 
 NOT_HELD = "the lease is not held, or no longer; the job may have another one, or none"  # of jobs of others: no more than this
+PATTERNS_PER_TURN = 2_000  # that are looked for as a whole: a seek each, some 10 ms
 LEASE_BATCH_MAX = 512  # jobs of one lease request: bounds a turn, and with it the wait of everybody else
 REDELIVER_AFTER_S = 2.0  # first wait for a sign of an assignment; doubles each time
 REDELIVER_MAX = 4
@@ -65,6 +69,8 @@ def received(state: BrokerState, worker: WorkerSession, message: protocol.Messag
             _ask(state, worker, "renew", held, partial(_renewed, state, worker.conn, message.msg_id, held), paced)
             if worker.resuming:
                 _resume(state, worker, message.claims, paced)
+            if state.has_news(worker):  # what came while it was silent
+                state.look(worker, backlog=True)
         case protocol.JobsReleased():
             _give_back(state, worker, message)
         case protocol.Subscribe():
@@ -170,9 +176,7 @@ def _reported(
             continue
         recorded.append(report.lease_id)
         job_state = answer.state
-        if job_state is State.PENDING:  # it failed and may be tried again, perhaps at once
-            state.look_everywhere()
-        elif answer.answer is ReportStatus.REPEATED:  # later events may have ended the job otherwise: the row tells
+        if answer.answer is ReportStatus.REPEATED:  # later events may have ended the job otherwise: the row tells
             ask_ends(state, [report.job_id])
         elif job_state in TERMINAL:
             if report.job_id in watchers:
@@ -251,7 +255,6 @@ def _give_back(state: BrokerState, worker: WorkerSession, message: protocol.Jobs
         worker.settled.update(claim.lease_id for claim in message.claims)
     if claims:
         _ask(state, worker, "release", claims, partial(_released, state, claims), paced)
-    state.look_everywhere()
 
 
 def _release(state: BrokerState, claims: Sequence[HeldLease]) -> None:
@@ -262,9 +265,6 @@ def _release(state: BrokerState, claims: Sequence[HeldLease]) -> None:
 def _released(state: BrokerState, claims: Sequence[HeldLease], answers: Sequence[bool], effects: TurnEffects) -> None:
     # A job whose cancel was asked for ends when it is given back.
     ask_ends(state, (claim.job_id for claim, done in zip(claims, answers, strict=True) if done))
-    if any(answers):
-        state.look_everywhere()
-        state.cluster.everything = True
 
 
 # ---------------------------------------------------------------------------------------------------- leases
@@ -276,21 +276,23 @@ class _Look(NamedTuple):
     conn: int
     request: LeaseRequest
     is_fresh: bool
+    older: tuple[str, ...]
+    """Subjects among its patterns of which the turn submits nothing."""
 
 
 def ask_leases(state: BrokerState, now: Now) -> None:
-    """Add the lease requests of all workers that look for work to the turn."""
-    if state.all_look:
-        state.all_look = False
-        for worker in state.idle_workers():
-            state.look(worker, backlog=True)
-    state.look_for(state.builder.subjects)
+    """Add the lease requests of all workers that look for work, and know of something to look for, to the turn."""
+    subjects = state.builder.subjects
+    enough = 2 * state.builder.new_jobs + CHOICE_MIN
+    for subject, kind in subjects.items():
+        state.note_ready(subject, kind)
+        state.look_for(subject, kind, backlog=False, enough=enough)
     if not state.looking or state.disk_problem:
         return
     looking = state.looking.values()
     free = [worker for worker in looking if not (worker.resuming or worker.reading) and not _is_silent(worker, now)]
     state.looking = {worker.conn: worker for worker in looking if worker.resuming or worker.reading}
-    able = [worker for worker in free if worker.patterns and worker.worker_id not in state.cluster.detached]
+    able = _able(state, free)
     full = [(worker.worker_id, worker.account) for worker in able if worker.backlog]
     fresh = [(worker.worker_id, worker.account) for worker in able if not worker.backlog]
     plan = shares(full, None) + shares(fresh, state.builder.new_jobs)
@@ -300,11 +302,12 @@ def ask_leases(state: BrokerState, now: Now) -> None:
     looks: list[_Look] = []
     for worker_id, limit in plan:
         worker = state.workers[worker_id]
+        patterns = state.take_news(worker)
         request = LeaseRequest(
             worker_id=worker_id,
             incarnation=worker.incarnation,
             owner=worker.owner,
-            patterns=worker.patterns,
+            patterns=patterns,
             takes=worker.takes,
             limit=worker.account.reserve(limit),
             ttl_s=worker.ttl_s,
@@ -312,9 +315,27 @@ def ask_leases(state: BrokerState, now: Now) -> None:
             reconnect_grace_s=worker.reconnect_grace_s,
             live_workers=live_workers,
         )
-        looks.append(_Look(worker.conn, request, not worker.backlog))
+        older = patterns if worker.backlog else tuple(subject for subject in patterns if subject not in subjects)
+        looks.append(_Look(worker.conn, request, not worker.backlog, older))
     requests = [look.request for look in looks]
     state.builder.ask("lease", requests, partial(_leased, state, looks), partial(_not_leased, state, looks))
+
+
+def _able(state: BrokerState, free: list[WorkerSession]) -> list[WorkerSession]:
+    """Return the workers that ask the store now; those whose patterns are too many for this turn look in the next one."""
+    able = []
+    room = PATTERNS_PER_TURN
+    for worker in free:
+        if not worker.patterns or worker.worker_id in state.cluster.detached:
+            continue
+        if not state.has_news(worker):
+            worker.backlog = False
+        elif worker.unsure and room <= 0:
+            state.looking[worker.conn] = worker
+        else:
+            room -= len(worker.patterns) if worker.unsure else 0
+            able.append(worker)
+    return able
 
 
 def _is_silent(worker: WorkerSession, now: Now) -> bool:
@@ -347,15 +368,16 @@ def shares(accounts: Iterable[tuple[str, Account]], wanted: int | None) -> list[
 
 
 def _leased(state: BrokerState, looks: list[_Look], answers: Sequence[list[Grant]], effects: TurnEffects) -> None:
-    for look, grants in zip(looks, answers, strict=True):
-        _granted(state, look, grants, effects)
+    for place, (look, grants) in enumerate(zip(looks, answers, strict=True)):
+        _granted(state, look, grants, place in effects.cut, effects)
 
 
-def _granted(state: BrokerState, look: _Look, grants: list[Grant], effects: TurnEffects) -> None:
+def _granted(state: BrokerState, look: _Look, grants: list[Grant], is_cut: bool, effects: TurnEffects) -> None:
     """Deliver what was granted to one worker."""
     worker = state.sessions.get(look.conn)
     if isinstance(worker, WorkerSession):
         _settle(state, worker, look, len(grants) if worker.patterns else 0)
+        _note_look(state, worker, look, len(grants), is_cut)
         if worker.patterns:
             deliveries, sent_at = worker.deliveries, effects.now.monotonic
             for grant in grants:
@@ -388,11 +410,31 @@ def _settle(state: BrokerState, worker: WorkerSession, look: _Look, granted: int
         state.look(worker, backlog=True)
 
 
+def _note_look(state: BrokerState, worker: WorkerSession, look: _Look, granted: int, is_cut: bool) -> None:
+    """Note what the worker has not seen yet: the rest of what it asked for, and what became ready meanwhile."""
+    asked = look.request
+    is_walk = asked.patterns[: len(worker.patterns)] == worker.patterns
+    if granted == asked.limit:
+        worker.unsure = worker.unsure or is_walk
+        worker.want([*worker.again, *(() if is_walk else look.older)])
+        if not worker.account.available:
+            for subject in () if is_walk else look.older:
+                state.look_for(subject, backlog=True, enough=CHOICE_MIN)
+    elif is_cut:
+        worker.sparse = True
+        state.look_everywhere()  # which finds what the walk did not come to
+    elif is_walk:
+        worker.sparse = False
+    if worker.account.available and any(one.latest > worker.looked_at for one in worker.subscriptions):
+        state.look(worker, backlog=True)
+
+
 def _not_leased(state: BrokerState, looks: list[_Look], error: TasukiError, effects: TurnEffects) -> None:
     for look in looks:
         worker = state.sessions.get(look.conn)
         if isinstance(worker, WorkerSession):
             _settle(state, worker, look, 0)
+            worker.unsure = True
             read_back(state, worker)  # the grants may be there all the same
 
 
@@ -400,15 +442,16 @@ def offer_the_rest(state: BrokerState, turn: Turn, answers: Answers) -> None:
     """Offer new jobs that no worker took to other workers of this server, and to the other servers."""
     granted = {grant.job_id for grants in answers.lease for grant in grants}
     pairs = chain(zip(turn.submit, answers.submit, strict=True), zip(turn.rerun, answers.rerun, strict=True))
-    left: dict[str, None] = {}
+    left: dict[str, JobKind | None] = {}
     for submission, answer in pairs:
-        if isinstance(answer, Submitted) and answer.job_id not in granted:
-            left[submission.spec.subject] = None
-            if answer.created:
-                state.cluster.add_ready((submission.spec.subject,), 1)
-    state.look_for(left, backlog=True)
-    if turn.rerun:
-        state.cluster.everything = True
+        if isinstance(answer, Submitted) and answer.created and answer.job_id not in granted:
+            spec = submission.spec
+            kind = kind_of(spec.exec, submission.submitter)
+            left[spec.subject] = kind if left.get(spec.subject, kind) is kind else None
+            state.cluster.add_ready((spec.subject,), 1)
+    for subject, some in left.items():
+        state.note_ready(subject, some)
+        state.look_for(subject, some, backlog=True)
 
 
 # ---------------------------------------------------------------------------------------------------- deliveries

@@ -273,10 +273,11 @@ class MemoryRecords:
         return max(self._ready, default=None)
 
     def ready_queues(self, place: Any = None, *, limit: int = 256) -> ReadyPage:
-        found = sorted((-priority, queue) for priority, band in self._ready.items() for queue in band)
+        bands = self._ready.items()
+        found = sorted((-priority, subjects.group_of(queue.subject), queue) for priority, band in bands for queue in band)
         begin = 0 if place is None else bisect_right(found, place)
         some = found[begin : begin + limit]
-        return ReadyPage([queue for _, queue in some], some[-1] if len(found) > begin + limit else None)
+        return ReadyPage([queue for *_, queue in some], some[-1] if len(some) == limit else None)
 
     def ended_among(self, job_ids: Sequence[str]) -> list[str]:
         records = ((job_id, self._records.get(job_id)) for job_id in dict.fromkeys(job_ids))

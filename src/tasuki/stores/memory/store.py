@@ -67,6 +67,7 @@ from tasuki.stores.memory.records import Entry, MemoryJob, MemoryRecords
 from tasuki.stores.store import Answered, Clock, Feature
 
 LEASE_ID_BYTES = 16
+IN_VAIN_MAX = 512  # queues from which a walk grants nothing, before it is cut short
 
 _encode = msgspec.msgpack.Encoder().encode
 
@@ -79,6 +80,7 @@ class MemoryStore(MemoryRecords):
     def __init__(self, clock: Clock, random: Callable[[int], bytes] = os.urandom) -> None:
         super().__init__(clock)
         self._random = random
+        self._walks_begin_at = 0
         self._turns = FairTurns()
         self._taken_over_at: float | None = None
         """Lease-clock time of the last takeover."""
@@ -175,18 +177,20 @@ class MemoryStore(MemoryRecords):
     # -- workers: getting work ------------------------------------------------------------------------------------
     def lease(self, requests: Sequence[LeaseRequest]) -> list[list[Grant]]:
         with self.turn():
-            return [self._lease_named(request) if request.job_ids else self._lease_next(request) for request in requests]
+            return [
+                self._lease_named(request) if request.job_ids else self._lease_next(request, position)
+                for position, request in enumerate(requests)
+            ]
 
-    def _lease_next(self, request: LeaseRequest) -> list[Grant]:
+    def _lease_next(self, request: LeaseRequest, position: int) -> list[Grant]:
         """Lease by patterns: the highest priority first, evenly between its groups, the oldest of a group first."""
         grants: list[Grant] = []
+        is_cut = False
         for priority in sorted(self._ready, reverse=True):
             if len(grants) >= request.limit:
                 break
-            groups: dict[str, list[list[Entry]]] = {}
-            for (subject, kind), entries in self._ready[priority].items():
-                if kind in request.takes.kinds and _may_take(request, subject):
-                    groups.setdefault(subjects.group_of(subject), []).append(entries)
+            groups, was_cut = self._takeable(request, priority)
+            is_cut = is_cut or was_cut
 
             def take(group: str, limit: int, waiting: dict[str, list[list[Entry]]] = groups) -> list[Grant]:
                 oldest = (self._records[job_id] for _, _, job_id in heapq.merge(*waiting[group]))
@@ -194,7 +198,25 @@ class MemoryStore(MemoryRecords):
                 return [self._grant(record, request) for record in in_time]
 
             grants += self._turns.fill(groups, request.limit - len(grants), take)
+        if is_cut and len(grants) < request.limit:
+            self._cut.append(position)
         return grants
+
+    def _takeable(self, request: LeaseRequest, priority: int) -> tuple[dict[str, list[list[Entry]]], bool]:
+        """Return the queues that the request may take from, by group, and whether a walk over them was cut short."""
+        groups: dict[str, list[list[Entry]]] = {}
+        queues = list(self._ready[priority].items())
+        begin = self._walks_begin_at % len(queues)
+        in_vain, is_cut = 0, False
+        for (subject, kind), entries in queues[begin:] + queues[:begin]:
+            is_walked = in_vain < IN_VAIN_MAX
+            is_cut = is_cut or not is_walked
+            if (is_walked or subject in request.patterns) and kind in request.takes.kinds and _may_take(request, subject):
+                groups.setdefault(subjects.group_of(subject), []).append(entries)
+            elif is_walked:
+                in_vain += 1
+                self._walks_begin_at += 1
+        return groups, is_cut
 
     def _lease_named(self, request: LeaseRequest) -> list[Grant]:
         grants: list[Grant] = []

@@ -25,8 +25,9 @@ import msgspec
 from msgspec.structs import replace
 
 from tasuki.core import client_machine
-from tasuki.core.broker import broker, client_messages, cluster, worker_messages
-from tasuki.core.broker.state import Account, TurnBuilder, TurnEffects
+from tasuki.core.broker import client_messages, cluster, subscriptions, worker_messages
+from tasuki.core.broker.state import Account
+from tasuki.core.broker.turn_builder import TurnBuilder, TurnEffects
 from tasuki.core.client_machine import ClientMachine
 from tasuki.core.election import Election, Following, Resigned
 from tasuki.core.failover.nodes import NodeState
@@ -110,7 +111,7 @@ def _never(_: float) -> float:
 
 
 def _nothing(_: Method) -> Method:
-    return lambda *_: None
+    return lambda *_, **__: None
 
 
 _OF_THE_BROKER = (
@@ -156,7 +157,7 @@ _OF_THE_BROKER = (
         name="look_again",
         what="a worker with credit looks for work now and then, whatever hint was lost",
         invariants=("I1", "liveness"),
-        patches=(Replacement(broker, "LOOK_INTERVAL_S", _never),),
+        patches=(Replacement(subscriptions, "WALK_INTERVAL_S", _never),),
         # Few jobs: whoever ends one looks for the next, and so finds what a hint did not tell of.
         options=SimOptions(servers=3, workers=3, jobs=8, kinds=("hints_lost",), faults=24),
     ),

@@ -255,8 +255,8 @@ def _same_attempt(grant: Method) -> Method:
 
 
 def _also_what_is_leased(lease_next: Method) -> Method:
-    def _lease_next(self: Any, request: Any) -> list[Any]:
-        grants: list[Any] = lease_next(self, request)
+    def _lease_next(self: Any, request: Any, position: int) -> list[Any]:
+        grants: list[Any] = lease_next(self, request, position)
         leased = [self._records[job_id] for _, _, job_id in list(self._leased)]
         return grants + [self._grant(record, request) for record in leased[: request.limit - len(grants)]]
 

@@ -21,7 +21,7 @@ from unittest import mock
 import msgspec
 
 from tasuki.core.broker import authentication, client_messages, cluster, worker_messages
-from tasuki.core.broker.state import TurnBuilder
+from tasuki.core.broker.turn_builder import TurnBuilder
 from tasuki.core.broker.upkeep import Upkeep
 from tasuki.core.client_machine import ClientMachine
 from tasuki.core.election import Awaiting, Election

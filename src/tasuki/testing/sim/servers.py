@@ -23,6 +23,7 @@ from tasuki.core import election
 from tasuki.core.address import Address
 from tasuki.core.broker.events import (
     AskEnded,
+    AskReady,
     AskRevoked,
     ClusterView,
     DiskSpace,
@@ -30,6 +31,7 @@ from tasuki.core.broker.events import (
     Hinted,
     Publish,
     Query,
+    ReadyFound,
     SomeEnded,
     SomeRevoked,
     TurnDone,
@@ -38,7 +40,7 @@ from tasuki.core.broker.events import (
 from tasuki.core.cluster_messages import ServerInfo, decode, everything, split
 from tasuki.core.machine import Hangup, Ticked
 from tasuki.core.protocol import Message, Reply, error_message
-from tasuki.core.store_messages import Answers, Turn
+from tasuki.core.store_messages import Answers, ReadyPage, Turn
 from tasuki.errors import DiskFull, InterruptCause, StaleEpoch, TasukiError, TurnInterrupted, Unavailable
 from tasuki.server.cluster import SCOPE
 from tasuki.server.queries import answer_query
@@ -95,6 +97,9 @@ class StoreFaults:
         self.down: Counter[str] = Counter()
         self.full: Counter[str] = Counter()
         """`hard`: nothing can be written. `floor`: there is so little room that servers take no new jobs."""
+
+
+PAGE_QUEUES = 2  # so few jobs wait here that a walk would never have a second page
 
 
 class StoreNode:
@@ -589,15 +594,23 @@ class SimServer(SimProcess, ServerNode):
         if self.cluster is not None:
             self.cluster.told(command)
 
-    def _ask(self, command: AskEnded | AskRevoked) -> None:
+    def _ask(self, command: AskEnded | AskRevoked | AskReady) -> None:
         if isinstance(command, AskEnded):
             self.storage.read(self, "ends", lambda store: store.ended_among(command.job_ids), self._some_ended)
+        elif isinstance(command, AskReady):
+            self.storage.read(
+                self, "ready", lambda store: store.ready_queues(command.place, limit=PAGE_QUEUES), self._ready_found
+            )
         else:
             self.storage.read(self, "tokens", lambda store: store.revoked_among(command.token_ids), self._some_revoked)
 
     def _some_ended(self, answer: list[str] | TasukiError) -> None:
         if not isinstance(answer, TasukiError):  # else the next look comes in a second
             self.tell(SomeEnded(answer))
+
+    def _ready_found(self, answer: ReadyPage | TasukiError) -> None:
+        if not isinstance(answer, TasukiError):  # else the page is asked for again
+            self.tell(ReadyFound(answer))
 
     def _some_revoked(self, answer: list[str] | TasukiError) -> None:
         if not isinstance(answer, TasukiError):

@@ -1,0 +1,133 @@
+"""Who subscribes to what, and what became ready since each of them looked: so that nobody asks the store in vain. Pure.
+
+Theory of operation. Leasing for a pattern with wildcards may walk over everything that waits, so a worker must not ask again and
+again for what is not there. Each queue that becomes ready is noted, under the next number, at the patterns that match it: new
+jobs, and those that came back, of this server's turns; those of other servers by their hints. A worker remembers the number up to
+which it has looked. What was noted since then is all that can be new for it, and it asks for exactly these subjects: a seek each.
+It asks by its patterns only when that is not enough: at first, after it got all that it asked for, or when more was noted than a
+pattern remembers.
+
+`ReadyWalk` names all queues again, page by page, through a reader beside the store's writer, and each of them is noted as if it
+had just become ready. One walk is for all workers, whatever the number of their patterns. There is always a slow one, in case a
+hint was lost; and a hurried one when something happened that only a look at everything can answer. So a ready job is found by an
+idle worker that may take it after two walks at the latest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from tasuki.core.machine import Now
+from tasuki.core.store_messages import JobKind, Takes
+from tasuki.core.subject import SubjectTrie
+
+NOTED_MAX = 256  # subjects that one pattern remembers
+PAGE_QUEUES = 256  # queues that are read at once: some 2 ms of a reader, and 1 ms of the event loop
+PAGE_INTERVAL_S = 0.25  # between the pages of a slow walk: a hundredth of a core, whatever waits
+WALK_INTERVAL_S = 1.0  # from the end of a walk to the next
+PAGE_TIMEOUT_S = 5.0  # after which a page that did not come is asked for again
+
+
+class Subscription:
+    """A pattern, the workers of one kind that subscribe to it, and what became ready for them lately."""
+
+    __slots__ = ("forgotten", "latest", "noted", "takes", "workers")
+
+    def __init__(self, takes: Takes) -> None:
+        self.takes = takes
+        self.workers: set[int] = set()
+        """Connections of the workers."""
+        self.noted: dict[str, int] = {}
+        """Number under which each subject was noted last, in the order of the numbers."""
+        self.latest = 0
+        self.forgotten = 0
+        """Highest number of a subject that had to make room for others."""
+
+    def note(self, subject: str, number: int) -> None:
+        self.noted.pop(subject, None)
+        self.noted[subject] = self.latest = number
+        if len(self.noted) > NOTED_MAX:
+            self.forgotten = self.noted.pop(next(iter(self.noted)))
+
+    def since(self, number: int) -> Iterator[tuple[int, str]]:
+        """Yield what was noted after this number, the latest first."""
+        for subject in reversed(self.noted):
+            noted_at = self.noted[subject]
+            if noted_at <= number:
+                return
+            yield noted_at, subject
+
+
+class Subscriptions:
+    """All subscriptions of a server's workers."""
+
+    def __init__(self) -> None:
+        self.trie: SubjectTrie[Subscription] = SubjectTrie()
+        self.number = 0
+        """Number of the last queue that was noted."""
+        self._all: dict[tuple[str, Takes], Subscription] = {}
+
+    def add(self, conn: int, patterns: tuple[str, ...], takes: Takes) -> list[Subscription]:
+        """Subscribe a worker."""
+        found = []
+        for pattern in dict.fromkeys(patterns):
+            one = self._all.get((pattern, takes))
+            if one is None:
+                one = self._all[pattern, takes] = Subscription(takes)
+                self.trie.add(pattern, one)
+            one.workers.add(conn)
+            found.append(one)
+        return found
+
+    def remove(self, conn: int, patterns: tuple[str, ...], takes: Takes) -> None:
+        for pattern in dict.fromkeys(patterns):
+            one = self._all[pattern, takes]
+            one.workers.remove(conn)
+            if not one.workers:
+                del self._all[pattern, takes]
+                self.trie.remove(pattern, one)
+
+    def matching(self, subject: str, kind: JobKind | None = None) -> list[Subscription]:
+        """Return the subscriptions whose workers may take jobs of this subject; None: of any kind."""
+        return [one for one in self.trie.match(subject) if kind is None or kind in one.takes.kinds]
+
+    def note(self, subject: str, kind: JobKind | None = None) -> None:
+        """Note that jobs of this subject are ready."""
+        self.number += 1
+        for one in self.matching(subject, kind):
+            one.note(subject, self.number)
+
+
+class ReadyWalk:
+    """The walk over all queues with ready jobs. See the module's docstring."""
+
+    def __init__(self) -> None:
+        self.is_wanted = False
+        """A walk from the beginning is wanted as soon as possible."""
+        self._place: Any = None
+        """The place of the next page; None: the beginning."""
+        self._is_hurried = False
+        self._asked_at: float | None = None
+        self._next_at = 0.0
+
+    def is_due(self, now: Now) -> bool:
+        """Return whether the next page must be asked for."""
+        if self._asked_at is not None:
+            return now.monotonic >= self._asked_at + PAGE_TIMEOUT_S
+        return self.is_wanted or now.monotonic >= self._next_at
+
+    def next_place(self, now: Now) -> Any:
+        """Return the place of the page that is asked for now."""
+        if self.is_wanted and (self._place is None or not self._is_hurried):
+            self.is_wanted, self._is_hurried, self._place = False, True, None
+        self._asked_at = now.monotonic
+        return self._place
+
+    def came(self, place: Any, now: Now) -> None:
+        """Note that the page came, and the place of the one behind it."""
+        self._asked_at, self._place = None, place
+        if place is None:
+            self._is_hurried, self._next_at = False, now.monotonic + WALK_INTERVAL_S
+        else:
+            self._next_at = now.monotonic + (0.0 if self._is_hurried else PAGE_INTERVAL_S)

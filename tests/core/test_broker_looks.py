@@ -1,0 +1,184 @@
+"""For what the broker asks the store: for what became ready since a worker looked, and never again for what is not there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tasuki.core.broker.events import AskReady, ReadyFound, TurnDone
+from tasuki.core.broker.state import CHOICE_MIN
+from tasuki.core.broker.subscriptions import NOTED_MAX, PAGE_QUEUES
+from tasuki.core.job import JobSpec, body_hash
+from tasuki.core.machine import Ticked
+from tasuki.core.protocol import GiveCredit, SubmitJobs
+from tasuki.core.store_messages import LeaseRequest, Submission, Takes
+from tasuki.stores.batching import execute
+from tests.core.broker_stage import BrokerStage
+
+
+@pytest.fixture
+def stage() -> BrokerStage:
+    return BrokerStage()
+
+
+def add(stage: BrokerStage, *subjects: str) -> None:
+    """Store jobs of which no turn and no hint tells this server."""
+    specs = [JobSpec(job_id=f"job-{subject}", subject=subject) for subject in subjects]
+    stage.store.submit([Submission(spec, "elsewhere", body_hash(spec)) for spec in specs])
+
+
+def flood(stage: BrokerStage, count: int) -> None:
+    add(stage, *(f"render.{number:05}.gpu" for number in range(count)))
+
+
+def asked(stage: BrokerStage) -> Iterator[LeaseRequest]:
+    """Do all turns, and yield their lease requests."""
+    while (turn := stage.broker.next_turn(stage.now())) is not None:
+        yield from turn.lease
+        stage.apply(TurnDone(turn, execute(stage.store, turn)))
+
+
+def subjects_of(stage: BrokerStage, conn: int) -> list[str]:
+    return [grant.job_id.removeprefix("job-") for grant in stage.grants(conn)]
+
+
+def test_a_worker_whose_patterns_match_nothing_that_waits_asks_no_more(stage: BrokerStage) -> None:
+    flood(stage, 50)
+    stage.worker("w1", credit=1, patterns=("render.*.cpu",))
+    list(asked(stage))
+
+    for _ in range(30):
+        stage.clock.advance(1.0)
+        stage.apply(Ticked())
+        assert list(asked(stage)) == []
+
+
+def test_a_worker_asks_for_the_subject_that_became_ready_and_for_no_other(stage: BrokerStage) -> None:
+    client, _ = stage.node(), stage.worker("w1", credit=2, patterns=("render.*.cpu", "other.>"))
+    list(asked(stage))
+
+    stage.tell(client, SubmitJobs(1, [JobSpec(job_id="a", subject="render.7.cpu"), JobSpec(job_id="b", subject="render.7.gpu")]))
+    [request] = asked(stage)
+
+    assert request.patterns == ("render.7.cpu",)
+
+
+def test_a_job_of_a_kind_that_a_worker_does_not_take_wakes_it_not(stage: BrokerStage) -> None:
+    client, _ = stage.node(), stage.worker("w1", credit=2, patterns=(">",), takes=Takes.COMMANDS)
+    list(asked(stage))
+
+    stage.tell(client, SubmitJobs(1, [JobSpec(job_id="a", subject="math.1")]))
+
+    assert list(asked(stage)) == []
+
+
+def test_new_credit_of_a_worker_for_which_nothing_is_ready_asks_for_nothing(stage: BrokerStage) -> None:
+    worker = stage.worker("w1", credit=1)
+    list(asked(stage))
+
+    stage.tell(worker, GiveCredit(5))
+
+    assert list(asked(stage)) == []
+
+
+def test_what_became_ready_while_a_worker_had_no_credit_is_asked_for_when_it_has_some(stage: BrokerStage) -> None:
+    client, worker = stage.node(), stage.worker("w1", credit=1, patterns=("x.*",))
+    stage.submit(client, "first", subject="x.1")
+    list(asked(stage))
+    stage.submit(client, "second", "third", subject="x.2")
+
+    stage.tell(worker, GiveCredit(2))
+    list(asked(stage))
+
+    assert [grant.job_id for grant in stage.grants(worker)] == ["first", "second", "third"]
+
+
+def test_what_becomes_ready_while_a_turn_is_under_way_is_asked_for_after_it(stage: BrokerStage) -> None:
+    client, worker = stage.node(), stage.worker("w1", credit=4)
+    list(asked(stage))
+    stage.tell(client, SubmitJobs(1, [JobSpec(job_id="a", subject="job.assign.x")]))
+    turn = stage.broker.next_turn(stage.now())
+    assert turn is not None
+    answers = execute(stage.store, turn)
+    add(stage, "job.assign.y")
+    stage.apply(ReadyFound(stage.store.ready_queues()))
+
+    stage.apply(TurnDone(turn, answers))
+    list(asked(stage))
+
+    assert [grant.job_id for grant in stage.grants(worker)] == ["a", "job-job.assign.y"]
+
+
+def test_more_subjects_than_a_pattern_remembers_are_all_taken(stage: BrokerStage) -> None:
+    client, worker = stage.node(), stage.worker("w1", credit=1, patterns=("x.>",))
+    stage.submit(client, "first", subject="x.first")
+    subjects = [f"x.{number}" for number in range(2 * NOTED_MAX)]
+    stage.ask(client, SubmitJobs(9, [JobSpec(job_id=subject, subject=subject) for subject in subjects]))
+
+    for _ in range(10):
+        stage.ask(worker, GiveCredit(100))
+
+    assert sorted(subjects_of(stage, worker)) == sorted(["first", *subjects])
+
+
+def test_a_job_behind_more_than_a_walk_looks_at_is_found_by_its_worker(stage: BrokerStage) -> None:
+    flood(stage, 1500)
+    add(stage, "render.zzz.cpu")
+
+    worker = stage.worker("w1", credit=1, patterns=("render.*.cpu",))
+    list(asked(stage))
+
+    assert set(subjects_of(stage, worker)) == {"render.zzz.cpu"}
+
+
+def test_a_job_of_which_nobody_told_is_found_behind_any_number_of_others(stage: BrokerStage) -> None:
+    worker = stage.worker("w1", credit=1, patterns=("render.*.cpu",))
+    flood(stage, 3 * PAGE_QUEUES)
+    add(stage, "render.zzz.cpu")
+
+    for _ in range(10):
+        stage.pass_time(0.5)
+
+    assert set(subjects_of(stage, worker)) == {"render.zzz.cpu"}
+
+
+def test_all_jobs_of_which_nobody_told_are_found_by_as_many_workers_as_it_takes(stage: BrokerStage) -> None:
+    workers = [stage.worker(f"w{number}", credit=1) for number in range(4 * CHOICE_MIN)]
+    specs = [JobSpec(job_id=f"job-{number}") for number in range(len(workers))]
+    stage.store.submit([Submission(spec, "elsewhere", body_hash(spec)) for spec in specs])
+
+    for _ in range(3):
+        stage.pass_time(0.6)
+
+    assert [len(stage.grants(worker)) for worker in workers] == [1] * len(workers)
+
+
+def test_a_walk_that_nobody_needs_reads_a_few_pages_per_second_whatever_waits(stage: BrokerStage) -> None:
+    flood(stage, 2000)
+    for number in range(5):
+        stage.worker(f"w{number}", credit=1, patterns=("other.*.x",))
+    stage.pass_time(1.0)
+    stage.walks = False
+
+    pages = 0
+    for _ in range(100):
+        stage.pass_time(0.1)
+        for ask in [command for command in stage.others if isinstance(command, AskReady)]:
+            stage.others.remove(ask)
+            pages += 1
+            stage.apply(ReadyFound(stage.store.ready_queues(ask.place, limit=ask.limit)))
+
+    assert 10 <= pages <= 50
+
+
+def test_a_page_that_never_came_is_asked_for_again(stage: BrokerStage) -> None:
+    worker = stage.worker("w1", credit=1)
+    stage.walks = False
+    stage.pass_time(2.0)
+    add(stage, "job.assign.x")
+    stage.walks = True
+
+    stage.pass_time(6.0)
+
+    assert subjects_of(stage, worker) == ["job.assign.x"]
