@@ -121,6 +121,23 @@ def test_a_job_that_runs_is_canceled_and_one_that_has_ended_stays(agent: AgentSt
     assert (running.answer().status_code, agent.state("stopped"), agent.state("ended")) == (409, None, "done")
 
 
+def test_an_interrupted_job_has_a_state_and_no_result(tmp_path: Path, user: User) -> None:
+    with AgentStage(tmp_path) as before:
+        running = before.begin("cut", "echo lost; sleep 60")
+        until(lambda: before.http.get("/jobs/cut/logs/stdout").content, what="it has written")
+        before.call(before.agent.jobs.stop_all)
+        assert running.answer().status_code == 503
+
+    with AgentStage(tmp_path) as agent:
+        status, result = tasuki(agent, user, "status", "cut"), tasuki(agent, user, "result", "cut")
+        logs, canceled = tasuki(agent, user, "logs", "-f", "cut"), tasuki(agent, user, "cancel", "cut")
+
+    assert ("cut  INTERRUPTED\n" in status.stdout, "send it again" in status.stdout) == (True, True)
+    assert (result.returncode, "it left no result" in result.stdout) == (ExitCode.FAILED, True)
+    assert (logs.returncode, logs.stdout) == (0, "")
+    assert "INTERRUPTED" in canceled.stdout
+
+
 def test_what_needs_a_server_says_so(agent: AgentStage, user: User) -> None:
     assert "agents" in tasuki(agent, user, "retry", "x").stderr
 

@@ -12,7 +12,7 @@ import pytest
 from tasuki.agent import upload
 from tests.agent.stage import BOUNDARY, form, head, part
 from tests.client.agent_stand_in import Asked, Reply, StandIn, refusal
-from tests.dispatcher.stage import BOOK, DispatcherStage, code_of, dispatching, job, tell, two_nodes
+from tests.dispatcher.stage import BOOK, DispatcherStage, code_of, dispatching, hash_of, job, tell, two_nodes
 from tests.support.foreign_sites import FOREIGN, OWN
 from tests.support.waiting import until_async
 
@@ -111,6 +111,18 @@ def test_an_upload_that_is_too_large_is_refused_before_it_is_read(tmp_path: Path
             chunk = b"%x\r\n" % len(GOOD) + GOOD[:-40] + bytes(2000)
             assert await raw(stage, head("a", None) + chunk) in [(413, "TOO_LARGE"), (400, "INVALID_PAYLOAD")]
             assert not one.posts
+
+    tell(story())
+
+
+def test_a_done_id_is_answered_however_large_the_upload_would_be(tmp_path: Path) -> None:
+    async def story() -> None:
+        async with two_nodes(inputs=str(tmp_path), max_upload_bytes=10) as (one, _, stage):
+            one.job = job("done")
+
+            answer = await stage.post("a", query=f"?input={hash_of()}")
+
+            assert (answer.status_code, answer.headers["tasuki-cache"]) == (200, "hit")
 
     tell(story())
 

@@ -144,7 +144,6 @@ class Dispatcher:
         boundary = boundary_of(request.headers.get("content-type", ""))
         if self.draining:
             raise refusals.is_draining()
-        self._check_size(request)
         if self._registry is not None and (stored := await self._registry.look(job_id, sent)) is not None:
             return stored
         await self.pool.fresh()
@@ -156,6 +155,7 @@ class Dispatcher:
             if isinstance(known, Response):
                 return known
             first = known
+        self._check_size(request)
         if first is None:
             if self._config.mode is Mode.REDIRECT and self._is_full(job_id):
                 await self.pool.fresh(0.0)  # a redirected job may have ended at its node, which does not report that

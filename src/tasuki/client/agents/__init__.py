@@ -6,4 +6,5 @@ starts a run, `run.py` applies events to the plan of `core/failover` and execute
 
     client.py    AsyncAgentsClient, AgentsClient, the file of breakers    run.py       run of one job
     node.py      HTTP API of one node                                     transfer.py  requests, stored inputs, results
+    jobs.py      jobs that there are, as commands for a server's jobs see them
 """

@@ -185,9 +185,10 @@ class AgentJobsClient:
         answers = await self._ask_all(lambda agent: agent.remove(job_id, only_running=True, answer_s=STOP_S))
         if any(answers.given.values()):
             return {"state": "CANCELED", "requested": False}
-        if answers.problems:
-            raise Unavailable(f"job {job_id} may go on: {answers_in_words(answers.problems)}")
-        return {"state": (await self.status(job_id))["state"], "requested": False}
+        state = (await self.status(job_id))["state"]
+        if state in _UNDER_WAY:
+            raise Unavailable(f"job {job_id} goes on, it could not be stopped: {answers_in_words(answers.problems)}")
+        return {"state": state, "requested": False}
 
     async def _ask_all(self, question: Callable[[AgentNode], Awaitable[T]]) -> _NodeAnswers:
         nodes = self._client.agents
