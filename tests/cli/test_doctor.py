@@ -10,6 +10,7 @@ from tasuki.cli import doctor
 from tasuki.worker.keeper import cgroup
 from tasuki.worker.keeper.cgroup import NoCgroup
 from tests.cli.commands import Running, User, running
+from tests.support.redis_app import Zpe
 from tests.support.redis_service import RedisService
 
 pytestmark = pytest.mark.e2e
@@ -70,6 +71,25 @@ def test_a_redis_is_told_to_keep_what_it_is_given(user: User) -> None:
     assert gone.returncode == 1
     assert "cannot be reached" in gone.stdout
     assert "hunter2" not in gone.stdout + gone.stderr
+
+
+def test_keys_of_a_redis_that_other_programs_spoilt_are_named(user: User, redis_url: str) -> None:
+    zpe = Zpe(redis_url)
+    zpe.push("waits", "runs")
+    zpe.stage.promote()
+    good = findings(user, "--store", redis_url)["store keys"]
+    zpe.stage.take("runs")
+    zpe.raw.delete("zpe:queue", "zpe:lease:index")
+    zpe.raw.delete("zpe:status:waits")
+    zpe.raw.set("zpe:status:waits", "queued")
+    bad = findings(user, "--store", redis_url)["store keys"]
+    zpe.close()
+
+    assert good["state"] == "ok"
+    assert bad["state"] == "warn"
+    assert "zpe:status:waits is a string and must be a hash" in bad["message"]
+    assert "job waits waits and is not in zpe:queue: LPUSH zpe:queue waits" in bad["message"]
+    assert "job runs is leased and in no index: ZADD zpe:lease:index 0 runs" in bad["message"]
 
 
 def test_a_running_server_is_found(served: tuple[User, Running]) -> None:

@@ -10,24 +10,7 @@ from tasuki.core.apps import detail_of
 from tasuki.core.job import JobSpec, Outcome, State, body_hash
 from tasuki.core.store_messages import Filter, Submission
 from tasuki.testing.store_stage import PAST_LEASE_S, token_row
-from tests.support.redis_app import PAYLOAD, Zpe
-
-TYPES = {
-    "string": lambda zpe, name: zpe.raw.set(name, "x"),
-    "list": lambda zpe, name: zpe.raw.rpush(name, "x"),
-    "set": lambda zpe, name: zpe.raw.sadd(name, "x"),
-    "zset": lambda zpe, name: zpe.raw.zadd(name, {"x": 1.0}),
-    "hash": lambda zpe, name: zpe.raw.hset(name, "x", "1"),
-    "stream": lambda zpe, name: zpe.raw.xadd(name, {"x": "1"}),
-}
-BAD_IDS = ["index", "mol:1", "a b", "x/y", "", ".hidden", "x" * 129, "Ünlaut", "a\nb", "../../evil"]
-
-
-def make(zpe: Zpe, name: str, kind: str) -> None:
-    """Write a key of this type, whatever was there."""
-    zpe.raw.delete(name)
-    TYPES[kind](zpe, name)
-
+from tests.support.redis_app import BAD_IDS, PAYLOAD, TYPES, Zpe, make
 
 # -- ids -----------------------------------------------------------------------------------------------------------
 

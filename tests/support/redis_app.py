@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -50,3 +51,20 @@ class Zpe:
     def close(self) -> None:
         self.raw.close()
         self.store.close()
+
+
+TYPES: dict[str, Callable[[Zpe, str], object]] = {
+    "string": lambda zpe, name: zpe.raw.set(name, "x"),
+    "list": lambda zpe, name: zpe.raw.rpush(name, "x"),
+    "set": lambda zpe, name: zpe.raw.sadd(name, "x"),
+    "zset": lambda zpe, name: zpe.raw.zadd(name, {"x": 1.0}),
+    "hash": lambda zpe, name: zpe.raw.hset(name, "x", "1"),
+    "stream": lambda zpe, name: zpe.raw.xadd(name, {"x": "1"}),
+}
+BAD_IDS = ["index", "mol:1", "a b", "x/y", "", ".hidden", "x" * 129, "Ünlaut", "a\nb", "../../evil"]
+
+
+def make(zpe: Zpe, name: str, kind: str) -> None:
+    """Write a key of this type, whatever was there."""
+    zpe.raw.delete(name)
+    TYPES[kind](zpe, name)

@@ -8,9 +8,9 @@ import stat
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from tasuki.cli.command import Destination, command, connection_options, option
 from tasuki.cli.connect import are_named, find_server, is_store, listening, open_agents_client, owner_of
@@ -27,6 +27,9 @@ PYTHON_OLDEST = (3, 11)
 SQLITE_OLDEST = (3, 35, 0)  # RETURNING
 CLOCK_OLDEST = 1_735_689_600  # 2025-01-01: a machine that believes in an earlier day has no clock
 CONNECT_TIMEOUT_S = 3.0
+KEYS_SHOWN = 20
+
+T = TypeVar("T")
 UNUSED_BYTES = 256 * 2**20  # less unused space in a database is not worth a compaction
 
 
@@ -76,7 +79,7 @@ def doctor(output: Output, place: Destination, store: str | None) -> int:
         "socket": _socket(folder),
         "server": _server(place, folder),
         **(_agents(place) if are_named(place) else {}),
-        **({"store": _store(store)} if store else {}),
+        **(_shared(store) if store else {}),
     }
     ways_out = {check: "" if found.state == OK else found.way_out for check, found in findings.items()}
 
@@ -264,6 +267,16 @@ def _agents(place: Destination) -> dict[str, Finding]:
         return {"node agents": Finding(FAIL, f"{error.code}: {error.message}", "check --to and the token")}
 
 
+def _shared(url: str) -> dict[str, Finding]:
+    """Check a shared store, and in Redis what other programs may have written into it."""
+    from tasuki.server.assembly import is_redis
+
+    found = {"store": _store(url)}
+    if is_redis(url) and found["store"].state != FAIL:
+        found["store keys"] = _keys(url)
+    return found
+
+
 def _store(url: str) -> Finding:
     """Check a shared store; reads only, and makes nothing."""
     from tasuki.server.assembly import check_store, is_redis, open_postgresql_reader
@@ -282,20 +295,42 @@ def _store(url: str) -> Finding:
     return Finding(OK, f"PostgreSQL answers; epoch {epoch}, held by {holder or 'nobody'}")
 
 
-def _redis(url: str) -> Finding:
-    """Check the settings of Redis, as a server does when it starts."""
+def _asked(url: str, look: Callable[[Any, str], T]) -> T:
+    """Return what `look` finds in a Redis, which gets a client and the server's name."""
     import redis
 
-    from tasuki.stores.redis.connection import connect, look_at_settings, name_of, translate
+    from tasuki.stores.redis.connection import connect, name_of, translate
 
     where, client = name_of(url), connect(url, CONNECT_TIMEOUT_S)
     try:
         client.ping()
-        found = look_at_settings(client, where)
+        return look(client, where)
     except redis.RedisError as error:
         raise translate(error, where, None) from None
     finally:
         client.close()
+
+
+def _keys(url: str) -> Finding:
+    """Check the keys for wrong types, leases in no index, and jobs in no queue."""
+    from tasuki.stores.redis.key_check import check_keys
+
+    try:
+        found = _asked(url, lambda client, where: check_keys(client))
+    except TasukiError as error:
+        return Finding(FAIL, f"{error.code}: {error.message}", "check whether it runs, and the rights of its user")
+    much = f"{found.looked_at} keys" + ("" if found.is_complete else ", and there are more")
+    if not found.problems:
+        return Finding(OK, f"{much}: all are as they should be")
+    more = f"; and {len(found.problems) - KEYS_SHOWN} more" if len(found.problems) > KEYS_SHOWN else ""
+    return Finding(WARN, "; ".join(found.problems[:KEYS_SHOWN]) + more, "docs/operate/redis.md says how keys are spoilt")
+
+
+def _redis(url: str) -> Finding:
+    """Check the settings of Redis, as a server does when it starts."""
+    from tasuki.stores.redis.connection import look_at_settings, name_of
+
+    where, found = name_of(url), _asked(url, look_at_settings)
     if found.problems:
         return Finding(WARN, f"{where}: {'; '.join(found.problems)}", "docs/operate/redis.md has the settings")
     if found.unknown:

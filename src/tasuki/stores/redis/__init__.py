@@ -7,5 +7,6 @@ the reply. Imported only where it is used.
     codec        encoding of the values in Redis
     scripts      the script, and the session that runs it
     connection   addresses, errors, settings, hints between servers
+    key_check    keys that other programs spoilt, for `tasuki doctor`
     lua/         keys (all keys explained), rules, turn, then one file for each concern
 """

@@ -31,6 +31,9 @@ from tasuki.stores.common import input_refs, report_identity
 PARTS = {"summary_text": "s", "freqs_csv": "f"}
 """Entries of an outcome's meta that have a key of their own (`{app}:summary:{id}`, `{app}:freqs:{id}`), and their letter."""
 
+SHARED_TYPES = {"queue": "list", "lease:index": "zset", "delay": "zset", "dlq": "list", "revoked_tokens": "set"}
+"""Keys below the app's prefix that outsiders may write and all jobs share, and their types."""
+
 Reply = Any
 """Answer of a verb: bytes, None, and lists of these."""
 

@@ -41,7 +41,7 @@ from tasuki.core.lifecycle import LEASE_MARGIN_S, RESUMED, RETRY_DELAY_MAX_S, TA
 from tasuki.core.store_messages import COUNTED
 from tasuki.errors import ConfigError, InterruptCause, StaleEpoch, TasukiError, TurnInterrupted, Unavailable
 from tasuki.stores.common import GENERATIONS_BEGIN_AT, REMEMBERED_GROUPS_MAX
-from tasuki.stores.redis.codec import RARE, Argument, JobRecord, Reply, SpecFacts, read_fields, template_value
+from tasuki.stores.redis.codec import RARE, SHARED_TYPES, Argument, JobRecord, Reply, SpecFacts, read_fields, template_value
 from tasuki.stores.redis.connection import translate
 from tasuki.stores.store import Clock
 
@@ -104,6 +104,7 @@ def _constants() -> str:
         "JOB_ID_MAX_CHARS": JOB_ID_MAX_CHARS,
         "JOB_ID_RULE": JOB_ID_RULE,
         "RESERVED_JOB_ID": RESERVED_JOB_ID,
+        "SHARED_TYPES": SHARED_TYPES,
     }
     return "\n".join(f"local {name} = {_literal(value)}" for name, value in tables.items())
 

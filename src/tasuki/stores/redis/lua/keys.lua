@@ -66,15 +66,6 @@ local key = {
   blob_bytes = prefix .. 'blob_bytes',
 }
 
--- Types of the keys that outsiders may write and all jobs share.
-local TYPES = {
-  [key.queue] = 'list',
-  [key.index] = 'zset',
-  [key.delay] = 'zset',
-  [key.dlq] = 'list',
-  [key.revoked] = 'set',
-}
-
 local heads = {}
 
 -- Returns a key of a kind that there are many of: of('payload', id).

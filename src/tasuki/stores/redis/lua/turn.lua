@@ -156,10 +156,11 @@ end
 
 -- Moves keys of outsiders aside that have another type than they must have, before anything is written: no verb may fail halfway.
 local function move_misplaced_keys()
-  for name, wanted in pairs(TYPES) do
+  for short, wanted in pairs(SHARED_TYPES) do
+    local name = prefix .. short
     local found = redis.call('TYPE', name)['ok']
     if found ~= wanted and found ~= 'none' then
-      local aside = prefix .. 'misplaced:' .. string.sub(name, #prefix + 1)
+      local aside = prefix .. 'misplaced:' .. short
       redis.call('RENAME', name, aside)
       notice(string.format('%s is a %s and must be a %s; it was renamed to %s', name, found, wanted, aside))
     end

@@ -1,0 +1,134 @@
+"""Check of the keys of a Redis store for what outsiders may have spoilt, for `tasuki doctor`. Reads only.
+
+It finds keys of a wrong type, leases that are in no index (nobody would take them from a lost worker), and jobs that wait in no
+queue (nobody would lease them). Servers go on beside it: a job is named only if it looks the same twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+import redis
+
+from tasuki.core.apps import template_of
+from tasuki.core.job import LEASED, TERMINAL, State
+from tasuki.stores.redis.codec import SHARED_TYPES, JobRecord, Place, read_record, split, template_value
+
+KEYS_MAX = 200_000
+STEP = 500  # keys in one round trip, more or less
+
+_TYPES_OF_JOBS = {
+    "payload": "string",
+    "status": "hash",
+    "lease": "hash",
+    "retry_count": "string",
+    "result": "string",
+    "summary": "string",
+    "freqs": "string",
+    "token": "hash",
+}
+
+
+class KeyProblems(NamedTuple):
+    """Sentences, each about one key or job, and whether all keys were looked at."""
+
+    problems: list[str]
+    looked_at: int
+    is_complete: bool
+
+
+def check_keys(client: redis.Redis) -> KeyProblems:
+    """Look at the keys of all apps in the database, at most KEYS_MAX."""
+    problems: list[str] = []
+    looked_at = 0
+    epochs = {name.decode(errors="replace") for names in _pages(client, "*:epoch") for name in names}
+    for app in sorted(name.removesuffix(":epoch") for name in epochs):
+        checked = _AppKeys(client, app)
+        for names in _pages(client, f"{app}:*"):
+            problems += checked.look_at(names)
+            looked_at += len(names)
+            if looked_at >= KEYS_MAX:
+                return KeyProblems(problems, looked_at, is_complete=False)
+    return KeyProblems(problems, looked_at, is_complete=True)
+
+
+def _pages(client: Any, pattern: str) -> Iterator[list[bytes]]:
+    cursor = -1
+    while cursor:
+        cursor, names = client.scan(max(cursor, 0), match=pattern, count=STEP)
+        yield names
+
+
+class _AppKeys:
+    """The keys of one app."""
+
+    def __init__(self, client: Any, app: str) -> None:
+        self._client = client
+        self._app = app
+        self._own = template_value(template_of(app), f"app:{app}")[1]
+
+    def look_at(self, names: Sequence[bytes]) -> Iterator[str]:
+        """Yield what is wrong with these keys, and with the jobs that they are records of."""
+        yield from self._wrong_types(names)
+        prefix = f"{self._app}:job:".encode()
+        job_ids = [name[len(prefix) :].decode() for name in names if name.startswith(prefix)]
+        before = self._misplaced(job_ids)
+        for job_id, found in self._misplaced(before).items():
+            if before[job_id] == found:
+                yield found[1]
+
+    def _wrong_types(self, names: Sequence[bytes]) -> Iterator[str]:
+        for name, found in zip(names, self._all(("TYPE", name) for name in names), strict=True):
+            shown, kind = name.decode(errors="replace"), found.decode()
+            rest = shown.removeprefix(f"{self._app}:")
+            wanted = SHARED_TYPES.get(rest) or _TYPES_OF_JOBS.get(rest.partition(":")[0])
+            if wanted is not None and kind not in (wanted, "none"):
+                yield f"{shown} is a {kind} and must be a {wanted}: DEL it"
+
+    def _misplaced(self, job_ids: Iterable[str]) -> dict[str, tuple[bytes, str]]:
+        """Return the jobs that are not where their state says, each with its record and the problem."""
+        job_ids = list(job_ids)
+        values = self._all(("GET", f"{self._app}:{kind}:{job_id}") for job_id in job_ids for kind in ("job", "spec"))
+        found: dict[str, tuple[bytes, str]] = {}
+        asked: list[tuple[str, bytes, str, tuple[Any, ...]]] = []
+        for job_id, packed, spec in zip(job_ids, values[::2], values[1::2], strict=True):
+            try:
+                record, place = read_record(packed), _place_of(spec)
+            except (msgspec.MsgspecError, TypeError):  # deleted meanwhile, or no record of this version
+                continue
+            if State(record.state) not in TERMINAL:
+                asked.append((job_id, packed, *self._where(job_id, record, place)))
+        for (job_id, packed, problem, _), there in zip(asked, self._all(command for *_, command in asked), strict=True):
+            if there is None:
+                found[job_id] = (packed, problem)
+        return found
+
+    def _where(self, job_id: str, record: JobRecord, place: Place) -> tuple[str, tuple[Any, ...]]:
+        """Return the words for a job that is not where it must be, and the command that finds it there."""
+        if State(record.state) in LEASED:
+            index = f"{self._app}:lease:index"
+            return f"job {job_id} is leased and in no index: ZADD {index} 0 {job_id}", ("ZSCORE", index, job_id)
+        if isinstance(record.rare, dict) and "delayed" in record.rare:
+            delay = f"{self._app}:delay"
+            return f"job {job_id} is delayed and not in {delay}: ZADD {delay} 0 {job_id}", ("ZSCORE", delay, job_id)
+        if place == self._own:
+            queue = f"{self._app}:queue"
+            return f"job {job_id} waits and is not in {queue}: LPUSH {queue} {job_id}", ("LPOS", queue, job_id)
+        priority, group, kind, subject = place
+        queue = f"{self._app}:queue:{priority}:{group}:{kind}:{subject}"
+        return f"job {job_id} waits and is in no queue: cancel it and retry it", ("ZSCORE", queue, job_id)
+
+    def _all(self, commands: Iterable[tuple[Any, ...]]) -> list[Any]:
+        """Return the answers to these commands; None for an error: the key is of another type."""
+        pipeline = self._client.pipeline(transaction=False)
+        for command in commands:
+            pipeline.execute_command(*command)
+        answers = pipeline.execute(raise_on_error=False)
+        return [None if isinstance(answer, redis.ResponseError) else answer for answer in answers]
+
+
+def _place_of(spec: bytes) -> Place:
+    facts = split(spec)[0]
+    return int(facts.priority), facts.group, facts.kind, facts.subject

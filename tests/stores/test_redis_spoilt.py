@@ -1,0 +1,126 @@
+"""Whatever outsiders write beside honest jobs, in any order: honest jobs are done, the others are told of, and no turn fails."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from contextlib import closing, suppress
+
+import redis
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tasuki.core.job import State, check_job_id
+from tasuki.core.lifecycle import RETRY_DELAY_MAX_S
+from tasuki.core.store_messages import Filter
+from tasuki.stores.redis.codec import SHARED_TYPES
+from tasuki.stores.redis.connection import connect
+from tasuki.stores.redis.key_check import check_keys
+from tasuki.testing.store_stage import PAST_LEASE_S
+from tests.support.redis_app import BAD_IDS, PAYLOAD, TYPES, Zpe, make
+from tests.support.redis_service import RedisService
+
+HONEST = [f"honest-{number}" for number in range(4)]
+OTHERS = ["other-1", "other-2", *BAD_IDS]
+ROUNDS_MAX = 40
+
+Action = Callable[[Zpe], object]
+
+
+def submit(job_id: str) -> Action:
+    return lambda zpe: zpe.stage.submit(job_id, subject="job.assign.zpe", payload=PAYLOAD, max_retries=99, max_losses=99)
+
+
+def push_early(job_id: str) -> Action:
+    """Push the id before its payload, as the wrong order of two commands does."""
+    return lambda zpe: zpe.raw.lpush("zpe:queue", job_id)
+
+
+def lease_and(end: str) -> Action:
+    def act(zpe: Zpe) -> None:
+        for grant in zpe.lease(limit=2):
+            if end == "finish":
+                zpe.stage.finish(grant, result=b"1", meta={"summary_text": "s", "freqs_csv": "f"})
+            elif end == "fail":
+                zpe.stage.fail(grant, message="no licence", permanent=grant.job_id not in HONEST)
+
+    return act
+
+
+def look_after(zpe: Zpe) -> None:
+    """All that a leader and its clients do."""
+    zpe.clock.advance(PAST_LEASE_S)
+    zpe.stage.reap()
+    zpe.stage.skip()
+    zpe.stage.promote()
+    zpe.store.find(Filter())
+    zpe.store.get([*HONEST, "other-1", "other-2"])
+    zpe.store.counts()
+    zpe.store.tokens()
+
+
+def spoil(name: str, kind: str) -> Action:
+    return lambda zpe: make(zpe, f"zpe:{name}", kind)
+
+
+kinds = st.sampled_from(sorted(TYPES))
+shared = st.builds(spoil, st.sampled_from(sorted(SHARED_TYPES)), kinds)
+own = st.builds(
+    lambda name, job_id, kind: spoil(f"{name}:{job_id}", kind),
+    st.sampled_from(["status", "lease", "retry_count", "result", "summary", "freqs"]),
+    st.sampled_from(HONEST + OTHERS),
+    kinds,
+)
+payloads = st.builds(lambda job_id, kind: spoil(f"payload:{job_id}", kind), st.sampled_from(OTHERS), kinds)
+entries = st.builds(
+    lambda name, job_id: lambda zpe: zpe.raw.zadd(f"zpe:{name}", {job_id: 0.0}),
+    st.sampled_from(["delay", "lease:index"]),
+    st.sampled_from(HONEST + OTHERS),
+)
+actions: st.SearchStrategy[Action] = st.one_of(
+    st.builds(submit, st.sampled_from(HONEST)),
+    st.builds(push_early, st.sampled_from(OTHERS)),
+    st.builds(lease_and, st.sampled_from(["finish", "fail", "nothing"])),
+    st.just(look_after),
+    shared,
+    own,
+    payloads,
+    entries,
+)
+
+
+def problems_of(url: str) -> list[str]:
+    with closing(connect(url, 5.0)) as client:
+        return check_keys(client).problems
+
+
+def mend(zpe: Zpe, url: str) -> None:
+    """Do what the doctor says of jobs that are in no queue or index."""
+    for problem in problems_of(url):
+        if (command := re.search(r"(LPUSH|ZADD) [^,]*", problem)) is not None:
+            zpe.raw.execute_command(*command.group().split())
+
+
+@given(st.lists(actions, max_size=25))
+@settings(max_examples=min(settings().max_examples, 500))
+def test_honest_jobs_are_done_beside_anything_that_outsiders_write(redis_service: RedisService, acts: list[Action]) -> None:
+    url = redis_service.url()
+    with closing(Zpe(url)) as zpe:
+        for act in (*acts, *map(submit, HONEST)):
+            with suppress(redis.ResponseError):  # an outsider's own command, on a key that another one spoilt
+                act(zpe)
+
+        for _ in range(ROUNDS_MAX):
+            look_after(zpe)
+            zpe.clock.advance(RETRY_DELAY_MAX_S)
+            lease_and("finish")(zpe)
+            mend(zpe, url)
+            if all(zpe.stage.job(job_id).state is State.SUCCEEDED for job_id in HONEST):
+                break
+
+        assert [zpe.stage.job(job_id).state for job_id in HONEST] == [State.SUCCEEDED] * len(HONEST)
+        for job in zpe.store.find(Filter()).jobs:
+            is_told = job.outcome is not None and job.outcome.message
+            assert check_job_id(job.job_id)
+            assert is_told or job.state in (State.SUCCEEDED, State.ASSIGNED, State.PENDING), job
+        assert all(re.search(r" is a \w+ and must be a ", problem) for problem in problems_of(url))
