@@ -89,3 +89,9 @@ def test_a_queue_that_got_empty_is_in_no_index(zpe: Zpe) -> None:
 
     assert not zpe.raw.exists("zpe:queues:5")
     assert zpe.store.ready_queues().queues == []
+
+
+def test_patterns_that_name_what_is_not_there_cost_a_look_each(zpe: Zpe) -> None:
+    patterns = tuple(f"group-{number}.a" for number in range(200))
+
+    assert best_ms(zpe, lambda _: zpe.stage.lease(patterns=patterns)) < SLOW_MS / 3

@@ -398,13 +398,40 @@ local function leave_walk(walk)
   end
 end
 
+local function bounds_of(group, range)
+  return '[' .. group .. '\0' .. range.low, '(' .. group .. '\0' .. range.high
+end
+
+-- Returns the groups that patterns of the request name and that have a queue in the range of one. They are looked for once for all
+-- requests that have these patterns: in a call of lease nothing becomes ready.
+local function named_groups(request, priority)
+  request.named = request.named or {}
+  local found = request.named[priority]
+  if not found then
+    found = {}
+    for group, ranges in pairs(request.of_group) do
+      found[group] = group == own.group and is_own_ready(priority) or nil
+      for _, range in ipairs(ranges) do
+        local low, high = bounds_of(group, range)
+        if found[group] or #redis.call('ZRANGEBYLEX', index_of(priority), low, high, 'LIMIT', 0, 1) > 0 then
+          found[group] = true
+          break
+        end
+      end
+    end
+    request.named[priority] = found
+  end
+  local copy = {}
+  for group in pairs(found) do
+    copy[group] = true
+  end
+  return copy
+end
+
 -- Calls `visit` with the groups of a priority that may have jobs for the request, some at a time, until it returns true.
 function queues.each_groups(request, priority, visit)
   sort_patterns(request)
-  local named = {}
-  for group in pairs(request.of_group) do
-    named[group] = true
-  end
+  local named = named_groups(request, priority)
   if #request.of_any > 0 and queues.may_walk() then
     local walk = begin_walk(priority, index_of(priority), '-', '+')
     if is_own_ready(priority) then
@@ -456,7 +483,7 @@ function queues.each_window(request, priority, group, visit)
   local has_own = group == own.group and is_own_ready(priority)
   for _, ranges in ipairs({ request.of_group[group] or {}, request.of_any }) do
     for _, range in ipairs(ranges) do
-      local low, high = '[' .. group .. '\0' .. range.low, '(' .. group .. '\0' .. range.high
+      local low, high = bounds_of(group, range)
       if has_own and fair.matches(range.pattern, own.subject) then
         add(own)
       end
