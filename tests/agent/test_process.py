@@ -21,7 +21,7 @@ from tasuki.client.agents.client import AgentsClient
 from tasuki.config import DataFolder, ensure_agent_token, own_agent_token
 from tasuki.core.address import parse_agents
 from tasuki.errors import ConfigError
-from tests.agent.stage import AgentStage, Started, code_of, members
+from tests.agent.stage import DOTNET_KIND, DOTNET_NAMES, AgentStage, Started, code_of, dotnet_form, members
 from tests.support.certificates import TestAuthority
 from tests.support.processes import TASUKI, ChildProcess
 from tests.support.waiting import until
@@ -187,9 +187,10 @@ def test_the_token_of_a_folder_is_not_sent_to_a_listener_of_another_user(tmp_pat
         assert own_agent_token(parse_agents(f"{url}"), tmp_path) == ""
 
 
-def test_without_any_token_an_agent_says_so_at_its_start(tmp_path: Path) -> None:
-    options = ["--listen", "127.0.0.1:0", "--exec", "x=/bin/true", "--data", tmp_path / "data", "--no-token"]
+def test_without_any_token_an_agent_says_so_at_its_start_and_serves_clients_that_send_none(tmp_path: Path) -> None:
+    options = ["--listen", "127.0.0.1:0", "--exec", "sh=/bin/sh {file}", "--data", tmp_path / "data", "--no-token"]
     options += ["--host-name", "Jobs.Example"]
+    form = dotnet_form(b"echo served", DOTNET_NAMES["book.csv"])
     with ChildProcess([*TASUKI, "agent", *options], tmp_path / "log", {"TASUKI_TOKEN": "unused"}) as agent:
         output = agent.wait_for_output("ready ")
         url = re.findall(r"listening (http://\S+)", output)[0]
@@ -197,6 +198,8 @@ def test_without_any_token_an_agent_says_so_at_its_start(tmp_path: Path) -> None
         assert httpx.get(f"{url}/capacity").status_code == 200
         assert httpx.get(f"{url}/capacity", headers={"Host": "jobs.example"}).status_code == 200
         assert httpx.get(f"{url}/capacity", headers={"Host": "other.example"}).status_code == 403
+        answer = httpx.post(f"{url}/run/7f3c", content=form, headers={"Content-Type": DOTNET_KIND})
+        assert members(answer.content)["stdout.log"] == b"served\n"
         assert "there is no token (--no-token): every user" in output
         assert not (tmp_path / "data" / "agent-token").exists()
 
