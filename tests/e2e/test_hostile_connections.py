@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,21 @@ RELAY = Path(__file__).with_name("relay.py")
 UNIT = Path(__file__).parents[2] / "deploy/systemd/tasuki-server.service"
 [UNIT_FILES] = map(int, re.findall(r"^LimitNOFILE=(\d+)$", UNIT.read_text(), re.MULTILINE))
 FEW_FILES = 1024
+AHEAD = 10  # steps of `nice`
+
+
+@pytest.fixture(autouse=True)
+def _ahead_of_other_tests() -> Iterator[None]:
+    """Raise the priority of this process and its children, but for the attacker, where that is allowed.
+
+    The tests that run beside this one would otherwise be measured with the attack.
+    """
+    before = os.getpriority(os.PRIO_PROCESS, 0)
+    with suppress(PermissionError):
+        os.setpriority(os.PRIO_PROCESS, 0, before - AHEAD)
+    yield
+    with suppress(PermissionError):
+        os.setpriority(os.PRIO_PROCESS, 0, before)
 
 
 @contextmanager

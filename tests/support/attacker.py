@@ -162,7 +162,7 @@ class Attack:
 
 
 if __name__ == "__main__":
-    os.nice(NICE)
+    os.setpriority(os.PRIO_PROCESS, 0, NICE)
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     attack = Attack(json.loads(sys.argv[1]))
