@@ -12,7 +12,7 @@ from tasuki.core.broker.events import Query
 from tasuki.core.job import InputFile, JobSpec, body_hash
 from tasuki.core.store_messages import LeaseRequest, Report, Submission
 from tasuki.errors import Forbidden, InvalidInput, NotFound, TooLarge
-from tasuki.server.queries import GET_MAX, GET_RESULTS_MAX, PAGE_BYTES, PAGE_MAX, answer_query, query_bytes
+from tasuki.server.queries import GET_MAX, GET_RESULTS_MAX, GROUPS_SHOWN, PAGE_BYTES, PAGE_MAX, answer_query, query_bytes
 from tasuki.stores.memory.store import MemoryStore
 from tasuki.testing.clocks import FakeClock
 
@@ -147,6 +147,21 @@ def test_explain_tells_the_place_in_the_line(store: MemoryStore) -> None:
     assert answer["facts"]["ahead"] == 1
     with pytest.raises(InvalidInput):
         ask(store, ALICE, "explain", job_id=3)
+
+
+def test_of_very_many_groups_the_largest_are_counted_one_by_one_and_the_others_as_one(store: MemoryStore) -> None:
+    for number in range(GROUPS_SHOWN + 5):
+        add(store, f"job-{number}", subject=f"g{number}.x")
+
+    groups = ask(store, ADMIN, "counts")
+    few = ask(store, ADMIN, "counts", limit=1)
+
+    assert len(groups) == GROUPS_SHOWN + 1
+    assert (groups["render"]["pending"], groups["(other)"]["pending"]) == (2, 6)
+    assert (few["render"]["pending"], few["(other)"]["pending"]) == (2, GROUPS_SHOWN + 5)
+    for limit in (0, 50_001, "all"):
+        with pytest.raises(InvalidInput, match="limit must be 1 to 50000"):
+            ask(store, ADMIN, "counts", limit=limit)
 
 
 def test_lists_show_names_and_counts_and_never_whole_headers_or_file_names(store: MemoryStore) -> None:

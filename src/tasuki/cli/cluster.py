@@ -61,20 +61,21 @@ def _worker_lines(rows: list[dict[str, Any]]) -> list[str]:
 @command("stats", examples=["tasuki stats", "tasuki stats --watch", "tasuki stats --watch --interval 10 --json >> stats.jsonl"])
 @flag("--watch", help="Again and again, until Ctrl-C.")
 @number("--interval", metavar="SECONDS", default=1.0, help="Between two looks.")
+@number("--groups", metavar="N", type=int, default=1000, help="Groups with the most jobs to show; all others are one, (other).")
 @connection_options()
-def stats(output: Output, watch: bool, interval: float, place: Destination) -> None:
+def stats(output: Output, watch: bool, interval: float, groups: int, place: Destination) -> None:
     if not interval > 0:
         raise InvalidInput(f"--interval must be above 0, got {interval:g}")
 
     async def work(client: AsyncClient) -> None:
         while True:
-            groups, workers = await asyncio.gather(client.counts(), client.workers())
+            counts, workers = await asyncio.gather(client.counts(groups), client.workers())
             running = (await client.find(states=["RUNNING"], limit=PROGRESS_JOBS_MAX))["jobs"] if output.json else []
             progress = [{name: view[name] for name in PROGRESS_FIELDS} for view in running if view["progress"] is not None]
             if watch:
                 output.clear_screen()
-            answer = {"groups": groups, "workers": workers, "progress": progress}
-            output.show(answer, functools.partial(_stats_lines, groups, workers))
+            answer = {"groups": counts, "workers": workers, "progress": progress}
+            output.show(answer, functools.partial(_stats_lines, counts, workers))
             if not watch:
                 return
             await asyncio.sleep(interval)

@@ -472,8 +472,9 @@ class AsyncClient:
             return None
         return AsyncClient(str(address), token=self._token, tls_ca=self._tls_ca, connect_timeout_s=connect_timeout_s)
 
-    async def counts(self) -> dict[str, dict[str, int]]:
-        return await self.request("counts")
+    async def counts(self, limit: int = 1000) -> dict[str, dict[str, int]]:
+        """Count jobs by group and state: of the groups with the most jobs, and of all others as "(other)"."""
+        return await self.request("counts", limit=limit)
 
     async def workers(self) -> list[dict[str, Any]]:
         return await self.request("workers")

@@ -208,8 +208,8 @@ class Client:
             if not self._thread.closed:
                 self.wait(_closed(pieces))
 
-    def counts(self) -> dict[str, dict[str, int]]:
-        return self.wait(self._async.counts())
+    def counts(self, limit: int = 1000) -> dict[str, dict[str, int]]:
+        return self.wait(self._async.counts(limit))
 
     def workers(self) -> list[dict[str, Any]]:
         return self.wait(self._async.workers())

@@ -367,6 +367,22 @@ class GroupCounts(msgspec.Struct, frozen=True, gc=False):
     timed_out: int = 0
     skipped: int = 0
 
+    @property
+    def total(self) -> int:
+        return sum(msgspec.structs.astuple(self))
+
+
+OTHER_GROUPS = "(other)"
+
+
+def largest_groups(counts: Mapping[str, GroupCounts], limit: int) -> dict[str, GroupCounts]:
+    """Return the groups with the most jobs, and behind them the sum of all others as one."""
+    by_size = sorted(counts, key=lambda group: (-counts[group].total, group))
+    found = {group: counts[group] for group in by_size[:limit]}
+    if others := [msgspec.structs.astuple(counts[group]) for group in by_size[limit:]]:
+        found[OTHER_GROUPS] = GroupCounts(*map(sum, zip(*others, strict=True)))
+    return found
+
 
 COUNTED = {state: "active" if state in LEASED else state.lower() for state in State}
 """Field of GroupCounts that counts the jobs in each state."""

@@ -21,13 +21,14 @@ from tasuki.core.explain import ExplainContext, explain
 from tasuki.core.job import TERMINAL, Job, State
 from tasuki.core.machine import Peer
 from tasuki.core.protocol import Message
-from tasuki.core.store_messages import Filter
+from tasuki.core.store_messages import Filter, largest_groups
 from tasuki.core.subject import check_pattern
 from tasuki.errors import InvalidInput, NotFound, TasukiError, TooLarge, Unavailable
 from tasuki.stores.store import Reader
 
 PAGE_MAX = 1000
 GET_MAX = 1000
+GROUPS_SHOWN, GROUPS_MAX = 1_000, 50_000  # of `counts`: without a limit, and as many as fit a frame
 PAGE_BYTES = 1024 * 1024  # a page of a list ends at this size as well as at its number of jobs
 GET_MAX_BYTES = 6 * 1024 * 1024  # of all jobs of one answer, which must fit a frame
 STEP_ROWS = 32  # jobs that are read at once: with their headers and file names each may have 3 MiB
@@ -121,7 +122,10 @@ def _size_of(views: list[dict[str, Any]]) -> int:
 
 def _counts(reader: Reader, query: Query) -> Any:
     query.identity.check_admin("statistics of all groups")
-    return {group: msgspec.structs.asdict(counts) for group, counts in reader.counts().items()}
+    limit = query.params.get("limit", GROUPS_SHOWN)
+    if not isinstance(limit, int) or not 1 <= limit <= GROUPS_MAX:
+        raise InvalidInput(f"limit must be 1 to {GROUPS_MAX}, got {str(limit)[:40]}")
+    return {group: msgspec.structs.asdict(counts) for group, counts in largest_groups(reader.counts(), limit).items()}
 
 
 def _explain(reader: Reader, query: Query) -> Any:

@@ -16,6 +16,7 @@ is not durable: after a restart all groups start level again.
 from __future__ import annotations
 
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from functools import lru_cache
 from typing import TypeVar
@@ -180,15 +181,12 @@ class FairTurns:
     """Division of leases between groups, one round after the other."""
 
     def __init__(self) -> None:
-        self._served: dict[str, None] = {}  # insertion order = order of service, the latest last
+        self._served: OrderedDict[str, int] = OrderedDict()  # group -> number of its last service, the latest last
+        self._number = 0
 
     def order(self, groups: Iterable[str]) -> list[str]:
         """Return the groups in order of service: never served ones first, by name, then those served longest ago."""
-        waiting = sorted(set(groups))
-        if len(waiting) < 2:
-            return waiting
-        rank = {group: number for number, group in enumerate(self._served, 1)}
-        return sorted(waiting, key=lambda group: rank.get(group, 0))
+        return sorted(sorted(set(groups)), key=lambda group: self._served.get(group, 0))
 
     def fill(self, groups: Iterable[str], limit: int, take: Callable[[str, int], list[T]]) -> list[T]:
         """Take up to `limit` items evenly. `take(group, n)` returns at most n items of a group; fewer means it has no more."""
@@ -208,8 +206,9 @@ class FairTurns:
             # A group that got one item more than others comes after them for the next one, in this call and in the next.
             live = sorted(still_live, key=dealt.__getitem__)
         for group in sorted(filter(dealt.get, dealt), key=dealt.__getitem__):
-            self._served.pop(group, None)
-            self._served[group] = None
+            self._number += 1
+            self._served[group] = self._number
+            self._served.move_to_end(group)
             if len(self._served) > REMEMBERED_GROUPS_MAX:
-                del self._served[next(iter(self._served))]
+                self._served.popitem(last=False)
         return taken

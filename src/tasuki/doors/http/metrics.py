@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter as Tally
+from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 
@@ -20,11 +21,22 @@ from prometheus_client.registry import Collector
 
 from tasuki.core.broker.broker import Broker
 from tasuki.core.job import TERMINAL, State
-from tasuki.core.store_messages import COUNTED, Answers, Grant, GroupCounts, Report, ReportAnswer, ReportStatus, Submitted, Turn
+from tasuki.core.store_messages import (
+    COUNTED,
+    OTHER_GROUPS,
+    Answers,
+    Grant,
+    GroupCounts,
+    Report,
+    ReportAnswer,
+    ReportStatus,
+    Submitted,
+    Turn,
+    largest_groups,
+)
 from tasuki.core.subject import DEFAULT_SUBJECT, group_of
 
 GROUPS_MAX = 100  # with a label of their own; a label for each would let any submitter fill the monitoring
-OTHER_GROUPS = "(other)"
 UNKNOWN_GROUP = "(unknown)"  # of a job that another server leased
 REMEMBERED_MAX = 50_000
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
@@ -68,7 +80,8 @@ class JobMetrics:
         histogram = partial(Histogram, registry=registry)
         self._delivery = histogram("tasuki_delivery_latency_seconds", text, ("group",), buckets=LONG_SECONDS)
         self._items = histogram("tasuki_turn_items", "Items of one transaction.", ("what",), buckets=ITEMS)
-        self._known: dict[str, _OpenJob] = {}
+        # Ordered: to find the first key of a dict whose front was deleted is a walk over the holes.
+        self._known: OrderedDict[str, _OpenJob] = OrderedDict()
         self._named: set[str] = set()
 
     def turn(self, turn: Turn, answers: Answers, now: float) -> None:
@@ -154,7 +167,7 @@ class JobMetrics:
     def _remember(self, job_id: str, known: _OpenJob) -> None:
         """Remember a job; beyond the limit the oldest one is forgotten."""
         if len(self._known) >= REMEMBERED_MAX:
-            self._known.pop(next(iter(self._known)))
+            self._known.popitem(last=False)
         self._known[job_id] = known
 
     def _group_of(self, job_id: str) -> str:
@@ -235,8 +248,9 @@ class _Now(Collector):
         jobs = GaugeMetricFamily(
             "tasuki_jobs", "Jobs that are kept, by group and state; active: leased.", labels=("group", "state")
         )
-        for (group, state), count in bounded(self._counts or {}).items():
-            jobs.add_metric((group, state), count)
+        for group, counts in largest_groups(self._counts or {}, GROUPS_MAX).items():
+            for state, count in msgspec.structs.asdict(counts).items():
+                jobs.add_metric((group, state), count)
         yield jobs
         workers = self._broker.describe_workers()
         yield GaugeMetricFamily("tasuki_workers", "Workers that are connected, to any server.", len(workers))
@@ -246,19 +260,3 @@ class _Now(Collector):
         problem = self._broker.store_problem or self._broker.disk_problem
         is_up = self._counts is not None and not problem
         yield GaugeMetricFamily("tasuki_up", "1 if the store took the last turn and there is room for jobs.", is_up)
-
-
-def bounded(counts: Mapping[str, GroupCounts]) -> dict[tuple[str, str], int]:
-    """Return {(group, state): count}; beyond the limit the smallest groups are counted as one."""
-    by_size = sorted(counts, key=lambda group: (-sum(_values(counts[group])), group))
-    named = set(by_size[:GROUPS_MAX])
-    found: dict[tuple[str, str], int] = {}
-    for group in by_size:
-        shown = group if group in named else OTHER_GROUPS
-        for state, count in zip(GroupCounts.__struct_fields__, _values(counts[group]), strict=True):
-            found[shown, state] = found.get((shown, state), 0) + count
-    return found
-
-
-def _values(counts: GroupCounts) -> list[int]:
-    return [getattr(counts, name) for name in GroupCounts.__struct_fields__]
