@@ -15,6 +15,7 @@ import httpx
 import pytest
 
 from tasuki.client.agents.client import AgentResult, AgentsClient, AsyncAgentsClient, RunProgress
+from tasuki.client.agents.jobs import AgentJobsClient
 from tasuki.clocks import now
 from tasuki.core.address import parse_url
 from tasuki.core.failover.agent_protocol import InputRecord, input_hash
@@ -196,6 +197,18 @@ def test_a_lost_connection_is_told_with_its_reason() -> None:
     problem = HttpTransport(parse_url("http://n1:7090")[0], None, 1.0)._problem(httpx.ReadError(""), 1.0)
 
     assert problem.message == "the connection to http://n1:7090 was lost: ReadError"
+
+
+def test_a_node_that_answers_with_something_else_is_left_out_of_a_list() -> None:
+    async def story() -> None:
+        async with StandIn() as odd, StandIn() as good, AsyncAgentsClient([odd.url, good.url], token="") as client:
+            odd.job, good.job = {"jobs": [{"job_id": 7}]}, {"jobs": [{"job_id": "a", "state": "done", "node": "n1"}]}
+
+            found = await AgentJobsClient(client).find(limit=10, cursor=None)
+
+            assert [(job["job_id"], job["state"]) for job in found["jobs"]] == [("a", "SUCCEEDED")]
+
+    asyncio.run(story())
 
 
 def test_something_else_that_answers_there_is_not_taken_for_a_node(tmp_path: Path) -> None:

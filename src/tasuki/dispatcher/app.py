@@ -286,7 +286,7 @@ class Dispatcher:
         asking = (self.pool.agents[node].jobs(f"?{request.url.query}") for node in nodes)
         answers = dict(zip(nodes, await asyncio.gather(*asking, return_exceptions=True), strict=True))
         jobs = [job for answer in answers.values() if not isinstance(answer, BaseException) for job in answer]
-        jobs.sort(key=lambda job: job.get("started_at") or float("inf"), reverse=True)
+        jobs.sort(key=lambda job: job.started_at or float("inf"), reverse=True)
         silent = {node: str(answer) for node, answer in answers.items() if isinstance(answer, BaseException)}
         return json_answer({"jobs": jobs[:limit], "silent": silent})
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 import msgspec
 
 from tasuki.client.agents.client import AsyncAgentsClient
-from tasuki.client.agents.node import AgentNode, JobView
+from tasuki.client.agents.node import AgentNode, JobView, NodeJob
 from tasuki.client.agents.transfer import NodeRefused, TransferListener
 from tasuki.core.backoff import Backoff
 from tasuki.core.failover.agent_protocol import LISTED_MAX, AgentState
@@ -123,7 +123,7 @@ class AgentJobsClient:
         if node is None:
             raise NotFound(f"no node knows job {job_id}")
         self._at[job_id] = node
-        view = _view(msgspec.json.decode(views[node].body))
+        view = _view(job_id, msgspec.json.decode(views[node].body, type=NodeJob))
         return {**view, "state": State.FAILED.value} if result and view["state"] == INTERRUPTED else view
 
     async def find(self, *, limit: int, cursor: str | None, states: Sequence[str] = (), **others: Any) -> dict[str, Any]:
@@ -139,8 +139,9 @@ class AgentJobsClient:
             raise Unavailable(f"no node could be asked: {answers_in_words(answers.problems)}")
         for node, problem in answers.problems.items():
             log.warning("the jobs of %s are not shown: %s", node, problem)
-        jobs = {(job["job_id"], job.get("node")): _view(job) for listed in answers.given.values() for job in listed}
-        newest = sorted(jobs.values(), key=lambda job: job["started_at"] or float("inf"), reverse=True)
+        listed = {(job.job_id, job.node): job for jobs in answers.given.values() for job in jobs}  # once behind two dispatchers
+        views = [_view(job.job_id, job) for job in listed.values()]
+        newest = sorted(views, key=lambda job: job["started_at"] or float("inf"), reverse=True)
         return {"jobs": newest[:limit], "cursor": None}
 
     async def request(self, verb: str, **params: Any) -> dict[str, Any]:
@@ -204,39 +205,39 @@ class AgentJobsClient:
         return _NodeAnswers(given, problems)
 
 
-def _view(job: dict[str, Any]) -> dict[str, Any]:
+def _view(job_id: str, job: NodeJob) -> dict[str, Any]:
     """Return the answer of a node as the view of a server's job."""
-    state = _STATES.get(AgentState(job["state"]), "") if job.get("state") in set(AgentState) else str(job.get("state")).upper()
-    progress = job.get("progress") or {}
+    state = _STATES[AgentState(job.state)] if job.state in set(AgentState) else job.state.upper()
+    progress = job.progress
     outcome = None
     if state not in _UNDER_WAY:
         failed = {INTERRUPTED: INTERRUPTED, "SUCCEEDED": None}.get(state, "EXIT_CODE")
         outcome = {
-            "exit_code": job.get("exit_code"),
-            "error_code": job.get("error_code") or failed,
-            "message": job.get("message") or ("its agent ended while it ran; send it again" if state == INTERRUPTED else ""),
-            "result_sha256": job.get("result_sha256"),
-            "result_bytes": job.get("result_bytes") or 0,
-            "result_is_blob": job.get("result_sha256") is not None,
+            "exit_code": job.exit_code,
+            "error_code": job.error_code or failed,
+            "message": job.message or ("its agent ended while it ran; send it again" if state == INTERRUPTED else ""),
+            "result_sha256": job.result_sha256,
+            "result_bytes": job.result_bytes or 0,
+            "result_is_blob": job.result_sha256 is not None,
             "result": None,
-            "meta": {"left_out": job.get("left_out", 0)},
+            "meta": {"left_out": job.left_out},
         }
     return {
-        "job_id": job["job_id"],
+        "job_id": job_id,
         "state": state,
-        "exec": job.get("exec"),
+        "exec": job.exec,
         "args": [],
         "subject": "",
-        "node": job.get("node"),
-        "assigned_worker_id": job.get("node"),
-        "attempt": job.get("attempt") or 0,
+        "node": job.node,
+        "assigned_worker_id": job.node,
+        "attempt": job.attempt or 0,
         "failures": 0,
         "losses": 0,
-        "input": job.get("input"),
-        "created_at": job.get("started_at"),
-        "started_at": job.get("started_at"),
-        "finished_at": job.get("ended_at"),
-        "progress": progress.get("fraction"),
-        "progress_text": progress.get("message") or "",
+        "input": job.input,
+        "created_at": job.started_at,
+        "started_at": job.started_at,
+        "finished_at": job.ended_at,
+        "progress": progress.fraction if progress is not None else None,
+        "progress_text": (progress.message if progress is not None else None) or "",
         "outcome": outcome,
     }

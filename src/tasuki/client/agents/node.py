@@ -67,17 +67,28 @@ class _Progress(msgspec.Struct):
     message: str | None = None
 
 
-class _Job(msgspec.Struct):
+class NodeJob(msgspec.Struct, kw_only=True):
+    """Job in an answer of `GET /jobs` or `GET /jobs/{job_id}`."""
+
+    job_id: str = ""
     state: str
+    exec: str | None = None
     input: str | None = None
-    exit_code: int | None = None
+    attempt: int | None = None
     started_at: float | None = None
+    ended_at: float | None = None
+    exit_code: int | None = None
+    error_code: str | None = None
+    message: str | None = None
+    result_sha256: str | None = None
+    result_bytes: int | None = None
+    left_out: int = 0
     node: str | None = None
     progress: _Progress | None = None
 
 
 class _JobList(msgspec.Struct):
-    jobs: list[dict[str, Any]]
+    jobs: list[NodeJob]
 
 
 class LogAnswer(NamedTuple):
@@ -167,14 +178,14 @@ class AgentNode:
             if answer.status == 404:
                 return None
             raise NodeRefused(answer)
-        job = _read(answer, _Job)
+        job = _read(answer, NodeJob)
         if job is None:
             raise Unavailable(f"{self.name} answered something that is no job")
         progress = job.progress or _Progress()
         status = JobStatus(job.state, job.input or "", job.exit_code)
         return JobView(status, progress.fraction, progress.message or "", job.started_at, job.node or "", answer)
 
-    async def jobs(self, query: str) -> list[dict[str, Any]]:
+    async def jobs(self, query: str) -> list[NodeJob]:
         """Return the jobs of this node; see `GET /jobs`."""
         answer = await self._small("GET", f"/jobs{query}", LIST_S, LIST_MAX_BYTES)
         if isinstance(answer, Refusal):
