@@ -449,7 +449,7 @@ def check_outcome(outcome: Outcome) -> None:
         raise TooLarge(f"a message of {len(outcome.message)} characters is too long, the limit is {MESSAGE_MAX_CHARS}")
     if outcome.error_code is not None and len(outcome.error_code) > ERROR_CODE_MAX_CHARS:
         raise TooLarge(f"an error_code of {len(outcome.error_code)} characters is too long, the limit is {ERROR_CODE_MAX_CHARS}")
-    if outcome.result_sha256 is not None:
+    if outcome.result_sha256 is not None and outcome.result is None:  # that of an inline result is computed where it comes in
         if not is_sha256(outcome.result_sha256):
             raise InvalidInput(f"result_sha256 must be 64 lower-case hex digits, got {quoted(outcome.result_sha256)}")
         if outcome.result_ref is not None and outcome.result_sha256 != outcome.result_ref.sha256:

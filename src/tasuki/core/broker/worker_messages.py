@@ -38,7 +38,7 @@ from tasuki.core.store_messages import (
     Turn,
     kind_of,
 )
-from tasuki.errors import InvalidInput, ProtocolError, TasukiError
+from tasuki.errors import InvalidInput, ProtocolError, TasukiError, quoted
 
 NOT_HELD = "the lease is not held, or no longer; the job may have another one, or none"  # of jobs of others: no more than this
 PATTERNS_PER_TURN = 2_000  # that are looked for as a whole: a seek each, some 10 ms
@@ -133,7 +133,8 @@ def _finished(state: BrokerState, worker: WorkerSession, message: protocol.JobsF
         started_at = ending.started_at
         if started_at is not None:  # the word of another clock: not before the attempt was granted, and not after now
             granted_at = now.wall - (now.monotonic - delivery.sent_at) if delivery is not None else 0.0
-            started_at = min(started_at, now.wall) if started_at >= granted_at else granted_at
+            if not granted_at <= started_at <= now.wall:
+                started_at = granted_at if started_at < granted_at else now.wall
         report = Report(ending.job_id, worker_id, ending.lease_id, ending.attempt, outcome, started_at, owner)
         (succeeded if outcome.error_code is None else failed).append(report)
     worker.account.ended(known)
@@ -154,7 +155,7 @@ def _hashed(outcome: Outcome) -> Outcome:
         return replace(outcome, result_sha256=sha256)
     if is_hash_of_all(outcome):
         return outcome
-    return protocol.unstorable(InvalidInput(f"result_sha256 is {outcome.result_sha256}, but its result has {sha256}"))
+    return protocol.unstorable(InvalidInput(f"result_sha256 is {quoted(outcome.result_sha256)}, but its result has {sha256}"))
 
 
 def _reported(
