@@ -62,7 +62,7 @@ def test_the_ends_of_many_jobs_take_a_few_round_trips(
     assert round_trips(stage.reap) <= 7
     stage.clock.advance(1_000)
     assert round_trips(stage.skip) <= 7
-    assert round_trips(lambda: store.requeue(ids, actor="alice")) <= 6
+    assert round_trips(lambda: store.requeue(ids, actor="alice")) <= 7  # one of them for the epoch, above which attempts go on
     assert store.counts() == {"render": GroupCounts(pending=JOBS)}
 
 
