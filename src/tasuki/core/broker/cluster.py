@@ -91,14 +91,15 @@ def _look_for(state: BrokerState, hint: Hint) -> None:
 
 
 def revoked(state: BrokerState, token_ids: Iterable[str]) -> list[Command]:
-    """End the connections of peers that came with these revoked tokens."""
+    """End the connections of peers that came with these tokens, which are revoked or unknown."""
     commands: list[Command] = []
     for session in state.sessions_of(set(token_ids)):
         if session.identity is not None and not session.token_exchanges:
             if isinstance(session, WorkerSession) and not session.identity.worker_id:
                 # What was granted before this server heard; a bound token may be exchanged.
                 end_leases(state, LeaseHolder(session.owner))
-            commands += state.hang_up(session.conn, Unauthorized(f"token {session.identity.token_id} was revoked"))
+            gone = f"token {session.identity.token_id} was revoked, or is not in the store any more"
+            commands += state.hang_up(session.conn, Unauthorized(gone))
     return commands
 
 
