@@ -74,9 +74,9 @@ def wipe_variables(*names: str) -> None:
 
 
 def set_title(title: str) -> None:
-    """Set the name that `top` shows, 15 characters of it, and the command line that `ps` shows and `pkill -f` looks at, as far as
-    there is room."""
-    _prctl(_PR_SET_NAME, ctypes.c_char_p(title.encode()))
+    """Set the name that `top` shows, to the first word, and the command line that `ps` shows and `pkill -f` looks at, as far as
+    there is room. A name with a space would mislead scripts that split /proc/PID/stat."""
+    _prctl(_PR_SET_NAME, ctypes.c_char_p(title.partition(" ")[0].encode()))
     start, end = _initial_memory(45)  # arg_start and arg_end
     text = title.encode()[: max(0, end - start - 1)]
     if text:
