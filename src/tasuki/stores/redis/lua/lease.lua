@@ -70,7 +70,7 @@ local function older_first(one, other)
   return one[2] < other[2]
 end
 
--- Returns the oldest jobs of several queues, as head_of; and for each queue how many of its own are among them, if it may have more.
+-- Returns the oldest jobs of several queues, as head_of, and for each queue that may have more how many of its own are in it.
 local function candidates_of(waiting, late, count)
   flush_ranks()
   local found, open, ids = {}, {}, {}

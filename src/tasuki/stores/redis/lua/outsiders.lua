@@ -165,7 +165,7 @@ function outsiders.record_new(limit)
     met = met + (meet(fresh[i]) and 1 or 0)
   end
   if met > 0 then
-    queues.came_back_to()
+    queues.came_back_to(queues.own)
   end
   return met
 end

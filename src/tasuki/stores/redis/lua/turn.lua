@@ -129,7 +129,7 @@ local NOTICES_MAX = 20
 
 local notices = {} -- sentences for the server's log
 
-local cut = {} -- positions of the lease requests that ended at the bound of queues.lua
+local cut = {} -- positions of the lease requests that ended at the bound of walks.lua
 
 local function notice(sentence)
   notices[math.min(#notices, NOTICES_MAX) + 1] = #notices < NOTICES_MAX and sentence or 'and more of this kind'
