@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from tasuki.stores.sql import postgres_ready
 from tests.support.redis_app import Zpe
 
 
@@ -12,3 +13,10 @@ def zpe(redis_url: str) -> Iterator[Zpe]:
     app = Zpe(redis_url)
     yield app
     app.close()
+
+
+@pytest.fixture
+def floors_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On PostgreSQL every queue has a floor, which follows at once what is taken."""
+    monkeypatch.setattr(postgres_ready, "FLOOR_JOBS_MIN", 1)
+    monkeypatch.setattr(postgres_ready, "RAISE_DELAY_S", 0.0)

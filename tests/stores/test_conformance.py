@@ -36,6 +36,13 @@ class TestPostgresStore(StoreSuite):
         return lambda clock: SqlStore.open_postgresql(postgres_url, clock=clock)
 
 
+# The state machine goes around floors in every run; all cases do so only in the soak.
+@pytest.mark.soak
+@pytest.mark.usefixtures("floors_at_once")
+class TestPostgresStoreWithFloors(TestPostgresStore):
+    pass
+
+
 class TestRedisStore(StoreSuite):
     @pytest.fixture
     def make_store(self, redis_url: str) -> MakeStore:

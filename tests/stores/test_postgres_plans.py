@@ -26,6 +26,10 @@ INDEX_OF = {
     "groups": "tasuki_job_ready",
     "subjects": "tasuki_job_ready",
     "queues": "tasuki_job_ready",
+    "band_above": "tasuki_job_ready",
+    "groups_above": "tasuki_job_ready",
+    "subjects_above": "tasuki_job_ready",
+    "ready_below": "tasuki_job_ready",
     "claim_of_queue": "tasuki_job_ready",
     "next_of_queues": "tasuki_job_ready",
     "ahead": "tasuki_job_ready",
@@ -42,9 +46,9 @@ INDEX_OF = {
     "find_by_array": "tasuki_job_array",
 }
 HOT = [
-    "submit_plain", "submit_full", "band", "groups", "subjects", "queues", "claim_of_queue", "next_of_queues", "start", "renew",
-    "release", "finish_plain", "finish_full", "settle", "resume", "leases_over", "late", "delayed_due", "promote",
-    "next_lease_over", "next_delayed", "old", "count", "mark",
+    "submit_plain", "submit_full", "band", "groups", "subjects", "queues", "band_above", "groups_above", "subjects_above",
+    "ready_below", "claim_of_queue", "next_of_queues", "start", "renew", "release", "finish_plain", "finish_full", "settle",
+    "resume", "leases_over", "late", "delayed_due", "promote", "next_lease_over", "next_delayed", "old", "count", "mark",
 ]  # fmt: skip
 
 MEANT_WHOLE = {"counts": {"tasuki_counter"}}  # some rows for each group; there is no order in which to look
@@ -157,7 +161,9 @@ def test_both_vendors_have_the_same_statements_but_for_what_their_sessions_do_as
     sqlite = {*load_statements("sqlite").one, *load_statements("sqlite").many}
 
     assert sqlite - set(ALL) == {"oldest_of_queue", "oldest_of_queues", "leased_groups", "succeeded_of"}
-    assert set(ALL) - sqlite == {"claim_of_queue", "claim_of_rows", "next_of_queues", "mark", "last_mark", "forget_mark"}
+    floors = {"band_above", "groups_above", "subjects_above", "ready_below"}
+    claims = {"claim_of_queue", "claim_of_rows", "next_of_queues"}
+    assert set(ALL) - sqlite == {*floors, *claims, "mark", "last_mark", "forget_mark"}
 
 
 def test_every_parameter_says_its_type() -> None:

@@ -88,6 +88,7 @@ def store_name(request: pytest.FixtureRequest) -> str:
 @pytest.fixture
 def machine(store_name: str, request: pytest.FixtureRequest) -> Machine:
     if store_name == "postgresql":
+        request.getfixturevalue("floors_at_once")
         return postgres_machine(request.getfixturevalue("postgres"))
     if store_name.startswith("redis"):
         subject = "a.x" if "a.x" in store_name else "job.assign.tasuki"

@@ -14,5 +14,6 @@ of the vendor (`statements/`); the outermost verb or turn writes counters and in
     sqlite             SQLite: file, settings, statements, errors
     sqlite_backup      backup and restore of a SQLite file
     postgres           PostgreSQL: opening, transactions, reconnecting, hints
+    postgres_ready     its ready jobs without the entries of leased ones, which an old snapshot keeps
     postgres_session   one PostgreSQL connection: statements, parameters, errors
 """

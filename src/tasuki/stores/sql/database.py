@@ -111,6 +111,9 @@ class SqlSession(Protocol):
         Return the rows, oldest first, as they were: (id, job_id, spec, submitter, attempt, state, result_sha256).
         """
 
+    def came_back(self, row_id: int) -> None:
+        """Note that a job that was taken is ready again."""
+
     def finish(self, wall: float, plain: Batch, full: Batch) -> list[tuple[int, str]]:
         """Record finishes; return (id, group) of the jobs that were leased to the reporting worker and are SUCCEEDED now."""
 
@@ -238,15 +241,6 @@ class Statements:
 
 def _repeated(statement: str, rows: re.Match[str], size: int) -> str:
     return statement[: rows.start()] + ", ".join([rows[1]] * size) + statement[rows.end() :]
-
-
-def pieces(count: int) -> Iterator[tuple[int, int]]:
-    """Yield (start, size) of the statements that together take `count` rows: whole BATCH_MAX ones, then the powers of two."""
-    start = 0
-    while start < count:
-        size = min(BATCH_MAX, 1 << ((count - start).bit_length() - 1))
-        yield start, size
-        start += size
 
 
 @lru_cache
@@ -422,9 +416,14 @@ class Transaction:
         )
         self.count_move(row.group, row.job_state, state)
         if ready == READY:
-            self.came_back[row.queue] = None
+            self.comes_back(row.queue, row.id)
         if outcome is not None and outcome.result_ref is not None:
             self.session.change("add_blob", (row.idempotency_key, outcome.result_ref.sha256, "result"))
+
+    def comes_back(self, queue: ReadyQueue, row_id: int) -> None:
+        """Note that a job becomes ready again."""
+        self.came_back[queue] = None
+        self.session.came_back(row_id)
 
     def end_waiting(self, row: JobRow, state: State, outcome: Outcome, *, epoch: int | None = None) -> None:
         """End a job that no worker runs. The report of its last attempt stays known, so that its repeat is recognized."""

@@ -73,7 +73,8 @@ def promote(tx: Transaction, *, epoch: int, limit: int = 1024) -> int:
     due = tx.session.rows("delayed_due", (tx.clock.wall(), limit))
     if due:
         tx.session.change("promote", (tx.session.listed([row_id for row_id, _, _ in due]),))
-    tx.came_back.update((ReadyQueue(subject, JobKind(kind)), None) for _, subject, kind in due)
+    for row_id, subject, kind in due:
+        tx.comes_back(ReadyQueue(subject, JobKind(kind)), row_id)
     return len(due)
 
 

@@ -35,7 +35,7 @@ from tasuki.stores.sql.database import (
     Transaction,
     must_change,
 )
-from tasuki.stores.sql.rows import READY
+from tasuki.stores.sql.rows import ABOVE_ALL_TEXT, NEXT, READY
 from tasuki.stores.store import Clock
 
 LEASE_ID_BYTES = 16
@@ -43,8 +43,6 @@ GROUPS_AT_ONCE = 256
 SUBJECTS_AT_ONCE = 128
 IN_VAIN_MAX = 512  # some 2 ms of a transaction
 _REMEMBERED_MAX = 10_000
-_ABOVE_ALL_TEXT = "\U0010ffff"
-_NEXT = "\x01"  # appended to a name: the smallest text above it (names have no control characters). PostgreSQL refuses NUL
 _BEFORE_ALL_QUEUES = ("", "", 0)
 _PENDING = State.PENDING.value
 _ORPHANED = State.ORPHANED.value
@@ -66,9 +64,9 @@ def region_of(pattern: str) -> Region:
     """Return the narrowest range that holds all subjects that the pattern matches."""
     prefix = literal_prefix(pattern)
     if prefix == pattern:
-        return group_of(pattern), pattern, pattern + _NEXT, False
+        return group_of(pattern), pattern, pattern + NEXT, False
     if not prefix:
-        return None, "", _ABOVE_ALL_TEXT, pattern != ">"
+        return None, "", ABOVE_ALL_TEXT, pattern != ">"
     # `job.*.x` may be of any group: the token that names it comes after the prefix.
     is_open = prefix in ("job", "job.assign", "job.submit")
     group = None if is_open else group_of(prefix + ".x")
@@ -109,7 +107,7 @@ class Scan:
             if len(names) < wanted:
                 del self._ranges[0]
             else:
-                self.last = names[-1] + _NEXT
+                self.last = names[-1] + NEXT
                 self._ranges[0] = (self.last, high)
         pattern = self._pattern
         self.names = found if pattern is None else [name for name in found if matches(pattern, name)]
@@ -160,7 +158,7 @@ class ReadyIndex:
         named = {group for group in regions if group is not None}
         if None in regions and self._may_walk():
             place = (priority,)
-            scan = self._scan(place, GROUPS_AT_ONCE, "", _ABOVE_ALL_TEXT)
+            scan = self._scan(place, GROUPS_AT_ONCE, "", ABOVE_ALL_TEXT)
             yield scan.names
             named.difference_update(scan.names)
             while self._go_on(scan, place):

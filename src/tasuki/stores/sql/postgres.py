@@ -25,6 +25,7 @@ from tasuki.core.address import Address, with_deadlines, without_secrets
 from tasuki.core.election import LOCK_TTL_S
 from tasuki.errors import ConfigError, InterruptCause, TurnInterrupted, Unavailable
 from tasuki.stores.sql.database import NOT_KNOWN, NOTHING_STORED, InDjango
+from tasuki.stores.sql.postgres_ready import ReadySession
 from tasuki.stores.sql.postgres_session import PostgresSession, Translated, is_lost, name_of, translate
 from tasuki.stores.store import Feature
 from tasuki.stores.wakeups import TIMEOUT_S as HINT_TIMEOUT_S
@@ -94,7 +95,7 @@ class PostgresDatabase:
         self._writer = secrets.token_hex(16)
         self._number = 0
         self._is_marked = False
-        self._session: PostgresSession | None = None
+        self._session: ReadySession | None = None
         self._is_open = True
         standalone.configure()
         self._alias = standalone.register_postgresql({"target_session_attrs": "read-write", **self._given})
@@ -131,7 +132,7 @@ class PostgresDatabase:
         return connection
 
     @property
-    def session(self) -> PostgresSession:
+    def session(self) -> ReadySession:
         if self._session is None:
             if not self._is_open:
                 raise Unavailable("the store is closed")
@@ -150,7 +151,7 @@ class PostgresDatabase:
         apply_settings(self.connection, settings)
         self.connection.prepared_max = PREPARED_MAX
         self._control = psycopg.RawCursor(self.connection)
-        self._session = PostgresSession(self.connection, prepare=True, before_write=self._mark)
+        self._session = ReadySession(self.connection, before_write=self._mark)
 
     def _drop_connection(self) -> None:
         from django.db import DatabaseError
@@ -207,6 +208,7 @@ class PostgresDatabase:
         self.clock.is_frozen = False
         if self._session is None:
             return
+        self._session.rolled_back()
         try:
             self._control.execute("ROLLBACK", prepare=False)
         except psycopg.Error:  # the error that broke the turn was reported already

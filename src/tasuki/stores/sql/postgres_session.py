@@ -235,15 +235,32 @@ class PostgresSession:
 
     def claim(self, queues: Queues, terms: tuple[Any, ...]) -> list[Any]:
         if len(queues.members) == 1:
-            place = (queues.priority, queues.group, *queues.members[0])
+            place = (queues.priority, queues.group, *queues.members[0], self._floor(queues, 0))
             rows = self.rows("claim_of_queue", (*terms, *place, queues.limit))
+            rows.sort(key=itemgetter(0))
+            read = {0: [row[0] for row in rows]}
         else:
-            rows = self._claim_merged(queues, terms)
-        rows.sort(key=itemgetter(0))
+            read = {}
+            rows = self._claim_merged(queues, terms, read)
+            rows.sort(key=itemgetter(0))
+        if rows:
+            for number, ids in read.items():
+                self._was_taken(queues, number, ids, rows[-1][0])
         return rows
 
-    def _claim_merged(self, queues: Queues, terms: tuple[Any, ...]) -> list[Any]:
-        oldest = self._oldest_of(queues, terms[WALL])
+    def _floor(self, queues: Queues, place: int) -> int:
+        """Return the row id up to which nothing is ready in one of the queues."""
+        return 0
+
+    def _was_taken(self, queues: Queues, place: int, ids: list[int], highest: int) -> None:
+        """Note that the jobs of a queue with these ids are leased, up to `highest`: by this session, or others hold them."""
+
+    def came_back(self, row_id: int) -> None:
+        pass
+
+    def _claim_merged(self, queues: Queues, terms: tuple[Any, ...], read: dict[int, list[int]]) -> list[Any]:
+        """Claim from several queues; `read` gets the ids that were read from each."""
+        oldest = self._oldest_of(queues, terms[WALL], read)
         claimed: list[Any] = []
         for look in range(LOOK_AGAIN_MAX):
             missing = queues.limit - len(claimed)
@@ -256,13 +273,13 @@ class PostgresSession:
                 break
         return claimed
 
-    def _oldest_of(self, queues: Queues, wall: float) -> Iterator[int]:
+    def _oldest_of(self, queues: Queues, wall: float, read: dict[int, list[int]]) -> Iterator[int]:
         """Yield the ids of the ready jobs in these queues, oldest first: a merge that reads each queue only as far as it must.
 
         Each step reads the next few of every queue that may hold the next oldest, and yields the ids that are older than the end
         of all that was read. However the jobs are spread, about limit + (number of queues) entries are read for `limit` yielded.
         """
-        seen = [0] * len(queues.members)
+        seen = [self._floor(queues, place) for place in range(len(queues.members))]
         is_open = [True] * len(queues.members)
         waiting: list[int] = []
         step = max(1, -(-queues.limit // len(queues.members)), min(queues.limit, 2048 // len(queues.members)))
@@ -271,6 +288,7 @@ class PostgresSession:
             for place, ids in self._next_of(queues, behind, seen, step, wall):
                 is_open[place] = len(ids) == step
                 waiting += ids
+                read.setdefault(place, []).extend(ids)
                 seen[place] = ids[-1] if ids else seen[place]
             waiting.sort()
             end = min((seen[place] for place, more in enumerate(is_open) if more), default=None)

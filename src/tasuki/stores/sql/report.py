@@ -100,7 +100,7 @@ def release(tx: Transaction, claims: Sequence[HeldLease], *, reason: str = "") -
             tx.incident(row, "released", worker_id=claim.worker_id, reason=reason)
             tx.count_move(row.group, row.job_state, after(row.job_state, Event.RELEASE))
             released.append((row.id, row.version, row.lease_id))
-            tx.came_back[row.queue] = None
+            tx.comes_back(row.queue, row.id)
     must_change(len(released), tx.session.changed("release", (), released))
     tx.write_state_changes()
     return answers

@@ -17,6 +17,8 @@ _decode_report_key = msgspec.msgpack.Decoder(tuple[int | None, str | None, str |
 _encode_json = msgspec.json.Encoder().encode
 _decode_patterns = msgspec.json.Decoder(tuple[str, ...]).decode
 
+ABOVE_ALL_TEXT = "\U0010ffff"
+NEXT = "\x01"  # appended to a name: the smallest text above it (names have no control characters). PostgreSQL refuses NUL
 READY, DELAYED = 1, 2  # values of the column `ready`; 0 is neither
 FAILED_STATES = TERMINAL - {State.SUCCEEDED}
 """Terminal states without success. Their rows always have an error_code, by which an index finds them."""

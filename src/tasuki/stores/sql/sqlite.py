@@ -22,6 +22,7 @@ import msgspec
 from tasuki.errors import ConfigError, DiskFull, TasukiError, Unavailable
 from tasuki.stores.common import SystemClock
 from tasuki.stores.sql.database import (
+    BATCH_MAX,
     NOTHING_STORED,
     WALL,
     Batch,
@@ -31,7 +32,6 @@ from tasuki.stores.sql.database import (
     Queues,
     TranslatedErrors,
     load_statements,
-    pieces,
 )
 from tasuki.stores.store import Feature
 
@@ -54,6 +54,15 @@ NETWORK_FILE_SYSTEMS = frozenset(
     {"9p", "afs", "ceph", "cifs", "coda", "gfs2", "glusterfs", "gpfs", "lustre", "ncpfs", "nfs", "nfs4", "ocfs2", "smb3", "smbfs"}
     | {"fuse.ceph", "fuse.glusterfs", "fuse.rclone", "fuse.s3fs", "fuse.sshfs"}
 )
+
+
+def pieces(count: int) -> Iterator[tuple[int, int]]:
+    """Yield (start, size) of the statements that together take `count` rows: whole BATCH_MAX ones, then the powers of two."""
+    start = 0
+    while start < count:
+        size = min(BATCH_MAX, 1 << ((count - start).bit_length() - 1))
+        yield start, size
+        start += size
 
 
 def file_system_of(path: Path) -> str:
@@ -187,6 +196,9 @@ class SqliteSession:
                     f"{len(rows)} jobs were ready and {changed} could be leased: another process writes to this file"
                 )
         return rows
+
+    def came_back(self, row_id: int) -> None:
+        pass
 
     def finish(self, wall: float, plain: Batch, full: Batch) -> list[tuple[int, str]]:
         ids = self.listed([row[0] for row in chain(plain, full)])

@@ -172,7 +172,7 @@ def _requeue(tx: Transaction, rows: list[JobRow], *, actor: str, reason: str) ->
         not_after = not_after_again(spec.not_after, wall)
         ready = ready_value(spec.not_before, wall)
         if ready == READY:
-            tx.came_back[row.queue] = None
+            tx.comes_back(row.queue, row.id)
         batch.append((row.id, row.version, ready, spec.not_before, not_after, attempt_again(row.attempt, epoch)))
         tx.count_move(row.group, row.job_state, after(row.job_state, Event.REQUEUE))
     must_change(len(batch), tx.session.changed("requeue", (), batch))

@@ -101,6 +101,85 @@ WITH RECURSIVE head ("group", subject, kind) AS (
 )
 SELECT "group", subject, kind FROM head LIMIT $5::bigint
 
+-- The next three ask the same as band, groups and subjects, around what lies below the floors (stores/sql/postgres_ready.py): in
+-- ranges of priorities, groups or subjects without floors, and in single queues behind a row. Ranges of rows, as in (group, subject)
+-- < (…), would not do: a walk stops at the end of such a range only if that lies in its first column.
+
+-- part: in_subjects
+LATERAL (
+    SELECT 1 FROM tasuki_jobrun AS job
+    WHERE ready = 1 AND job.priority = part.priority AND job."group" = part."group" AND subject >= low AND subject < high
+    ORDER BY subject LIMIT 1) AS found
+
+-- part: in_queue
+LATERAL (
+    SELECT 1 FROM tasuki_jobrun AS job
+    WHERE ready = 1 AND job.priority = part.priority AND job."group" = part."group" AND job.subject = part.subject
+      AND job.kind = part.kind AND id > floor
+    ORDER BY id LIMIT 1) AS found
+
+-- name: band_above
+SELECT max(priority) FROM (
+    SELECT found.priority FROM unnest($1::smallint[], $2::smallint[]) AS part (above, below), LATERAL (
+        SELECT priority FROM tasuki_jobrun WHERE ready = 1 AND priority > above AND priority < below
+        ORDER BY priority DESC LIMIT 1) AS found
+    UNION ALL
+    SELECT part.priority FROM unnest($3::smallint[], $4::text[], $5::text[]) AS part (priority, low, high), LATERAL (
+        SELECT 1 FROM tasuki_jobrun AS job
+        WHERE ready = 1 AND job.priority = part.priority AND "group" >= low AND "group" < high ORDER BY "group" LIMIT 1) AS found
+    UNION ALL
+    SELECT part.priority
+    FROM unnest($6::smallint[], $7::text[], $8::text[], $9::text[]) AS part (priority, "group", low, high), {in_subjects}
+    UNION ALL
+    SELECT part.priority
+    FROM unnest($10::smallint[], $11::text[], $12::text[], $13::smallint[], $14::bigint[])
+        AS part (priority, "group", subject, kind, floor), {in_queue}
+) AS priorities
+
+-- name: groups_above
+WITH RECURSIVE head (name, n, high) AS (
+    SELECT found.name, 1::bigint, high FROM unnest($3::text[], $4::text[]) AS part (low, high), LATERAL (
+        SELECT "group" AS name FROM tasuki_jobrun
+        WHERE ready = 1 AND priority = $1::smallint AND "group" >= low AND "group" < high ORDER BY "group" LIMIT 1) AS found
+    UNION ALL
+    SELECT found.name, n + 1, high FROM head, LATERAL (
+        SELECT "group" AS name FROM tasuki_jobrun
+        WHERE ready = 1 AND priority = $1 AND "group" > head.name AND "group" < high ORDER BY "group" LIMIT 1) AS found
+    WHERE n < $2::bigint
+)
+SELECT name FROM head
+UNION SELECT part."group"
+FROM unnest($5::smallint[], $6::text[], $7::text[], $8::text[]) AS part (priority, "group", low, high), {in_subjects}
+UNION SELECT part."group"
+FROM unnest($9::smallint[], $10::text[], $11::text[], $12::smallint[], $13::bigint[])
+    AS part (priority, "group", subject, kind, floor), {in_queue}
+
+-- name: subjects_above
+WITH RECURSIVE head (name, n, "group", high) AS (
+    SELECT found.name, 1::bigint, part."group", high
+    FROM unnest($3::smallint[], $4::text[], $5::text[], $6::text[]) AS part (priority, "group", low, high), LATERAL (
+        SELECT subject AS name FROM tasuki_jobrun AS job
+        WHERE ready = 1 AND job.priority = $1::smallint AND job."group" = part."group" AND subject >= low AND subject < high
+        ORDER BY subject LIMIT 1) AS found
+    UNION ALL
+    SELECT found.name, n + 1, head."group", high FROM head, LATERAL (
+        SELECT subject AS name FROM tasuki_jobrun AS job
+        WHERE ready = 1 AND priority = $1 AND job."group" = head."group" AND subject > head.name AND subject < high
+        ORDER BY subject LIMIT 1) AS found
+    WHERE n < $2::bigint
+)
+SELECT name FROM head
+UNION SELECT part.subject
+FROM unnest($7::smallint[], $8::text[], $9::text[], $10::smallint[], $11::bigint[])
+    AS part (priority, "group", subject, kind, floor), {in_queue}
+
+-- name: ready_below
+-- The oldest ready job of a queue among the ids of a range.
+SELECT id FROM tasuki_jobrun
+WHERE ready = 1 AND priority = $1::smallint AND "group" = $2::text AND subject = $3::text AND kind = $4::smallint
+  AND id > $5::bigint AND id <= $6::bigint
+ORDER BY id LIMIT 1
+
 -- part: granted
 -- The terms, $1 … $10, are the same in all statements that grant.
     state = 'ASSIGNED', ready = 0, attempt = job.attempt + 1, version = job.version + 1,
@@ -111,12 +190,12 @@ SELECT "group", subject, kind FROM head LIMIT $5::bigint
     result = NULL, result_sha256 = NULL, result_size_bytes = NULL, meta = NULL, progress = NULL, progress_text = ''
 
 -- name: claim_of_queue
--- The oldest jobs of one queue that no other server is about to lease.
+-- The oldest jobs of one queue, behind row $15, that no other server is about to lease.
 WITH picked AS MATERIALIZED (
     SELECT id, state, result_sha256 FROM tasuki_jobrun
     WHERE ready = 1 AND priority = $11::smallint AND "group" = $12::text AND subject = $13::text AND kind = $14::smallint
-      AND (not_after IS NULL OR not_after >= $8)
-    ORDER BY id LIMIT $15::bigint FOR UPDATE SKIP LOCKED
+      AND id > $15::bigint AND (not_after IS NULL OR not_after >= $8)
+    ORDER BY id LIMIT $16::bigint FOR UPDATE SKIP LOCKED
 )
 UPDATE tasuki_jobrun AS job SET {granted}
 FROM picked WHERE job.id = picked.id
