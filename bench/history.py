@@ -3,8 +3,8 @@
     python bench/history.py            the whole thing: some minutes and 4 GB of disk; recorded
     python bench/history.py --quick    a hundredth of it, nothing recorded
 
-Measured with real processes: throughput of new jobs beside the queue; throughput of taking the queue itself while new jobs come
-in; `stats` and `list` while that goes on; the server's memory.
+Measured with real processes, the HTTP door open: throughput of new jobs beside the queue; throughput of taking the queue itself
+while new jobs come in; `stats` and `list` while that goes on; the server's memory.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ async def measure(url: str, jobs: int, broker: Process, *, queue: bool) -> dict[
 
 def one(data: Path, jobs: int, *, queue: bool) -> dict[str, object]:
     url = f"unix://{data}/socket"
-    with server(data) as broker, handler_worker(url, CONCURRENCY):
+    with server(data, "--http", "127.0.0.1:0") as broker, handler_worker(url, CONCURRENCY):
         return uvloop.run(measure(url, jobs, broker, queue=queue))
 
 

@@ -171,3 +171,16 @@ def test_a_lease_costs_a_bounded_number_of_steps_however_many_groups_wait(store:
 
     assert len(leased) == 1
     assert len(steps) * STEPS < 20 * GROUPS_AT_ONCE * 5  # all groups would take 20 instructions each, and more
+
+
+def test_a_page_of_queues_costs_the_same_however_many_lie_before_it(store: SqlStore) -> None:
+    add(store, *(f"render.s{number:05}" for number in range(4_000)))
+    costs: list[int] = []
+    place = None
+
+    for _ in range(15):
+        with counted_steps(store) as steps:
+            place = store.ready_queues(place, limit=256).place
+        costs.append(len(steps))
+
+    assert max(costs) <= 2 * costs[0]

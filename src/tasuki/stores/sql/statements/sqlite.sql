@@ -87,17 +87,22 @@ WITH RECURSIVE head (name) AS (
 SELECT name FROM head WHERE name IS NOT NULL LIMIT ?5
 
 -- name: queues
--- The first ?5 distinct queues of a priority behind (?2, ?3, ?4), by one seek each.
+-- The first ?5 distinct queues of a priority behind (?2, ?3, ?4), by some seeks each: another kind, the next subject, the next group.
+-- As one comparison of rows SQLite would seek the group alone here, and read all of it.
 WITH RECURSIVE head ("group", subject, kind) AS (
     SELECT * FROM (
         SELECT "group", subject, kind FROM tasuki_jobrun
         WHERE ready = 1 AND priority = ?1 AND ("group", subject, kind) > (?2, ?3, ?4) ORDER BY "group", subject, kind LIMIT 1)
     UNION ALL
     SELECT next."group", next.subject, next.kind
-    FROM head JOIN tasuki_jobrun AS next ON next.id = (
-        SELECT id FROM tasuki_jobrun
-        WHERE ready = 1 AND priority = ?1 AND ("group", subject, kind) > (head."group", head.subject, head.kind)
-        ORDER BY "group", subject, kind LIMIT 1)
+    FROM head JOIN tasuki_jobrun AS next ON next.id = coalesce(
+        (SELECT id FROM tasuki_jobrun
+         WHERE ready = 1 AND priority = ?1 AND "group" = head."group" AND subject = head.subject AND kind > head.kind
+         ORDER BY kind LIMIT 1),
+        (SELECT id FROM tasuki_jobrun
+         WHERE ready = 1 AND priority = ?1 AND "group" = head."group" AND subject > head.subject ORDER BY subject, kind LIMIT 1),
+        (SELECT id FROM tasuki_jobrun
+         WHERE ready = 1 AND priority = ?1 AND "group" > head."group" ORDER BY "group", subject, kind LIMIT 1))
 )
 SELECT "group", subject, kind FROM head LIMIT ?5
 

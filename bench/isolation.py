@@ -1,0 +1,147 @@
+"""Do jobs that nobody takes, or patterns that match nothing, delay other groups? Waiting subjects and patterns, from few to many.
+
+    python bench/isolation.py                   SQLite, PostgreSQL and Redis: half an hour; recorded
+    python bench/isolation.py --only sqlite     one of them; recorded under its name
+    python bench/isolation.py --quick           small numbers, nothing recorded
+
+Each waiting job has a subject of its own (`render.N.gpu`). An idle worker subscribes to `render.*.cpu`, which matches none,
+and to the patterns that are counted, 200 for each connection. Beside them jobs of another group run one after the other: how long
+each takes, submit to result, and how much CPU the server takes when nothing is submitted any more.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import uvloop
+from _common import Process, folder, handler_worker, limit, percentile, record, server
+from _postgresql import postgresql
+from _redis import redis_server
+
+from tasuki import AsyncClient, JobSpec
+from tasuki.core.protocol import GiveCredit, HelloWorker
+from tasuki.wire.messages import encode
+
+STORES = ("sqlite", "postgresql", "redis")
+SUBJECTS = (1_000, 10_000, 100_000, 1_000_000)
+PATTERNS = (1, 200, 4_000, 40_000)
+PATTERNS_EACH = 200
+FEW_SUBJECTS = 1_000
+CHUNK = 5_000
+PROBES = 400
+IDLE_S = 10.0
+SETTLE_S = 120.0
+TTL_S = 3_600.0  # the idle workers never beat
+
+
+@contextlib.contextmanager
+def store_of(name: str) -> Iterator[str]:
+    """The address of an empty store; empty for SQLite, whose store is in the data folder."""
+    if name == "postgresql":
+        with postgresql() as service:
+            yield service.database()
+    elif name == "redis":
+        with redis_server() as service:
+            yield service.url
+    else:
+        yield ""
+
+
+@contextlib.contextmanager
+def idle_workers(data: Path, patterns: int) -> Iterator[None]:
+    """Connections of workers with credit, and with so many patterns in all."""
+    names = ["render.*.cpu", *(f"p{number % 997}.q{number}.>" for number in range(patterns - 1))]
+    with contextlib.ExitStack() as stack:
+        for start in range(0, len(names), PATTERNS_EACH):
+            link = stack.enter_context(socket.socket(socket.AF_UNIX))
+            link.connect(str(data / "socket"))
+            some = tuple(names[start : start + PATTERNS_EACH])
+            link.sendall(
+                encode(HelloWorker(msg_id=1, worker_id=f"idle-{start}", incarnation="i", patterns=some, ttl_s=TTL_S, slots=4))
+            )
+            link.recv(1)  # its Welcome
+            link.sendall(encode(GiveCredit(4)))
+        yield
+
+
+async def wait_for_rest(broker: Process) -> None:
+    """Return when the server has nothing to do, or does not come to rest."""
+    deadline = time.monotonic() + SETTLE_S
+    while time.monotonic() < deadline:
+        before = broker.cpu_s()
+        await asyncio.sleep(1.0)
+        if broker.cpu_s() - before < 0.05:
+            return
+
+
+async def measure(data: Path, broker: Process, probes: int, idle_s: float) -> dict[str, float]:
+    async with AsyncClient(f"unix://{data}/socket") as client:
+        took = []
+        for _ in range(probes):
+            began = time.perf_counter()
+            handle = await client.submit(subject="bench.noop")
+            await handle.outcome(120)
+            took.append((time.perf_counter() - began) * 1e3)
+        await wait_for_rest(broker)
+        before = broker.cpu_s()
+        await asyncio.sleep(idle_s)
+        idle_percent = (broker.cpu_s() - before) / idle_s * 100
+    return {
+        "p50_ms": round(percentile(took, 0.5), 2),
+        "p99_ms": round(percentile(took, 0.99), 2),
+        "idle_cpu_percent": round(idle_percent, 1),
+        "server_memory_mb": round(broker.memory_mb()),
+    }
+
+
+async def fill(data: Path, subjects: int) -> None:
+    async with AsyncClient(f"unix://{data}/socket") as client:
+        for start in range(0, subjects, CHUNK):
+            numbers = range(start, min(start + CHUNK, subjects))
+            specs = [JobSpec(job_id=f"wait-{number}", subject=f"render.{number:07}.gpu") for number in numbers]
+            await client.submit_many(specs, watch=False)
+
+
+def one(name: str, subjects: int, patterns: int, probes: int, idle_s: float) -> dict[str, float]:
+    with folder() as data, store_of(name) as url, server(data, store=url) as broker:
+        uvloop.run(fill(data, subjects))
+        with idle_workers(data, patterns), handler_worker(f"unix://{data}/socket", 100):
+            uvloop.run(wait_for_rest(broker))
+            return {"subjects": subjects, "patterns": patterns, **uvloop.run(measure(data, broker, probes, idle_s))}
+
+
+def judged(rows: list[dict[str, float]]) -> dict[str, Any]:
+    """The rows, and whether the larger ones are as good as the smallest."""
+    least = rows[0]
+    allowed_ms = max(1.5 * least["p99_ms"], least["p99_ms"] + 5)
+    good = all(row["p99_ms"] <= allowed_ms and row["idle_cpu_percent"] <= least["idle_cpu_percent"] + 2 for row in rows)
+    return {"good": good, "rows": rows}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--only", choices=STORES)
+    arguments = parser.parse_args()
+    subjects, patterns, probes, idle_s = SUBJECTS, PATTERNS, PROBES, IDLE_S
+    if arguments.quick:
+        subjects, patterns, probes, idle_s = (500, 10_000), (1, 2_000), 100, 2.0
+    figures: dict[str, Any] = {}
+    with limit(7_200):
+        for name in (arguments.only,) if arguments.only else STORES:
+            figures[name] = {
+                "by_subjects": judged([one(name, count, 1, probes, idle_s) for count in subjects]),
+                "by_patterns": judged([one(name, FEW_SUBJECTS, count, probes, idle_s) for count in patterns]),
+            }
+    record("isolation" if arguments.only is None else f"isolation_{arguments.only}", figures, save=not arguments.quick)
+
+
+if __name__ == "__main__":
+    main()
