@@ -8,6 +8,7 @@ function that gets the answers after the commit.
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from itertools import chain, islice
@@ -21,14 +22,13 @@ from tasuki.core.broker import authentication, log_reads
 from tasuki.core.broker.client_messages import ask_ends, transferred
 from tasuki.core.broker.events import Command, LogFenced
 from tasuki.core.broker.state import CHOICE_MIN, Account, BrokerState, Delivery, WorkerSession
-from tasuki.core.broker.turn_builder import OnAnswers, TurnEffects
+from tasuki.core.broker.turn_builder import OnAnswers, TurnBuilder, TurnEffects
 from tasuki.core.job import TERMINAL, Outcome, Progress
 from tasuki.core.machine import Now, Send
 from tasuki.core.store_messages import (
     Answers,
     Grant,
     HeldLease,
-    JobKind,
     LeaseRequest,
     LeaseStatus,
     Report,
@@ -36,7 +36,6 @@ from tasuki.core.store_messages import (
     ReportStatus,
     Submitted,
     Turn,
-    kind_of,
 )
 from tasuki.errors import InvalidInput, ProtocolError, TasukiError, quoted
 
@@ -443,16 +442,17 @@ def offer_the_rest(state: BrokerState, turn: Turn, answers: Answers) -> None:
     """Offer new jobs that no worker took to other workers of this server, and to the other servers."""
     granted = {grant.job_id for grants in answers.lease for grant in grants}
     pairs = chain(zip(turn.submit, answers.submit, strict=True), zip(turn.rerun, answers.rerun, strict=True))
-    left: dict[str, JobKind | None] = {}
-    for submission, answer in pairs:
-        if isinstance(answer, Submitted) and answer.created and answer.job_id not in granted:
-            spec = submission.spec
-            kind = kind_of(spec.exec, submission.submitter)
-            left[spec.subject] = kind if left.get(spec.subject, kind) is kind else None
-            state.cluster.add_ready((spec.subject,), 1)
-    for subject, some in left.items():
-        state.note_ready(subject, some)
-        state.look_for(subject, some, backlog=True)
+    left = Counter(
+        submission.spec.subject
+        for submission, answer in pairs
+        if isinstance(answer, Submitted) and answer.created and answer.job_id not in granted
+    )
+    builder: TurnBuilder = turn.context
+    for subject, jobs in left.items():
+        state.cluster.add_ready((subject,), jobs)
+        kind = builder.subjects[subject]
+        state.note_ready(subject, kind)
+        state.look_for(subject, kind, backlog=True)
 
 
 # ---------------------------------------------------------------------------------------------------- deliveries
