@@ -3,6 +3,7 @@
 import gc
 import itertools
 import os
+import signal
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -70,6 +71,13 @@ def require_fixture() -> Require:
 def own_state(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Processes of tests keep their user's key in a folder of the test run."""
     os.environ["XDG_STATE_HOME"] = str(tmp_path_factory.mktemp("state"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def ordinary_signals() -> None:
+    """Processes of tests can be interrupted also where the test run cannot: a script's background jobs ignore these signals."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGQUIT, signal.SIG_DFL)
 
 
 @pytest.fixture(scope="session")
