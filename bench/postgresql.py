@@ -13,6 +13,8 @@ synchronous_commit are on. Parts:
     broker   one client, one server, one worker process, as bench/throughput.py does it.
     peer     Procrastinate: async worker, empty task, jobs deferred in batches; the best of several settings counts.
     pairs    two clients and two workers on one server, and on two servers of one database, in turn.
+    snapshot the same while another connection holds an old snapshot, round after round, until 500,000 jobs are done under it: the
+             rate of the last rounds against the rounds before the snapshot, and how large table and indexes became.
     latency  from a submit to the start of its handler at idle: all on one server; client and worker on two (the hint path).
 """
 
@@ -46,7 +48,7 @@ BATCHES = (1, 16, 256)
 FULL_BATCH = 256
 WARM_UP_JOBS = 2_000
 COUNTED_TURNS = 20
-TARGETS = {"store_jobs_per_s": 6_000.0, "broker_jobs_per_s": 5_000.0, "two_servers_to_one": 0.9}
+TARGETS = {"store_jobs_per_s": 6_000.0, "broker_jobs_per_s": 5_000.0, "two_servers_to_one": 0.9, "snapshot_to_plain": 0.8}
 LIMIT_S = 1_500.0
 QUICK_LIMIT_S = 120.0
 
@@ -60,6 +62,7 @@ class Size:
         self.rounds = 1 if quick else 3
         self.pair_rounds = 1 if quick else 6
         self.peer_s = 1.0 if quick else 10.0
+        self.snapshot_rounds = 4 if quick else 10  # of `jobs`
         self.latency_jobs = 60 if quick else 1_000
 
 
@@ -235,6 +238,38 @@ async def both(places: list[str], jobs: int) -> float:
         return 2 * jobs / (time.perf_counter() - began)
 
 
+def snapshot(service: PostgresService, size: Size) -> dict[str, Any]:
+    """Jobs per second before somebody holds a snapshot, under it, and after its release."""
+    url = service.database()
+    with folder() as data, server(data, store=url), handler_worker(f"unix://{data}/socket", CONCURRENCY):
+
+        async def rounds(count: int) -> list[float]:
+            async with AsyncClient(f"unix://{data}/socket") as client:
+                return [await one_round(client, client.new_ids(size.jobs)) for _ in range(count)]
+
+        uvloop.run(rounds(1))
+        plain = uvloop.run(rounds(size.rounds))
+        with service.connect(url) as connection, connection.transaction():
+            connection.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ")
+            connection.execute("SELECT count(*) FROM tasuki_jobrun")
+            held = uvloop.run(rounds(size.snapshot_rounds))
+            table = table_of(service, url)
+            sizes = service.execute(
+                "SELECT indexrelname, pg_relation_size(indexrelid) / 1048576 FROM pg_stat_user_indexes"
+                " WHERE relname = 'tasuki_jobrun'",
+                url=url,
+            )
+        released = uvloop.run(rounds(size.rounds))
+    service.drop(url)
+    return {
+        "plain": list(map(round, plain)),
+        "snapshot": list(map(round, held)),
+        "released": list(map(round, released)),
+        "snapshot_to_plain": round(statistics.median(held[-size.rounds :]) / statistics.median(plain), 2),
+        "table": {**table, "indexes_mb": {name: int(mb) for name, mb in sizes}},
+    }
+
+
 def latency(service: PostgresService, size: Size) -> dict[str, Any]:
     """One job after the other, with nothing else going on."""
     url = service.database()
@@ -276,6 +311,7 @@ PARTS: dict[str, Callable[[PostgresService, Size], dict[str, Any]]] = {
     "store": store_alone,
     "broker": broker,
     "pairs": pairs,
+    "snapshot": snapshot,
     "latency": latency,
 }
 
@@ -289,6 +325,8 @@ def verdict(figures: dict[str, Any]) -> dict[str, Any]:
         got["broker_jobs_per_s"] = figures["broker"]["jobs_per_s"]
     if "pairs" in figures:
         got["two_servers_to_one"] = figures["pairs"]["two_servers_to_one"]
+    if "snapshot" in figures:
+        got["snapshot_to_plain"] = figures["snapshot"]["snapshot_to_plain"]
     return {name: {"wanted": TARGETS[name], "got": value, "met": value >= TARGETS[name]} for name, value in got.items()}
 
 

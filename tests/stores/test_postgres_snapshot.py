@@ -10,10 +10,11 @@ import pytest
 
 from tasuki.core.job import State
 from tasuki.stores.sql import postgres_ready
+from tasuki.stores.sql.leader import DUE_ALL_INTERVAL_S
 from tasuki.stores.sql.postgres import PostgresDatabase
 from tasuki.stores.sql.store import SqlStore
 from tasuki.testing.clocks import FakeClock
-from tasuki.testing.store_stage import Stage
+from tasuki.testing.store_stage import PAST_LEASE_S, Stage
 
 BATCH = 250
 
@@ -45,17 +46,15 @@ def snapshot(postgres_url: str) -> Iterator[psycopg.Connection[Any]]:
         yield connection
 
 
-def index_entries_read(stage: Stage, work: Callable[[], object]) -> int:
-    """Return how many entries of the ready index are read by some work."""
+def index_entries_read(stage: Stage, work: Callable[[], object], index: str = "tasuki_job_ready") -> int:
+    """Return how many entries of an index are read by some work."""
     assert isinstance(stage.store, SqlStore)
     assert isinstance(stage.store._database, PostgresDatabase)
     connection = stage.store._database.connection
 
     def read_so_far() -> int:
         connection.execute("SELECT pg_stat_force_next_flush()")
-        row = connection.execute(
-            "SELECT idx_tup_read FROM pg_stat_user_indexes WHERE indexrelname = 'tasuki_job_ready'"
-        ).fetchone()
+        row = connection.execute("SELECT idx_tup_read FROM pg_stat_user_indexes WHERE indexrelname = %s", (index,)).fetchone()
         assert row is not None
         return int(row[0])
 
@@ -187,3 +186,34 @@ def test_priorities_groups_subjects_and_kinds_around_floors_are_found(open_stage
     assert sorted(order) == [f"job-{number}" for number in range(len(places))]
     assert (order[0], order[-2:]) == ("job-0", ["job-6", "job-7"])
     assert stage.lease(patterns=("m.*", "a.x")) == []
+
+
+@pytest.mark.usefixtures("snapshot")
+def test_reaping_and_promotion_pass_over_what_earlier_calls_have_seen(open_stage: Callable[[], Stage], clock: FakeClock) -> None:
+    stage = open_stage()
+    stage.store.submit([stage.submission(f"job-{number}", backoff_s=1.0) for number in range(BATCH)])
+    reports = [stage.report(grant, error_code="EXIT_CODE") for grant in stage.lease(limit=BATCH)]
+    stage.store.fail(reports)
+    clock.advance(2 * PAST_LEASE_S)
+    assert (stage.reap(), stage.promote()) == ([], BATCH)
+    clock.advance(1)
+
+    assert index_entries_read(stage, stage.reap, "tasuki_job_leased") <= 1
+    assert index_entries_read(stage, stage.promote, "tasuki_job_delayed") <= 1
+
+
+def test_a_time_that_was_passed_over_is_seen_by_a_later_look_at_all(open_stage: Callable[[], Stage], clock: FakeClock) -> None:
+    stage = open_stage()
+    stage.reap()
+    stage.promote()
+    stage.running("leased")
+    stage.add("delayed", not_before=clock.wall() + 1)
+    database = stage.store._database  # type: ignore[attr-defined]
+    database.connection.execute("UPDATE tasuki_jobrun SET lease_expires_at = 1 WHERE lease_expires_at IS NOT NULL")
+    database.connection.execute("UPDATE tasuki_jobrun SET not_before = 1 WHERE not_before IS NOT NULL")
+
+    assert (stage.reap(), stage.promote()) == ([], 0)
+    clock.advance(DUE_ALL_INTERVAL_S)
+
+    assert [reaped.job_id for reaped in stage.reap()] == ["leased"]
+    assert stage.promote() == 1

@@ -282,6 +282,8 @@ class Transaction:
         self.fairness = FairTurns()
         self.ready_starts: dict[Any, str] = {}
         """Start of the next scan of each place of the ready index (see `lease.py`)."""
+        self.due_seen: dict[str, tuple[float, float]] = {}
+        """Time up to which each look for due rows has seen all, and time at which it looks at all of them again."""
         self.prune_after = 0
         """Row id up to which pruning has looked."""
         self.condemn_after = (0.0, 0)
@@ -345,6 +347,7 @@ class Transaction:
 
     def _roll_back(self) -> None:
         self._drop_collected()
+        self.due_seen.clear()
         self._database.rollback()
 
     def at(self, point: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 from tasuki.core.job import TERMINAL, State
 from tasuki.core.lifecycle import LEASE_MARGIN_S, TAKEOVER_TIE_S, Event, after, skip_outcome
@@ -13,6 +14,8 @@ from tasuki.stores.sql.rows import JobRow, outcome_of
 
 PRUNE_SCAN_MAX = 20_000  # rows that one prune looks at, some 20 ms; the next call goes on where it stopped
 _PRUNE_STEP = 1_000
+DUE_SLACK_S = 5.0  # for turns of other servers that began earlier than the look that did not see them
+DUE_ALL_INTERVAL_S = 10.0  # for clocks that were set back, and locks that were held for longer
 _CLOCK_SLACK_S = 3_600.0  # ids follow the wall clock, except for the time by which it was set back
 _TERMINAL_NAMES = {state.value: state for state in TERMINAL}
 
@@ -22,6 +25,7 @@ def take_over(tx: Transaction, holder: str, epoch: int) -> bool:
     earlier = _earlier_takeover(tx, now)
     if tx.session.change("take_over", (LEADER_SCOPE, epoch, holder, now)) != 1:
         return False
+    tx.due_seen.clear()
     # This also makes leases outlive a restart: their times are of a clock that began again with the machine.
     tx.session.change("renew_all", (now + LEASE_MARGIN_S, earlier + LEASE_MARGIN_S + TAKEOVER_TIE_S))
     return True
@@ -36,10 +40,28 @@ def _earlier_takeover(tx: Transaction, now: float) -> float:
 
 def reap(tx: Transaction, *, epoch: int, limit: int = 256) -> list[Reaped]:
     tx.check_epoch(epoch)
-    ids = [row_id for (row_id,) in tx.session.rows("leases_over", (tx.clock.lease(), limit))]
+    ids = [row_id for (row_id,) in _due(tx, "leases_over", tx.clock.lease(), limit)]
     reaped = [_reap(tx, row, epoch) for row in _rows_of(tx, ids)]
     tx.write_state_changes()
     return reaped
+
+
+def _due(tx: Transaction, name: str, now: float, limit: int) -> list[Any]:
+    """Return rows whose time has come, the earliest first.
+
+    Times are written when they lie ahead. So times that earlier calls have seen are passed over: on PostgreSQL an old snapshot
+    keeps their index entries, and every call would walk all of them.
+    """
+    seen_to, all_at = tx.due_seen.get(name, (-math.inf, -math.inf))
+    since = seen_to - DUE_SLACK_S
+    if now >= all_at or now < seen_to:
+        since, all_at = -math.inf, now + DUE_ALL_INTERVAL_S
+    rows = tx.session.rows(name, (since, now, limit))
+    if len(rows) < limit:
+        tx.due_seen[name] = (now, all_at)
+    else:
+        tx.due_seen.pop(name, None)  # some may be left, of any time
+    return rows
 
 
 def _rows_of(tx: Transaction, ids: list[int]) -> list[JobRow]:
@@ -70,7 +92,7 @@ def skip(tx: Transaction, *, epoch: int, limit: int = 1024) -> list[str]:
 
 def promote(tx: Transaction, *, epoch: int, limit: int = 1024) -> int:
     tx.check_epoch(epoch)
-    due = tx.session.rows("delayed_due", (tx.clock.wall(), limit))
+    due = _due(tx, "delayed_due", tx.clock.wall(), limit)
     if due:
         tx.session.change("promote", (tx.session.listed([row_id for row_id, _, _ in due]),))
     for row_id, subject, kind in due:

@@ -391,16 +391,16 @@ FROM leased WHERE job.id = leased.id
 
 -- name: leases_over
 -- Rows that another server is writing at this moment (a renewal, a finish) are left for the next call.
-SELECT id FROM tasuki_jobrun WHERE lease_expires_at IS NOT NULL AND lease_expires_at <= $1::float8
-ORDER BY lease_expires_at, id LIMIT $2::bigint FOR UPDATE SKIP LOCKED
+SELECT id FROM tasuki_jobrun WHERE lease_expires_at IS NOT NULL AND lease_expires_at > $1::float8 AND lease_expires_at <= $2::float8
+ORDER BY lease_expires_at, id LIMIT $3::bigint FOR UPDATE SKIP LOCKED
 
 -- name: late
 SELECT id FROM tasuki_jobrun WHERE not_after IS NOT NULL AND ready > 0 AND not_after < $1::float8
 ORDER BY not_after, id LIMIT $2::bigint FOR UPDATE SKIP LOCKED
 
 -- name: delayed_due
-SELECT id, subject, kind FROM tasuki_jobrun WHERE ready = 2 AND not_before <= $1::float8
-ORDER BY not_before, id LIMIT $2::bigint FOR UPDATE SKIP LOCKED
+SELECT id, subject, kind FROM tasuki_jobrun WHERE ready = 2 AND not_before > $1::float8 AND not_before <= $2::float8
+ORDER BY not_before, id LIMIT $3::bigint FOR UPDATE SKIP LOCKED
 
 -- name: promote
 UPDATE tasuki_jobrun SET ready = 1, version = version + 1 WHERE id = ANY($1::bigint[]) AND ready + 0 = 2

@@ -285,14 +285,14 @@ WHERE lease_expires_at IS NOT NULL
   AND lease_expires_at > ?2 + lease_ttl_s + CASE on_disconnect WHEN 'keep' THEN reconnect_grace_s ELSE 0 END
 
 -- name: leases_over
-SELECT id FROM tasuki_jobrun WHERE lease_expires_at IS NOT NULL AND lease_expires_at <= ?1 ORDER BY lease_expires_at, id LIMIT ?2
+SELECT id FROM tasuki_jobrun WHERE lease_expires_at > ?1 AND lease_expires_at <= ?2 ORDER BY lease_expires_at, id LIMIT ?3
 
 -- name: late
 -- `ready > 0` as in the index, which has no jobs without a not_after.
 SELECT id FROM tasuki_jobrun WHERE not_after IS NOT NULL AND ready > 0 AND not_after < ?1 ORDER BY not_after, id LIMIT ?2
 
 -- name: delayed_due
-SELECT id, subject, kind FROM tasuki_jobrun WHERE ready = 2 AND not_before <= ?1 ORDER BY not_before, id LIMIT ?2
+SELECT id, subject, kind FROM tasuki_jobrun WHERE ready = 2 AND not_before > ?1 AND not_before <= ?2 ORDER BY not_before, id LIMIT ?3
 
 -- name: promote
 UPDATE tasuki_jobrun SET ready = 1, version = version + 1
