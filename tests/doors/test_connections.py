@@ -19,7 +19,7 @@ from tasuki.doors.http.uvicorn_server import UvicornServer, application
 from tasuki.doors.listening import AcceptedSocket, Connections, ListeningSocket, bound
 from tasuki.event_loop import loop_factory
 from tests.support.certificates import TestAuthority
-from tests.support.processes import open_files, start_server
+from tests.support.processes import open_files, open_sockets, start_server
 from tests.support.waiting import until_async
 
 LOOPS: list[Callable[[], asyncio.AbstractEventLoop] | None] = [asyncio.new_event_loop, loop_factory()]
@@ -250,10 +250,10 @@ def test_the_doors_of_a_server_count_together(tmp_path: Path) -> None:
         tmp_path, "--http", "127.0.0.1:0", preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
     ) as server:
         ports = [server.port, parse_url(server.http_url)[0].port]
-        before = open_files(server.pid)
+        before = open_sockets(server.pid)
         peers = [socket.create_connection(("127.0.0.1", ports[n % 2])) for n in range(200)]
         assert peers[0].recv(1) == b""
-        assert open_files(server.pid) <= before + 64 + 16  # half of 128 connections for strangers, and those just ended
+        assert open_sockets(server.pid) <= before + 64 + 16  # half of 128 connections for strangers, and those just ended
         for peer in peers:
             peer.close()
 
