@@ -358,7 +358,7 @@ _OF_GRANTS = (
         invariants=("I12",),
         patches=(
             Replacement(MemoryStore, "promote", ahead),
-            ReplacedStatement("delayed_due", "not_before <= ?1", f"not_before <= ?1 + {EARLY_S}"),
+            ReplacedStatement("delayed_due", "not_before <= ?2", f"not_before <= ?2 + {EARLY_S}"),
         ),
         stores=BOTH,
     ),
@@ -603,7 +603,7 @@ _OF_THE_LEADER = (
         invariants=("lease",),
         patches=(
             Replacement(MemoryStore, "reap", ahead),
-            ReplacedStatement("leases_over", "lease_expires_at <= ?1", f"lease_expires_at <= ?1 + {EARLY_S}"),
+            ReplacedStatement("leases_over", "lease_expires_at <= ?2", f"lease_expires_at <= ?2 + {EARLY_S}"),
         ),
         stores=BOTH,
     ),
