@@ -2,6 +2,7 @@
 
 import pytest
 
+from tasuki.testing.sim import servers
 from tasuki.testing.sim.clients import Operation
 from tasuki.testing.sim.faults import KINDS
 from tasuki.testing.sim.history import BeganEvent, DriftedEvent, GoneEvent, ProcessEvent, SettledEvent
@@ -127,7 +128,8 @@ def test_an_ending_that_was_saved_is_offered_by_the_next_process(stage: Stage) -
     assert stage.states("job-1") == ["SUCCEEDED"]
 
 
-def test_an_answer_that_is_lost_after_the_commit_leaves_what_was_committed(stage: Stage) -> None:
+def test_an_answer_that_is_lost_after_the_commit_leaves_what_was_committed(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(servers, "KNOWN_AFTER_ALL", 0.0)
     stage.fault("store_lost", "store", for_s=0.2, amount=1.0)
     stage.submit("job-1")
 

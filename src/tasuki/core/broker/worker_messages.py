@@ -282,20 +282,14 @@ class _Look(NamedTuple):
 
 def ask_leases(state: BrokerState, now: Now) -> None:
     """Add the lease requests of all workers that look for work, and know of something to look for, to the turn."""
-    subjects = state.builder.subjects
-    enough = 2 * state.builder.new_jobs + CHOICE_MIN
+    subjects, new_jobs = state.builder.subjects, state.builder.new_jobs
     for subject, kind in subjects.items():
         state.note_ready(subject, kind)
-        state.look_for(subject, kind, backlog=False, enough=enough)
+        state.look_for(subject, kind, backlog=False, enough=2 * new_jobs + CHOICE_MIN)
     if not state.looking or state.disk_problem:
         return
-    looking = state.looking.values()
-    free = [worker for worker in looking if not (worker.resuming or worker.reading) and not _is_silent(worker, now)]
-    state.looking = {worker.conn: worker for worker in looking if worker.resuming or worker.reading}
-    able = _able(state, free)
-    full = [(worker.worker_id, worker.account) for worker in able if worker.backlog]
-    fresh = [(worker.worker_id, worker.account) for worker in able if not worker.backlog]
-    plan = shares(full, None) + shares(fresh, state.builder.new_jobs)
+    full, fresh = _able(state, now)
+    plan = (shares(full, None) if full else []) + (shares(fresh, new_jobs) if fresh else [])
     if not plan:
         return
     live_workers = state.live_workers()
@@ -321,21 +315,28 @@ def ask_leases(state: BrokerState, now: Now) -> None:
     state.builder.ask("lease", requests, partial(_leased, state, looks), partial(_not_leased, state, looks))
 
 
-def _able(state: BrokerState, free: list[WorkerSession]) -> list[WorkerSession]:
-    """Return the workers that ask the store now; those whose patterns are too many for this turn look in the next one."""
-    able = []
+def _able(state: BrokerState, now: Now) -> tuple[list[tuple[str, Account]], list[tuple[str, Account]]]:
+    """Return the workers that ask the store now: those that fill up, and those that share the jobs which this turn submits.
+
+    Workers whose patterns are too many for this turn look in the next one.
+    """
+    full: list[tuple[str, Account]] = []
+    fresh: list[tuple[str, Account]] = []
     room = PATTERNS_PER_TURN
-    for worker in free:
-        if not worker.patterns or worker.worker_id in state.cluster.detached:
+    looking, state.looking = state.looking, {}
+    for conn, worker in looking.items():
+        if worker.resuming or worker.reading:
+            state.looking[conn] = worker
+        elif _is_silent(worker, now) or not worker.patterns or worker.worker_id in state.cluster.detached:
             continue
-        if not state.has_news(worker):
+        elif not state.has_news(worker):
             worker.backlog = False
         elif worker.unsure and room <= 0:
-            state.looking[worker.conn] = worker
+            state.looking[conn] = worker
         else:
             room -= len(worker.patterns) if worker.unsure else 0
-            able.append(worker)
-    return able
+            (full if worker.backlog else fresh).append((worker.worker_id, worker.account))
+    return full, fresh
 
 
 def _is_silent(worker: WorkerSession, now: Now) -> bool:
