@@ -45,13 +45,13 @@ def refusal(status: int, code: str, message: str = "so it is", retry_after: str 
 
 
 def result_zip(stdout: bytes = b"hello\n", stderr: bytes = b"", size_bytes: int = 0) -> bytes:
+    members = {"stdout.log": stdout, "stderr.log": stderr, "result.json": b"{}"}
+    if size_bytes:
+        members["out/large.bin"] = bytes(size_bytes)
     into = io.BytesIO()
     with zipfile.ZipFile(into, "w") as archive:
-        archive.writestr("stdout.log", stdout)
-        archive.writestr("stderr.log", stderr)
-        archive.writestr("result.json", "{}")
-        if size_bytes:
-            archive.writestr("out/large.bin", bytes(size_bytes))
+        for name, data in members.items():
+            archive.writestr(zipfile.ZipInfo(name), data)  # of 1980: the same bytes, whenever it is made
     return into.getvalue()
 
 

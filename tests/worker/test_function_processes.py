@@ -216,7 +216,7 @@ def test_an_idle_child_that_died_is_not_used(children: FunctionProcesses) -> Non
 def test_a_time_limit_kills_a_function_that_computes_and_what_it_started(children: FunctionProcesses, tmp_path: Path) -> None:
     note = tmp_path / "note"
 
-    outcome = run(children, "spins", str(note).encode(), timeout_s=1.0)
+    outcome = run(children, "spins", str(note).encode(), timeout_s=2.5)
 
     assert outcome.error_code == "TIMED_OUT"
     assert len(pids_in(note)) == 2

@@ -27,7 +27,7 @@ from tasuki.core.broker.client_messages import ask_ends, result_of
 from tasuki.core.broker.state import ClientSession, WorkerSession
 from tasuki.core.cluster_messages import ServerInfo
 from tasuki.core.election import EpochFenced, TookOver
-from tasuki.core.machine import Closed, Hangup, Now, Opened, Received, Send, Ticked
+from tasuki.core.machine import Closed, Hangup, Opened, Received, Send, Ticked
 from tasuki.core.protocol import ErrorMessage, Message, Reply, Results, Welcome, batches, error_message, outcome_bytes
 from tasuki.core.store_messages import Answers, Turn
 from tasuki.errors import Fenced, InternalError, InvalidInput, TasukiError, Unavailable, discreet, from_wire
@@ -167,8 +167,7 @@ class Server:
         self._apply(event)
         self._pump()
 
-    def now(self) -> Now:
-        return now()
+    now = staticmethod(now)
 
     @property
     def server_id(self) -> str:
@@ -204,7 +203,7 @@ class Server:
             return
         self._apply(Received(conn, message))
         self._throttle()
-        if self.broker.paced and self.broker.is_behind(conn) and (link := self._links.get(conn)) is not None:
+        if self.broker.paced.waiting and self.broker.is_behind(conn) and (link := self._links.get(conn)) is not None:
             self._behind.add(conn)
             link.pause_reading("its reports wait")
         if not self._pumping:

@@ -129,12 +129,13 @@ class Broker(BrokerState):
         """Return what the store should do next, or None if there is nothing; the turn after it begins empty."""
         if now.monotonic < self._wait_until:
             return None
-        others_wait = bool(self.looking or self.paced or len(self.builder))
+        others_wait = bool(self.looking or self.paced.waiting or len(self.builder))
         if (upkeep := self.upkeep.next_turn(now, others_wait=others_wait)) is not None:
             return upkeep
         if not others_wait:
             return None
-        self.paced.ask(self.builder)
+        if self.paced.waiting:
+            self.paced.ask(self.builder)
         worker_messages.ask_leases(self, now)
         if not len(self.builder):
             return None

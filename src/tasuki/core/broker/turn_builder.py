@@ -195,17 +195,15 @@ class PacedQuestions:
     """
 
     def __init__(self) -> None:
-        self._waiting: dict[str, deque[PacedQuestion]] = {}
+        self.waiting: dict[str, deque[PacedQuestion]] = {}
+        """Questions that are not all asked yet, by owner."""
         self._bytes: Counter[str] = Counter()
-
-    def __bool__(self) -> bool:
-        return bool(self._waiting)
 
     def add(self, owner: str, verb: str, items: Sequence[Any], reply: OnAnswers, size_bytes: int = 0) -> None:
         """Add a question of this owner, behind its others; `size_bytes` of results are in its items."""
         if items:
             question = PacedQuestion(verb, items, reply, PACED_ITEM_BYTES + size_bytes // len(items))
-            self._waiting.setdefault(owner, deque()).append(question)
+            self.waiting.setdefault(owner, deque()).append(question)
             self._bytes[owner] += question.item_bytes * len(items)
 
     def is_full(self, owner: str) -> bool:
@@ -213,7 +211,7 @@ class PacedQuestions:
 
     def ask(self, builder: TurnBuilder) -> None:
         """Add the next items of every owner to the turn."""
-        for owner, questions in list(self._waiting.items()):
+        for owner, questions in list(self.waiting.items()):
             room = PACED_PER_TURN
             while questions and room:
                 question = questions[0]
@@ -226,4 +224,4 @@ class PacedQuestions:
                 if question.asked == len(question.items):
                     questions.popleft()
             if not questions:
-                del self._waiting[owner], self._bytes[owner]
+                del self.waiting[owner], self._bytes[owner]
