@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tasuki.testing.sim import seed_runner
-from tasuki.testing.sim.run import SeedOutcome
+from tasuki.testing.sim.run import VERBS_MIN, SeedOutcome
 from tasuki.testing.sim.seed_runner import SeedOrder, SeedReport, SeedRunner, Summary, options_for, run_order, run_seeds
 from tasuki.testing.sim.world import SimOptions
 from tests.support.waiting import until
@@ -97,7 +97,7 @@ def test_for_each_seed_that_does_not_count_one_more_is_run() -> None:
     for orders in SeedRunner(first=100, count=50).rounds(summary):
         asked.append([order.seed for order in orders])
         for seed in asked[-1]:
-            summary.add(ran(seed, verbs=299 if seed in (103, 149, 151) else 300))
+            summary.add(ran(seed, verbs=VERBS_MIN - 1 if seed in (103, 149, 151) else VERBS_MIN))
 
     assert asked == [list(range(100, 150)), [150, 151], [152]]
     assert summary.counted == 50

@@ -162,7 +162,7 @@ _ALL: dict[str, Probe] = {
     # the election
     "lock not renewed in time": Probe(Election, "_step_down", "a leader's own time was over", _reason("in time")),
     "lock lost": Probe(Election, "_step_down", "a leader was told that the lock is not its own", _reason("not ours")),
-    "fenced leader": Probe(Election, "_step_down", "a leader was refused by the store", _reason("newer epoch")),
+    "fenced leader": Probe(Election, "_step_down", "a leader was refused by the store", _reason("another epoch")),
     "resigned": Probe(Election, "_step_down", "a leader went down in order", _reason("going down")),
     "renewed after the end": Probe(
         Election,

@@ -29,7 +29,7 @@ WATCHED = (
     "submitted", "granted", "shown", "reported", "reaped", "canceled", "requeued", "tookover", "led", "row", "removed", "asked",
     "answered", "arrived", "began", "gone", "settled", "busy", "process", "fault", "drifted", "leading",
 )  # fmt: skip
-VERBS_MIN, FAULTS_MIN = 300, 10  # below these a seed shows too little to count
+VERBS_MIN, FAULTS_MIN = 250, 10  # below these a seed shows too little to count
 
 
 class Plan(msgspec.Struct, frozen=True):
