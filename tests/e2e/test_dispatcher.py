@@ -8,7 +8,6 @@ import io
 import json
 import re
 import signal
-import socket
 import sys
 import zipfile
 from collections.abc import Iterator
@@ -22,6 +21,7 @@ import pytest
 from tasuki.client.agents.client import AgentsClient
 from tests.agent.stage import Started, code_of
 from tests.client.agent_processes import PROGRAM, Agents
+from tests.support.ports import free_port
 from tests.support.processes import TASUKI, ChildProcess
 from tests.support.waiting import until
 
@@ -37,9 +37,7 @@ class Listener(ChildProcess):
     """An agent or a dispatcher, on a port that it has again when it is started again."""
 
     def __init__(self, folder: Path, name: str, *arguments: str | Path) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.url = f"http://127.0.0.1:{free.getsockname()[1]}"
+        self.url = f"http://127.0.0.1:{free_port()}"
         self.name = name
         (folder / "tokens").touch(mode=0o600)
         (folder / "tokens").write_text(TOKEN)

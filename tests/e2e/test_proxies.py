@@ -24,6 +24,7 @@ from tasuki import Client
 from tasuki.errors import TasukiError
 from tests.conftest import Require
 from tests.support.certificates import TestAuthority
+from tests.support.ports import free_port
 from tests.support.processes import ChildProcess, ServerProcess, start_server, start_worker
 from tests.support.waiting import until
 
@@ -38,12 +39,6 @@ DEADLINE_S = 30.0
 
 def program(name: str) -> str | None:
     return shutil.which(name) or shutil.which(name, path=ELSEWHERE)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def reachable(port: int) -> bool:

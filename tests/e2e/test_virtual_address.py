@@ -30,8 +30,9 @@ from tests.e2e.dispatchers import (
     start_dispatchers,
     the_one_with,
 )
-from tests.e2e.test_proxies import free_port, program, replaced
+from tests.e2e.test_proxies import program, replaced
 from tests.support.certificates import TestAuthority
+from tests.support.ports import free_port
 from tests.support.processes import ChildProcess
 from tests.support.waiting import until
 

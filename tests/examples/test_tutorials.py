@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import socket
 import sys
 from pathlib import Path
 
@@ -14,18 +13,12 @@ import pytest
 from tests.conftest import Require
 from tests.examples.tutorial import Terminals, blocks_of, check_shown, steps_of
 from tests.shape.source import ROOT
+from tests.support.ports import free_port
 from tests.support.redis_service import RedisService
 
 TUTORIALS = ROOT / "docs" / "tutorials"
 LAB_PC = (TUTORIALS / "lab-pc.md").read_text(encoding="utf-8")
 COPY = 'scp() { cp "${@:1:$#-1}" ../lab/; }'  # the other machine is the folder beside
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-        return port
 
 
 @pytest.mark.e2e

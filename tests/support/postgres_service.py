@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any, Self
 from urllib.parse import urlsplit
 
+from tests.support.ports import free_port
 from tests.support.sqlite_files import memory_folder
 from tests.support.waiting import until
 
@@ -99,7 +100,7 @@ class PostgresService:
         """Start the server (again, on the same port), and return when it takes connections."""
         assert self._process is None, "it runs already"
         for _ in range(1 if self.port else 5):  # between our look for a free port and its use, another may take it
-            port = self.port or _free_port()
+            port = self.port or free_port()
             command = [self._programs / "bin" / "postgres", "-D", self._data, "-p", str(port)]
             command += [part for name, value in self._settings.items() for part in ("-c", f"{name}={value}")]
             with self.log.open("ab") as log:
@@ -282,13 +283,6 @@ def _unprivileged(folder: Path) -> dict[str, Any]:
 def _die_with_us() -> None:
     """Have the kernel end the server (SIGQUIT) when the tests are killed; called in the child."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGQUIT)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def _is_alive(pid: int) -> bool:

@@ -31,6 +31,7 @@ from tasuki.config import DataFolder
 from tasuki.core.access import token_sha256
 from tasuki.core.address import parse_url
 from tasuki.server.assembly import make_secret
+from tests.support.ports import free_port
 from tests.support.sqlite_files import with_tables
 from tests.support.waiting import until
 
@@ -275,7 +276,7 @@ def start_server(
     blobs: str = "",
     data: str = "data",
     env: Mapping[str, str] | None = None,
-    tcp: str = "127.0.0.1:0",
+    tcp: str = "",
     log: Path | None = None,
     **options: Any,
 ) -> ServerProcess:
@@ -290,7 +291,7 @@ def start_server(
     # With options the folder may have to be another user's; a store may also be named in the environment.
     if not (store or options or folder.root.exists() or "TASUKI_STORE" in (env or {})):
         with_tables(folder.database)
-    return ServerProcess(folder.root, [*places, *arguments], env or {}, tcp, log, **options)
+    return ServerProcess(folder.root, [*places, *arguments], env or {}, tcp or f"127.0.0.1:{free_port()}", log, **options)
 
 
 @contextlib.contextmanager

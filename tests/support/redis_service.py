@@ -28,7 +28,8 @@ from typing import Self
 
 import redis
 
-from tests.support.postgres_service import START_TIMEOUT_S, STOP_TIMEOUT_S, _die_with_us, _free_port
+from tests.support.ports import free_port
+from tests.support.postgres_service import START_TIMEOUT_S, STOP_TIMEOUT_S, _die_with_us
 from tests.support.waiting import until
 
 DATABASES = 512
@@ -96,7 +97,7 @@ class RedisService:
         """Start the server (again, on the same port, with the same data), and return when it takes commands."""
         assert self._process is None, "it runs already"
         for _ in range(1 if self.port else 5):  # between our look for a free port and its use, another may take it
-            port = self.port or _free_port()
+            port = self.port or free_port()
             settings = [part for name, value in self._settings.items() for part in (f"--{name}", value)]
             with self.log.open("ab") as log:
                 self._process = subprocess.Popen(

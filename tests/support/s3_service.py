@@ -20,7 +20,6 @@ import os
 import secrets
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -29,6 +28,8 @@ import time
 from pathlib import Path
 from typing import Any, Self
 from urllib.parse import urlencode
+
+from tests.support.ports import free_port
 
 START_TIMEOUT_S = 40.0
 STOP_TIMEOUT_S = 20.0
@@ -196,12 +197,7 @@ def _arguments(folder: Path, ports: dict[str, int]) -> list[str]:
 
 
 def _free_ports() -> dict[str, int]:
-    names = [*_PORTS, *(f"{name}-grpc" for name in _PORTS)]
-    with contextlib.ExitStack() as stack:
-        probes = [stack.enter_context(socket.socket()) for _ in names]
-        for probe in probes:
-            probe.bind(("127.0.0.1", 0))
-        return {name: int(probe.getsockname()[1]) for name, probe in zip(names, probes, strict=True)}
+    return {name: free_port() for name in (*_PORTS, *(f"{name}-grpc" for name in _PORTS))}
 
 
 def _die_with_us() -> None:

@@ -24,7 +24,7 @@ from tasuki.testing.sim.history import AnsweredEvent, AnyLine, AskedEvent
 from tests.support.chaos import evidence
 from tests.support.chaos.evidence import StoredIncident, StoredJob, StoreEvidence
 from tests.support.chaos.rig import Fault, Rig
-from tests.support.postgres_service import _free_port
+from tests.support.ports import free_port
 from tests.support.processes import TASUKI, ChildProcess, ServerProcess, start_server
 from tests.support.redis_service import RedisService
 from tests.support.waiting import until
@@ -85,7 +85,7 @@ class RedisRig(Rig):
     def _start_servers(self, stack: contextlib.ExitStack) -> list[ServerProcess]:
         plan = self.plan
         times = ("--http-lease-ttl", str(plan.lease_ttl_s), "--lead-ttl", str(plan.lead_ttl_s))
-        ports = [_free_port() for _ in range(2)]
+        ports = [free_port() for _ in range(2)]
         self.urls = [f"http://127.0.0.1:{port}" for port in ports]
 
         def start(n: int) -> ServerProcess:
