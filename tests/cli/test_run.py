@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import zipfile
@@ -133,6 +134,20 @@ def test_the_same_id_gives_the_stored_result_without_a_second_run(served: Served
 
     assert (first.stdout, second.stdout) == ("done\n", "done\n")
     assert log.read_text() == "ran\n"
+    assert first.stderr == ""
+    assert re.fullmatch(
+        r"job only-once does not run again: this is its stored result, of \d{4}-\d\d-\d\d \d\d:\d\d:\d\d; "
+        r"to run it again: tasuki retry only-once\n",
+        second.stderr,
+    )
+
+
+def test_the_same_id_by_submit_and_by_run_is_the_same_job_whatever_its_limits(served: Served) -> None:
+    user, _ = served
+    user.run("submit", "--wait", "--retries", "5", "--job-id", "either-way", "echo", "once")
+    done = user.run("run", "--timeout", "60", "--job-id", "either-way", "echo", "once")
+
+    assert (done.stdout, done.returncode) == ("once\n", 0), done.stderr
 
 
 def test_the_same_id_with_another_body_is_a_conflict_that_names_the_difference(served: Served) -> None:

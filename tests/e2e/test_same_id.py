@@ -49,13 +49,13 @@ def test_a_thousand_concurrent_submits_of_one_id_are_one_run(
 
 
 def test_another_body_under_the_same_id_is_a_conflict_that_names_the_difference(shared_client: Client) -> None:
-    shared_client.submit(subject="body.1", payload=b"secret one", max_retries=1, job_id="body", watch=False)
+    shared_client.submit(subject="body.1", payload=b"secret one", job_id="body", watch=False)
 
     with pytest.raises(Conflict) as caught:
-        shared_client.submit(subject="body.1", payload=b"secret two", max_retries=2, job_id="body", watch=False)
+        shared_client.submit(subject="body.1", payload=b"secret two", args=["a"], job_id="body", watch=False)
 
     assert "payload" in str(caught.value)
-    assert "max_retries" in str(caught.value)
+    assert "args" in str(caught.value)
     assert "secret" not in str(caught.value)
 
 

@@ -22,7 +22,7 @@ import click
 from tasuki.cli import agents, jobspec, result
 from tasuki.cli.command import PATH, STDIN, Destination, command, connection_options, flag, number, option, quiet_option
 from tasuki.cli.connect import with_client
-from tasuki.cli.output import ExitCode, Output
+from tasuki.cli.output import ExitCode, Output, when
 from tasuki.client import AsyncClient, AsyncJobHandle
 from tasuki.client.logs import LogFollower
 from tasuki.core.job import InputFile, JobSpec
@@ -122,6 +122,9 @@ async def _run(client: AsyncClient, fields: dict[str, Any], output_file: Path | 
         with _explaining_pending(client, lambda: job_id, output):
             ended = await _wait(client, handle, ending, stop, output)
         if ended is not None:
+            if handle.existed and fields["job_id"]:
+                result_of = f"this is its stored result, of {when(ended.finished_at)}"
+                output.hint(f"job {job_id} does not run again: {result_of}; to run it again: tasuki retry {job_id}")
             code = await _deliver(client, ended, output_file, output, streaming, is_command=bool(fields["exec"]))
             return ExitCode.BROKEN_PIPE if stop.broken_pipe else code
         return ExitCode.INTERRUPTED

@@ -109,13 +109,13 @@ class JobSpec(msgspec.Struct, frozen=True, gc=False, omit_defaults=True, kw_only
     """Bytes for a handler, or the standard input of a command."""
     files: tuple[InputFile, ...] = ()
     timeout_s: float | None = None
-    """Limit of one attempt, from its start. None: the exec's own default."""
+    """Limit of one attempt, from its start. None: the exec's own default. Not part of the body."""
     max_retries: int = 3
-    """Number of reported failures that may be tried again."""
+    """Number of reported failures that may be tried again. Not part of the body."""
     max_losses: int = 3
-    """Number of attempts that may be lost with their worker before the job is dead-lettered."""
+    """Number of attempts that may be lost with their worker before the job is dead-lettered. Not part of the body."""
     backoff_s: float = 10.0
-    """Delay of retry n (from 0): min(300, backoff_s * 2**n)."""
+    """Delay of retry n (from 0): min(300, backoff_s * 2**n). Not part of the body."""
     priority: int = 5
     """0-9, higher first, strictly. Not part of the body."""
     not_before: float | None = None
@@ -458,7 +458,8 @@ _NO_FILES: list[tuple[str, str]] = []
 
 
 def body_hash(spec: JobSpec) -> bytes:
-    """Return the hash by which two submits of one id are the same job: all fields but headers, priority, times, exit codes."""
+    """Return the hash by which two submits of one id are the same job: of the fields that say what is done, not how often, when
+    or for how long."""
     files = sorted((file.name, file.identity()) for file in spec.files) if spec.files else _NO_FILES
     return hashlib.sha256(
         _body_encoder.encode(
@@ -469,10 +470,6 @@ def body_hash(spec: JobSpec) -> bytes:
                 sorted(spec.env.items()),
                 hashlib.sha256(spec.payload).hexdigest() if spec.payload else EMPTY_SHA256,
                 files,
-                None if spec.timeout_s is None else float(spec.timeout_s),
-                spec.max_retries,
-                spec.max_losses,
-                float(spec.backoff_s),
             )
         )
     ).digest()
@@ -489,7 +486,7 @@ def is_marked(spec: JobSpec, submitter: str, key: bytes) -> bool:
     return bool(key) and hmac.compare_digest(spec.mac, mark(spec, submitter, key).mac)
 
 
-_COMPARED = ("subject", "exec", "args", "env", "payload", "timeout_s", "max_retries", "max_losses", "backoff_s")
+_COMPARED = ("subject", "exec", "args", "env", "payload")
 
 
 def differing_fields(one: JobSpec, other: JobSpec) -> list[str]:

@@ -90,20 +90,21 @@ class SubmitterCases(StoreCase):
     def test_headers_priority_and_not_before_are_not_the_body(self, stage: Stage) -> None:
         stage.add("a")
 
-        answer = stage.submit("a", headers={"x": "y"}, priority=9, not_before=5.0)
+        answer = stage.submit("a", headers={"x": "y"}, priority=9, not_before=5.0, max_retries=0, timeout_s=1.0)
 
         assert isinstance(answer, Submitted)
         assert not answer.created
         assert stage.job("a").priority == 5
+        assert stage.job("a").spec.max_retries == 3
 
     def test_another_body_is_a_conflict_that_names_the_fields(self, stage: Stage) -> None:
         stage.add("a", args=("1",), payload=b"x")
 
-        answer = stage.submit("a", args=("2",), payload=b"x", max_retries=1)
+        answer = stage.submit("a", args=("2",), payload=b"y", max_retries=1)
 
         assert isinstance(answer, Conflict)
         assert answer.job_id == "a"
-        assert sorted(answer.differs) == ["args", "max_retries"]
+        assert sorted(answer.differs) == ["args", "payload"]
 
     def test_a_conflict_never_tells_contents(self, stage: Stage) -> None:
         stage.add("a", env={"PASSWORD": "hunter2"}, args=("first-secret",))
