@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tasuki.core.access import ENROL_TOKEN_S, WORKER_TOKEN_S, token_sha256
+from tasuki.core.access import ENROL_TOKEN_S, WORKER_TOKEN_S, identify, token_sha256
 from tasuki.core.broker.events import SomeRevoked, TurnDone
 from tasuki.core.protocol import ErrorMessage, GiveCredit, HelloClient, HelloWorker, Reply, Request, SubmitJobs, Welcome
 from tasuki.stores.batching import execute
@@ -123,6 +123,35 @@ def test_a_worker_rotates_its_token_and_comes_back_with_the_new_one() -> None:
     assert stage.store.revoked_among(["t1", "t2"]) == ["t1"]
     again = worker(stage, "t2", "w-e1")
     assert stage.all(again, Welcome)
+
+
+def test_a_worker_keeps_its_incarnation_at_calc_through_rotations_and_gets_another_by_registering_again() -> None:
+    stage = BrokerStage()
+
+    def incarnation(token_id: str) -> str:
+        return identify(stage.store.token(token_sha256(f"secret-{token_id}")), stage.clock.wall()).incarnation
+
+    register(stage, enrolling(stage))
+    first = incarnation("t1")
+    for old, new in (("t1", "t2"), ("t2", "t3")):
+        stage.request(worker(stage, old, "w-e1"), "worker.rotate", token_id=new, sha256=token_sha256(f"secret-{new}"))
+        assert incarnation(new) == first
+    register(stage, enrolling(stage, "e2", worker_id="w-e1"), "t4")
+
+    assert incarnation("t4") != first
+
+
+def test_nobody_chooses_or_sees_the_incarnation_of_a_token() -> None:
+    stage = BrokerStage()
+    admin = stage.client("admin", "root")
+    row = {"token_id": "t1", "kind": "worker", "sha256": token_sha256("secret-t1"), "worker_id": "w1", "incarnation": "http"}
+
+    stage.request(admin, "token.create", **row)
+    listed = stage.request(admin, "token.list")
+
+    assert isinstance(listed, Reply)
+    assert all("incarnation" not in shown for shown in listed.body)
+    assert identify(stage.store.token(row["sha256"]), 0.0).incarnation != "http"
 
 
 def test_a_token_that_was_revoked_first_cannot_be_rotated() -> None:

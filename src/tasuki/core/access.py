@@ -20,6 +20,7 @@ from tasuki.errors import Forbidden, InvalidInput, Unauthorized
 TOKEN_PREFIXES = {"admin": "tsk_a_", "client": "tsk_c_", "worker": "tsk_w_", "enrol": "tsk_e_"}
 ENROL_TOKEN_S = 15 * 60.0
 WORKER_TOKEN_S = 7 * 86400.0  # of one that a worker got by registering; it asks for the next one in time
+INCARNATION_CHARS = 16  # hex digits: 64 bits, as many as other workers draw at their start
 
 
 class PeerKind(enum.StrEnum):
@@ -45,6 +46,8 @@ class Identity(msgspec.Struct, frozen=True, gc=False):
     expires_at: float | None = None
     worker_id: str = ""
     """The only worker that it may be, or (an enrol token) register."""
+    incarnation: str = ""
+    """Incarnation of that worker at /calc: the same at all servers, secret, and kept when its token is exchanged."""
 
     @property
     def owner(self) -> str:
@@ -133,4 +136,5 @@ def identify(token: TokenRow | None, now_wall: float) -> Identity:
     if token.kind not in TOKEN_PREFIXES:
         raise Unauthorized(f"token {token.token_id} is of kind {token.kind!r}, which cannot come in here")
     name = f"token:{token.token_id}"
-    return Identity(PeerKind(token.kind), name, token.scope, token.token_id, token.expires_at, token.worker_id)
+    incarnation = token.incarnation or token_sha256(f"incarnation {token.sha256}")[:INCARNATION_CHARS]
+    return Identity(PeerKind(token.kind), name, token.scope, token.token_id, token.expires_at, token.worker_id, incarnation)

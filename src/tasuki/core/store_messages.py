@@ -208,6 +208,8 @@ class TokenRow(msgspec.Struct, frozen=True, gc=False, kw_only=True, omit_default
     expires_at: float | None = None
     revoked_at: float | None = None
     revoked_by: str = ""
+    incarnation: str = ""
+    """Incarnation of the worker at /calc, kept when its token is exchanged. Empty: `access.identify` makes it from `sha256`."""
 
 
 # ---------------------------------------------------------------------------------------------------- answers

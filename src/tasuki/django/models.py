@@ -329,3 +329,5 @@ class Token(Row):
     revoked_by = NameField(max_length=255, db_default="")
     worker_id = NameField(max_length=64, db_default="")
     """The only worker that may use the token; empty: any."""
+    incarnation = NameField(max_length=64, db_default="")
+    """Incarnation of that worker at /calc, if its token was exchanged for this one."""

@@ -705,9 +705,8 @@ class ReaderCases(StoreCase):
 
     def test_a_token_is_found_by_its_hash(self, stage: Stage) -> None:
         scope = ("render.>", "a.*")
-        token = token_row(
-            "1", kind="worker", label="rack 7", scope=scope, worker_id="w1", created_at=5.0, created_by="admin", expires_at=9.0
-        )
+        fields = {"kind": "worker", "label": "rack 7", "scope": scope, "worker_id": "w1", "incarnation": "i1"}
+        token = token_row("1", **fields, created_at=5.0, created_by="admin", expires_at=9.0)
         stage.store.add_token(token)
 
         assert stage.store.token("1" * 64) == token

@@ -6,14 +6,15 @@ import os
 import shutil
 import ssl
 import subprocess
+import time
 from concurrent import futures
 from pathlib import Path
 
 import pytest
 
+from tasuki.core.access import identify, token_sha256
 from tasuki.core.protocol import HelloWorker
 from tasuki.doors.http.virtual_connection import VirtualConnection
-from tasuki.doors.http.workers import INCARNATION
 from tasuki.doors.listening import server_tls
 from tasuki.errors import ConfigError
 from tests.conftest import Require
@@ -88,9 +89,11 @@ def test_a_worker_that_turned_to_another_server_is_told_to_ask_again(stage: Stag
 
 async def _come_in_elsewhere(stage: Stage, worker: Worker) -> None:
     """A new connection of the same worker, as a load balancer may make it at another server."""
+    row = await stage.server.ask_tokens(lambda reader: reader.token(token_sha256(worker.token)))
+    incarnation = identify(row, time.time()).incarnation
     connection = VirtualConnection(stage.server, "elsewhere", lambda message: None)
     hello = HelloWorker(
-        msg_id=1, worker_id=worker.worker_id, incarnation=INCARNATION, token=worker.token, patterns=("job.assign.zpe",)
+        msg_id=1, worker_id=worker.worker_id, incarnation=incarnation, token=worker.token, patterns=("job.assign.zpe",)
     )
     await connection.ask(hello)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from concurrent import futures
 from typing import Any
@@ -74,6 +75,17 @@ def test_a_rotated_token_takes_the_place_of_the_one_before(stage: Stage, worker:
     assert worker.renew(leased).json()["error"]["code"] == "TOKEN_REVOKED"
     assert new.renew(leased).status_code == 200
     assert new.finish(leased).status_code == 200
+
+
+def test_leases_of_an_app_worker_have_an_incarnation_that_no_other_worker_can_guess(stage: Stage, worker: Worker) -> None:
+    workers = (worker, stage.register())
+    job_ids = [one.take(stage.submit())["job_id"] for one in workers]
+
+    jobs = stage.run(stage.server.ask(lambda reader: reader.get(job_ids)))
+
+    incarnations = {job.lease.incarnation for job in jobs}
+    assert len(incarnations) == len(workers)
+    assert all(re.fullmatch("[0-9a-f]{16,}", incarnation) for incarnation in incarnations)
 
 
 def test_registering_again_takes_an_enrol_token_for_that_worker(stage: Stage, worker: Worker) -> None:

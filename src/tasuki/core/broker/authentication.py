@@ -38,6 +38,7 @@ CODECS = ("zstd", "gzip")  # in the order of preference; a codec that the peer d
 FEATURES = ("batch", "blobs", "logs", "watch")
 CREATE, REGISTER, ROTATE, REVOKE = "token.create", "worker.register", "worker.rotate", "worker.revoke"
 LABEL_MAX_CHARS = 200
+SECRET_FIELDS = ("sha256", "incarnation")  # of a token: not listed
 CLOCK_SLACK_S = 60.0  # by which the clock of an administrator may be ahead of the server's
 
 # ---------------------------------------------------------------------------------------------------- Hello
@@ -259,7 +260,7 @@ def _checked_row(state: BrokerState, request: protocol.Request, identity: Identi
     if row.worker_id:
         access.check_worker_id(row.worker_id, state.config.apps)
     identity.check_patterns(row.scope)
-    return replace(row, created_at=now_wall, created_by=identity.name, revoked_at=None, revoked_by="")
+    return replace(row, created_at=now_wall, created_by=identity.name, revoked_at=None, revoked_by="", incarnation="")
 
 
 def _check_new_token(request: protocol.Request, token_id: str, sha256: str) -> None:
@@ -317,7 +318,7 @@ def _end_sessions(state: BrokerState, token_ids: Collection[str], but: int, effe
 
 def _list_tokens(state: BrokerState, conn: int, request: protocol.Request, identity: Identity) -> None:
     def listed(lists: Sequence[list[TokenRow]], effects: TurnEffects) -> None:
-        rows = [{name: getattr(row, name) for name in row.__struct_fields__ if name != "sha256"} for row in lists[0]]
+        rows = [{name: getattr(row, name) for name in row.__struct_fields__ if name not in SECRET_FIELDS} for row in lists[0]]
         state.answer(conn, request.msg_id, rows, effects)
 
     state.builder.ask("tokens", [None], listed, partial(state.tell_failure, conn, request.msg_id))
@@ -373,7 +374,7 @@ def rotate(state: BrokerState, conn: int, request: protocol.Request, identity: I
         raise ProtocolError(f"a worker may not ask for {request.verb[:40]!r}")
     if not identity.worker_id:
         raise Forbidden("only a token that is bound to a worker can be rotated; make a new one with: tasuki token create")
-    row = _worker_row(_new_token(request), identity.worker_id, identity, now)
+    row = replace(_worker_row(_new_token(request), identity.worker_id, identity, now), incarnation=identity.incarnation)
     session = state.sessions[conn]
     session.token_exchanges += 1
     exchanged: list[bool] = []

@@ -4,8 +4,9 @@ A lease request is credit for as long as it waits; at its end the unused credit 
 request waits any more is released unstarted, which costs it no attempt. A leased job is reported as started a little later,
 unless it has ended by then, so that a short job costs one write less.
 
-The lease_id that a worker sees is `<lease_id>.<attempt>`: with it any server can renew or record the attempt, whichever server
-granted it.
+All connections of a worker have the incarnation of its token: each lease lives by its own renewals, at any server, and a worker
+process that starts again does not know the old ones. The lease_id that a worker sees is `<lease_id>.<attempt>`: with it any
+server can renew or record the attempt, whichever server granted it.
 """
 
 from __future__ import annotations
@@ -25,9 +26,6 @@ from tasuki.errors import TasukiError, TooManyRequests, Unauthorized, Unavailabl
 from tasuki.event_loop import ignore_result
 from tasuki.server.server import Server
 
-# Each lease lives by its own renewals, at any server; a worker process that starts again does not know the old ones. That the
-# name is known helps nobody: a lease is compared with its owner, too, and only bound tokens come in here.
-INCARNATION = "http"
 STARTED_AFTER_S = 0.5  # below what the server waits before it delivers an assignment again
 WAITING_MAX = 16  # lease requests of one worker at once
 LATEST_REPORTS_S = 60.0  # how long an answered lease is remembered beyond its ttl
@@ -117,7 +115,7 @@ class HttpWorker:
         hello = protocol.HelloWorker(
             msg_id=connection.next_id(),
             worker_id=self.worker_id,
-            incarnation=INCARNATION,
+            incarnation=caller.identity.incarnation,
             token=caller.secret,
             agent="http",
             patterns=(self.subject,),

@@ -498,7 +498,7 @@ SELECT {found} FROM tasuki_jobrun WHERE id >= :low::bigint AND id < :high::bigin
 -- name: add_token
 INSERT INTO tasuki_token ({token})
 VALUES ($1::text, $2::text, $3::text, $4::text, $5::text::jsonb, $6::text, $7::float8, $8::text, $9::float8, $10::float8,
-    $11::text)
+    $11::text, $12::text)
 ON CONFLICT DO NOTHING
 
 -- name: token

@@ -386,7 +386,7 @@ SELECT {found} FROM tasuki_jobrun WHERE id >= :low AND id < :high {and} ORDER BY
 
 -- name: add_token
 INSERT INTO tasuki_token ({token})
-VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)
+VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)
 ON CONFLICT DO NOTHING
 
 -- name: token
