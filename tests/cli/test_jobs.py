@@ -90,6 +90,29 @@ def test_the_inputs_of_an_array_reach_every_element(served: Served) -> None:
     assert user.run("logs", "with-input.2").stdout == "shared\n"
 
 
+def test_each_line_can_name_the_input_of_its_job(served: Served) -> None:
+    user, _ = served
+    (user.home / "a b.csv").write_text("one\n")
+    (user.home / "c.csv").write_text("two\n")
+    words = ["submit", "--each-line", "-", "--file", "{line}", "--job-id", "folder", "--wait", "--quiet", "sh", "-c", "cat in/*"]
+
+    assert user.run(*words, input="a b.csv\nc.csv\n").returncode == 0
+    assert [user.run("logs", f"folder.{n}").stdout for n in (1, 2)] == ["one\n", "two\n"]
+
+
+def test_no_job_is_submitted_if_one_of_the_named_inputs_is_missing(served: Served) -> None:
+    user, _ = served
+    (user.home / "there.csv").touch()
+
+    done = user.run(
+        "submit", "--each-line", "-", "--file", "{line}", "--job-id", "half", "true", input="there.csv\nnot-there.csv\n"
+    )
+
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "the input file 'not-there.csv' cannot be read: No such file or directory" in done.stderr
+    assert user.json("list", "--json", "--array", "half")["jobs"] == []
+
+
 def test_only_the_failed_elements_of_an_array_are_set_going_again(served: Served) -> None:
     user, _ = served
     flag = user.home / "repaired"

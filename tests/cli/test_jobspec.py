@@ -46,19 +46,22 @@ def test_a_range_beyond_the_limit_is_refused_before_it_is_built() -> None:
 
 
 def test_the_index_is_put_into_every_argument_that_names_it() -> None:
-    assert list(array_elements([1, 2], ["--seed={i}", "x", "{i}"])) == [(1, ("--seed=1", "x", "1")), (2, ("--seed=2", "x", "2"))]
+    assert list(array_elements([1, 2], ["--seed={i}", "x"], ["{i}.csv"])) == [
+        (1, ("--seed=1", "x"), ("1.csv",)),
+        (2, ("--seed=2", "x"), ("2.csv",)),
+    ]
 
 
 def test_a_line_replaces_its_name_and_is_never_split() -> None:
-    assert list(line_elements(["a b\n"], ["--in", "{line}", "z"])) == [(1, ("--in", "a b", "z"))]
+    assert list(line_elements(["a b\n"], ["--in", "{line}", "z"], [])) == [(1, ("--in", "a b", "z"), ())]
 
 
 def test_a_line_without_a_place_becomes_the_last_argument() -> None:
-    assert list(line_elements(["x\n"], ["-v"])) == [(1, ("-v", "x"))]
+    assert list(line_elements(["x\n"], ["-v"], [])) == [(1, ("-v", "x"), ())]
 
 
 def test_empty_lines_make_no_job_but_keep_the_numbers_true() -> None:
-    assert [number for number, _ in line_elements(["a\n", "\n", "  \n", "b"], [])] == [1, 4]
+    assert [element.number for element in line_elements(["a\n", "\n", "  \n", "b"], [], [])] == [1, 4]
 
 
 def test_an_environment_value_may_contain_equals_signs() -> None:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import click
 
@@ -84,7 +84,12 @@ def job_options(*, retries: int) -> Callable[[Callable[..., Any]], Callable[...,
         argument("args", metavar="[ARGS]...", help="All of it belongs to the job.", nargs=-1),
         option("--subject", metavar="SUBJECT", help="Routing key. Default: job.assign.default."),
         option("--job-id", metavar="ID", help="Your own id: asking again with it gives the same job. Default: a new one."),
-        several("--file", "files", metavar="PATH", help="Input file, found by the job as in/NAME. Can be given several times."),
+        several(
+            "--file",
+            "files",
+            metavar="PATH",
+            help="Input file, found by the job as in/NAME. Several times. {i} and {line} are replaced.",
+        ),
         several("--env", metavar="NAME=VALUE", help="For the job; the exec must allow the name. Several times."),
         option("--payload-file", metavar="FILE", help="Standard input of the job, or a handler's payload; - for stdin."),
         number("--timeout", metavar="SECONDS", help="Time limit of one attempt."),
@@ -173,9 +178,14 @@ def piped_payload(hint: Callable[[str], None]) -> bytes:
     return b""
 
 
-def check_files(files: Sequence[str]) -> tuple[str, ...]:
-    """Return the paths of input files, or raise InvalidInput if one cannot be read."""
+def check_files(files: Iterable[str]) -> tuple[str, ...]:
+    """Return the paths of input files, or raise InvalidInput if one cannot be read.
+
+    A path with {i} or {line} in it is looked at when its element is submitted.
+    """
     for file in files:
+        if INDEX in file or LINE in file:
+            continue
         try:
             with Path(file).open("rb"):
                 pass
@@ -203,19 +213,32 @@ def parse_array(text: str) -> list[int]:
     return list(indexes)
 
 
-def array_elements(indexes: Iterable[int], args: Sequence[str]) -> Iterator[tuple[int, tuple[str, ...]]]:
-    """Yield (index, arguments) with {i} replaced."""
+class ArrayJob(NamedTuple):
+    """One job of an array."""
+
+    number: int
+    args: tuple[str, ...]
+    files: tuple[str, ...]
+
+
+def array_elements(indexes: Iterable[int], args: Sequence[str], files: Sequence[str]) -> Iterator[ArrayJob]:
+    """Yield the elements with {i} replaced."""
     for index in indexes:
-        yield index, tuple(argument.replace(INDEX, str(index)) for argument in args)
+        yield ArrayJob(index, _replaced(args, INDEX, str(index)), _replaced(files, INDEX, str(index)))
 
 
-def line_elements(lines: Iterable[str], args: Sequence[str]) -> Iterator[tuple[int, tuple[str, ...]]]:
-    """Yield (line number, arguments) with {line} replaced, or the line as the last argument. Empty lines make no job."""
-    named = any(LINE in argument for argument in args)
+def line_elements(lines: Iterable[str], args: Sequence[str], files: Sequence[str]) -> Iterator[ArrayJob]:
+    """Yield the elements with {line} replaced, or the line as the last argument. Empty lines make no job."""
+    named = any(LINE in text for text in (*args, *files))
     for line_number, raw in enumerate(lines, 1):
         line = raw.rstrip("\r\n")
         if line.strip():
-            yield line_number, tuple(argument.replace(LINE, line) for argument in args) if named else (*args, line)
+            last = () if named else (line,)
+            yield ArrayJob(line_number, (*_replaced(args, LINE, line), *last), _replaced(files, LINE, line))
+
+
+def _replaced(texts: Sequence[str], word: str, value: str) -> tuple[str, ...]:
+    return tuple(text.replace(word, value) for text in texts)
 
 
 @contextmanager

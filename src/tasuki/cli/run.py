@@ -356,12 +356,12 @@ def _connection_notice(client: AsyncClient, output: Output) -> Callable[[], None
     examples=[
         "tasuki submit --subject render.eu.1 --file scene.blend render --mode fast",
         "tasuki submit --array 1-1000 --job-id study-7 simulate --seed {i}      # jobs study-7.1 to study-7.1000",
-        "find . -name '*.wav' | tasuki submit --each-line - --wait encode --in {line}",
+        "ls *.wav | tasuki submit --each-line - --file {line} --wait encode      # one job per file, which it finds as in/NAME",
         "tasuki submit --subject math.square --payload-file number.txt -        # - instead of EXEC: a Python handler's job",
     ],
 )
-@option("--array", metavar="RANGE", help="One job per index (1-1000, 0-100:10, 3,7,9-12); {i} in ARGS is replaced.")
-@option("--each-line", metavar="FILE", help="One job per line (- for stdin): {line} in ARGS, or the last argument.")
+@option("--array", metavar="RANGE", help="One job per index (1-1000, 0-100:10, 3,7,9-12); {i} in ARGS and --file is replaced.")
+@option("--each-line", metavar="FILE", help="One job per line (- for stdin): {line} in ARGS or --file, or the last argument.")
 @flag("--wait", help="Wait until all have ended; exit 1 if one did not succeed.")
 @jobspec.job_options(retries=3)
 @connection_options()
@@ -378,11 +378,11 @@ def submit(
     if array and each_line:
         raise InvalidInput("--array and --each-line cannot stand together; choose one")
     if array:
-        elements = jobspec.array_elements(jobspec.parse_array(array), fields["args"])
+        elements = jobspec.array_elements(jobspec.parse_array(array), fields["args"], fields["files"])
         return with_client(place, lambda client: _submit_many(client, fields, elements, wait, output))
     if each_line:
         with jobspec.open_lines(each_line) as lines:
-            elements = jobspec.line_elements(lines, fields["args"])
+            elements = jobspec.line_elements(lines, fields["args"], fields["files"])
             return with_client(place, lambda client: _submit_many(client, fields, elements, wait, output))
     return with_client(place, lambda client: _submit_one(client, fields, wait, output))
 
@@ -410,20 +410,23 @@ async def _submit_one(client: AsyncClient, fields: dict[str, Any], wait: bool, o
 async def _submit_many(
     client: AsyncClient,
     fields: dict[str, Any],
-    elements: Iterable[tuple[int, tuple[str, ...]]],
+    elements: Iterable[jobspec.ArrayJob],
     wait: bool,
     output: Output,
 ) -> int:
     array_id = fields["job_id"] or client.new_id()
-    fields |= {"array_id": array_id, "files": tuple([await _uploaded(client, file) for file in fields["files"]])}
+    fields["array_id"] = array_id
+    uploaded: dict[str, InputFile] = {}
     handles: list[AsyncJobHandle] = []
     count = 0
-    specs = (
-        JobSpec(**{**fields, "job_id": f"{array_id}.{index}", "args": args, "headers": {"array_index": str(index)}})
-        for index, args in elements
-    )
-    while batch := list(itertools.islice(specs, BATCH)):
-        submitted = await client.submit_many(batch, watch=wait)
+    if fields["files"]:  # all of them are looked at before the first job is submitted
+        elements = list(elements)
+        for file in jobspec.check_files(dict.fromkeys(file for element in elements for file in element.files)):
+            uploaded[file] = await _uploaded(client, file)
+            output.progress(f"{len(uploaded)} files uploaded")
+    elements = iter(elements)
+    while batch := list(itertools.islice(elements, BATCH)):
+        submitted = await client.submit_many([_spec(fields, array_id, element, uploaded) for element in batch], watch=wait)
         count += len(submitted)
         if wait:
             handles += submitted
@@ -444,8 +447,13 @@ async def _submit_many(
     return ExitCode.FAILED if any(state != "SUCCEEDED" for state in states) else ExitCode.OK
 
 
+def _spec(fields: dict[str, Any], array_id: str, element: jobspec.ArrayJob, uploaded: dict[str, InputFile]) -> JobSpec:
+    own = {"job_id": f"{array_id}.{element.number}", "args": element.args, "headers": {"array_index": str(element.number)}}
+    return JobSpec(**{**fields, **own, "files": tuple(uploaded[file] for file in element.files)})
+
+
 async def _uploaded(client: AsyncClient, file: str) -> InputFile:
-    """Upload an input of an array once; every element names it by its hash."""
+    """Upload an input of an array once; every element that needs it names it by its hash."""
     ref = await client.put_file(file)
     return InputFile(Path(file).name, sha256=ref.sha256, size_bytes=ref.size_bytes)
 
