@@ -26,7 +26,7 @@ from tasuki.core.failover.registry_records import (
     worker_id_of,
 )
 from tasuki.core.job import Job, Lease, State
-from tasuki.core.lifecycle import lease_deadline
+from tasuki.core.worker.machine import lease_deadline
 from tasuki.errors import ConfigError
 
 

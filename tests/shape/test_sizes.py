@@ -20,6 +20,7 @@ LONG_FILES: dict[str, str] = {
     "server/transfers.py": "uploads, downloads, deletions and presigned URLs, which share threads and rules",
     "stores/memory/store.py": "each verb that changes jobs, in the model that other stores are compared with",
     "stores/redis/store.py": "each verb of the store: the arguments of its script and the decoder of its answer",
+    "stores/sql/database.py": "the interface of a vendor, its statements, and the one transaction of all verbs",
     "testing/harness.py": "one world for all tests of machines",
     "testing/harness_nodes.py": "the peers of that world",
     "testing/sim/ablations_store.py": "one entry for each safeguard of a store",

@@ -29,7 +29,6 @@ from tasuki.core.failover import registry_records
 from tasuki.core.failover.agent_protocol import AgentState, EndedMarker, job_view
 from tasuki.core.failover.registry_records import RegistryState, attempt_of, held_of, registry_state_of, result_location_of
 from tasuki.core.job import Job, Outcome
-from tasuki.core.lifecycle import lease_deadline
 from tasuki.core.store_messages import (
     Answers,
     BlobClaim,
@@ -42,6 +41,7 @@ from tasuki.core.store_messages import (
     Submission,
     Turn,
 )
+from tasuki.core.worker.machine import lease_deadline
 from tasuki.errors import ConfigError, Conflict, InternalError, NotFound, TasukiError, Unavailable
 from tasuki.event_loop import ignore_result
 from tasuki.server.assembly import StoreClient

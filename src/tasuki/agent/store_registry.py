@@ -36,8 +36,8 @@ from tasuki.core.failover import registry_records
 from tasuki.core.failover.agent_protocol import AgentOutcome, EndedMarker, RemovalResult, RunningMarker
 from tasuki.core.failover.registry_records import RegistryState
 from tasuki.core.job import RESULT_INLINE_MAX_BYTES, Job, Outcome, check_job_id
-from tasuki.core.lifecycle import lease_deadline
 from tasuki.core.store_messages import BlobClaim, BlobPlace, HeldLease, LeaseStatus, ReportStatus, RequeueOrder, Turn
+from tasuki.core.worker.machine import lease_deadline
 from tasuki.errors import AgentRefusal, ConfigError, InternalError, InvalidInput, TasukiError, Unavailable
 from tasuki.server.assembly import StoreClient
 from tasuki.worker.attempt import StopReason

@@ -37,15 +37,6 @@ ATTEMPT_STEP = 1_000_000
 EPOCH_STEP = 1_000_000_000  # an epoch costs the start of a server: a hundred a second reach this in four months
 
 
-def lease_deadline(sent_at: float, ttl_s: float) -> float:
-    """Return when the holder of a lease must have ended its attempt, which is before the store may grant the job to another.
-
-    `sent_at` is when the request was sent that got or last renewed the lease; the store counts from later. Short leases leave
-    less time for the kill: a renewal (every third of the ttl) that is a little late must not end them.
-    """
-    return sent_at + ttl_s - min(LEASE_MARGIN_S, ttl_s / 4)
-
-
 class Event(enum.StrEnum):
     """Events in the life of a job."""
 

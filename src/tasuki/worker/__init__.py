@@ -1,7 +1,7 @@
 """The worker: leases jobs from a server or a store, runs them, and reports their ends.
 
     worker.py              `Worker`: drives the machine of `core/worker` over a connection; starts, stops and ends attempts
-    attempt.py             the types of one attempt, and how its end becomes an `Outcome`
+    attempt.py             the types of one attempt, the handlers, and how its end becomes an `Outcome`
     runner.py              runs a command: folder, inputs, process, result
     execs.py, commands.py  the allowed programs; the exact command of one attempt, with its secrets
     folder.py, logs.py     run folders; stdout, stderr and progress of a running job
@@ -9,7 +9,6 @@
     results.py             the result archive, and the output files in it
     outbox.py              ended attempts until a server has answered them, on disk too
     transfers.py           downloads of inputs, uploads of results
-    handlers.py            Python functions as jobs; `async def` in the loop
     function_processes.py  the child processes of plain functions
     keeper/                the process that starts and ends commands; `preforked.py` is its warm interpreter
     credentials.py         the worker's identity and tokens on disk, and their rotation

@@ -49,11 +49,10 @@ from tasuki.event_loop import BackgroundTasks, loop_factory
 from tasuki.net import ServerConnection, client_tls
 from tasuki.version import __version__
 from tasuki.wire.compression import CODECS
-from tasuki.worker.attempt import Attempt, HandlerJob, JobRefused, RunResult, StopReason, worker_failure
+from tasuki.worker.attempt import Attempt, Handler, HandlerJob, Handlers, JobRefused, RunResult, StopReason, worker_failure
 from tasuki.worker.credentials import CredentialFile, Rotation
 from tasuki.worker.execs import Exec
 from tasuki.worker.function_processes import FunctionProcesses
-from tasuki.worker.handlers import Handler, Handlers
 from tasuki.worker.keeper.client import Keeper
 from tasuki.worker.logs import DEFAULT_CAPS, LogCaps, LogFollow
 from tasuki.worker.outbox import Outbox, OutboxFiles, OutboxRecord, RejectedResults

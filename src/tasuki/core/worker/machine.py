@@ -25,7 +25,7 @@ import msgspec
 from tasuki.core import protocol
 from tasuki.core.address import Address
 from tasuki.core.job import OnDisconnect, Outcome, Progress
-from tasuki.core.lifecycle import LEASE_TTL_S, lease_deadline
+from tasuki.core.lifecycle import LEASE_MARGIN_S, LEASE_TTL_S
 from tasuki.core.machine import Closed, Hangup, Now, Opened, Received, Send, Ticked
 from tasuki.core.reconnect import HELLO_QUICK_S, Redial
 from tasuki.core.store_messages import Grant
@@ -42,6 +42,15 @@ ALONE_S = 10.0  # how long a draining worker whose endings are all on disk looks
 STARTED_AFTER_S = 0.1  # an attempt that ends sooner spares the store a write
 TOGETHER_S = 0.005  # how long an ending waits for others, while every slot has its next attempt
 FATAL_CODES = frozenset({"UNAUTHORIZED", "FORBIDDEN", "VERSION", "INVALID", "TOO_LARGE"})  # a repetition would not help
+
+
+def lease_deadline(sent_at: float, ttl_s: float) -> float:
+    """Return when the holder of a lease must have ended its attempt, which is before the store may grant the job to another.
+
+    `sent_at` is when the request was sent that got or last renewed the lease; the store counts from later. Short leases leave
+    less time for the kill: a renewal (every third of the ttl) that is a little late must not end them.
+    """
+    return sent_at + ttl_s - min(LEASE_MARGIN_S, ttl_s / 4)
 
 
 class WorkerLease(msgspec.Struct):

@@ -20,10 +20,10 @@ import re
 from abc import abstractmethod
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from functools import lru_cache
+from functools import lru_cache, wraps
 from importlib.resources import files
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, NamedTuple, ParamSpec, Protocol, TypeVar
 
 from tasuki.core.job import BlobRef, JobIncident, Outcome, State
 from tasuki.core.store_messages import COUNTED, ReadyQueue, storable_text
@@ -36,7 +36,9 @@ if TYPE_CHECKING:
     from django.db import transaction
     from django.db.backends.base.base import BaseDatabaseWrapper
 
+P = ParamSpec("P")
 T = TypeVar("T")
+Item = TypeVar("Item")
 
 Parameters = Sequence[Any] | Mapping[str, Any]
 """Parameters of one statement: by position, or by name where the statement has names."""
@@ -491,6 +493,32 @@ class Transaction:
         self._counted.clear()
         self._incidents.clear()
         self._state_changes.clear()
+
+
+def verb(function: Callable[Concatenate[Transaction, P], T]) -> Callable[Concatenate[Any, P], T]:
+    """Return the method of a store that calls a verb's function in its transaction."""
+
+    @wraps(function)
+    def method(store: Any, /, *arguments: P.args, **named: P.kwargs) -> T:
+        with store._tx:
+            return function(store._tx, *arguments, **named)
+
+    return method
+
+
+def batch_verb(
+    function: Callable[Concatenate[Transaction, Sequence[Item], P], list[T]],
+) -> Callable[Concatenate[Any, Sequence[Item], P], list[T]]:
+    """Return such a method for a verb with an answer for each item; without items there is no transaction."""
+
+    @wraps(function)
+    def method(store: Any, items: Sequence[Item], /, *arguments: P.args, **named: P.kwargs) -> list[T]:
+        if not items:
+            return []
+        with store._tx:
+            return function(store._tx, items, *arguments, **named)
+
+    return method
 
 
 def must_change(wanted: int, changed: int) -> None:

@@ -11,10 +11,9 @@ from __future__ import annotations
 import os
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from functools import wraps
 from itertools import islice
 from pathlib import Path
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, TypeVar
 
 from tasuki.core.election import LOCK_TTL_S
 from tasuki.core.job import LEASED, Job, JobIncident
@@ -35,7 +34,17 @@ from tasuki.django.standalone import SCHEMA_VERSION
 from tasuki.errors import ConfigError, InterruptCause, InvalidInput, TurnInterrupted
 from tasuki.stores.common import is_wanted
 from tasuki.stores.sql import blobs, leader, lease, report, submit
-from tasuki.stores.sql.database import ABOVE_ALL_PRIORITIES, LEADER_SCOPE, Database, Parameters, ReadOnly, SqlSession, Transaction
+from tasuki.stores.sql.database import (
+    ABOVE_ALL_PRIORITIES,
+    LEADER_SCOPE,
+    Database,
+    Parameters,
+    ReadOnly,
+    SqlSession,
+    Transaction,
+    batch_verb,
+    verb,
+)
 from tasuki.stores.sql.lease import held_leases, ready_queues
 from tasuki.stores.sql.rows import FAILED_STATES, JobRow, job_of, token_of, token_values
 from tasuki.stores.sql.sqlite import SqliteDatabase, SqliteInDjango, file_system_of
@@ -43,9 +52,7 @@ from tasuki.stores.store import Clock
 
 __all__ = ["FAULT_POINTS", "SCHEMA_VERSION", "SqlReader", "SqlStore"]
 
-P = ParamSpec("P")
 T = TypeVar("T")
-Item = TypeVar("Item")
 
 FIND_SCAN_MAX = 20_000  # rows that one find looks at, some 20 ms; the caller goes on with the cursor
 
@@ -232,32 +239,6 @@ FAULT_POINTS = (
 """Points at which `fault` is called, so that a test can end the process exactly there."""
 
 
-def _verb(function: Callable[Concatenate[Transaction, P], T]) -> Callable[Concatenate[SqlStore, P], T]:
-    """Return the method that calls a verb's function in the store's transaction."""
-
-    @wraps(function)
-    def method(store: SqlStore, /, *arguments: P.args, **named: P.kwargs) -> T:
-        with store._tx:
-            return function(store._tx, *arguments, **named)
-
-    return method
-
-
-def _batch(
-    function: Callable[Concatenate[Transaction, Sequence[Item], P], list[T]],
-) -> Callable[Concatenate[SqlStore, Sequence[Item], P], list[T]]:
-    """Return such a method for a verb with an answer for each item; without items there is no transaction."""
-
-    @wraps(function)
-    def method(store: SqlStore, items: Sequence[Item], /, *arguments: P.args, **named: P.kwargs) -> list[T]:
-        if not items:
-            return []
-        with store._tx:
-            return function(store._tx, items, *arguments, **named)
-
-    return method
-
-
 class SqlStore(SqlReads):
     """A store in an SQL database. See `tasuki.stores.store.Store` for what each verb promises."""
 
@@ -343,26 +324,26 @@ class SqlStore(SqlReads):
 
     # -- verbs ----------------------------------------------------------------------------------------------------
     # `submit` and `lease` hide their modules from there on, so they come after the other verbs of these.
-    cancel = _batch(submit.cancel)
-    requeue = _batch(submit.requeue)
-    submit = _batch(submit.submit)
-    assign = _verb(lease.assign)
-    lease = _batch(lease.lease)
-    start = _batch(report.start)
-    renew = _batch(report.renew)
-    release = _batch(report.release)
-    end_leases = _batch(report.end_leases)
-    finish = _batch(report.finish)
-    fail = _batch(report.fail)
-    take_over = _verb(leader.take_over)
-    reap = _verb(leader.reap)
-    skip = _verb(leader.skip)
-    promote = _verb(leader.promote)
-    prune = _verb(leader.prune)
-    place_blobs = _batch(blobs.place_blobs)
-    blobs_stored = _batch(blobs.blobs_stored)
-    condemn_blobs = _verb(blobs.condemn_blobs)
-    forget_blobs = _verb(blobs.forget_blobs)
+    cancel = batch_verb(submit.cancel)
+    requeue = batch_verb(submit.requeue)
+    submit = batch_verb(submit.submit)
+    assign = verb(lease.assign)
+    lease = batch_verb(lease.lease)
+    start = batch_verb(report.start)
+    renew = batch_verb(report.renew)
+    release = batch_verb(report.release)
+    end_leases = batch_verb(report.end_leases)
+    finish = batch_verb(report.finish)
+    fail = batch_verb(report.fail)
+    take_over = verb(leader.take_over)
+    reap = verb(leader.reap)
+    skip = verb(leader.skip)
+    promote = verb(leader.promote)
+    prune = verb(leader.prune)
+    place_blobs = batch_verb(blobs.place_blobs)
+    blobs_stored = batch_verb(blobs.blobs_stored)
+    condemn_blobs = verb(blobs.condemn_blobs)
+    forget_blobs = verb(blobs.forget_blobs)
 
     def held(self, holders: Sequence[tuple[str, str, str]]) -> list[list[Grant]]:
         now = self.clock.lease()
