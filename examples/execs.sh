@@ -9,6 +9,7 @@ export TASUKI_DATA="$folder/data" TASUKI_URL="unix://$folder/data/socket"
 
 tasuki server --no-tcp > server.log 2>&1 &
 server=$!
+until grep -q '^ready' server.log || ! kill -0 $server; do sleep 0.1; done
 tasuki worker --config "$here/execs.toml" --subject 'text.>' > worker.log 2>&1 &
 worker=$!
 trap 'kill $worker && wait $worker; kill $server && wait $server; rm -rf "$folder"' EXIT

@@ -2,6 +2,7 @@
 
 import gc
 import itertools
+import logging
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -49,6 +50,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     placed += [(place / len(computing), tests) for place, tests in enumerate(computing)]
     items[:] = [item for _, tests in sorted(placed, key=lambda one: one[0]) for item in tests]
     gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def _restored_log() -> Iterator[None]:
+    """Take back the log that a command has set up inside pytest's process, on a stderr that is closed after the test."""
+    tasuki = logging.getLogger("tasuki")
+    handlers, levels = logging.root.handlers[:], (logging.root.level, tasuki.level)
+    yield
+    if logging.root.handlers != handlers:
+        logging.root.handlers[:] = handlers
+    for logger, level in zip((logging.root, tasuki), levels, strict=True):
+        logger.setLevel(level)
 
 
 def require(name: str, available: bool, reason: str, *, in_ci: bool = IN_CI) -> None:

@@ -136,5 +136,7 @@ def identify(token: TokenRow | None, now_wall: float) -> Identity:
     if token.kind not in TOKEN_PREFIXES:
         raise Unauthorized(f"token {token.token_id} is of kind {token.kind!r}, which cannot come in here")
     name = f"token:{token.token_id}"
-    incarnation = token.incarnation or token_sha256(f"incarnation {token.sha256}")[:INCARNATION_CHARS]
+    incarnation = token.incarnation
+    if token.worker_id and not incarnation:
+        incarnation = token_sha256(f"incarnation {token.sha256}")[:INCARNATION_CHARS]
     return Identity(PeerKind(token.kind), name, token.scope, token.token_id, token.expires_at, token.worker_id, incarnation)
