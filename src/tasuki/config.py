@@ -15,6 +15,7 @@ import os
 import re
 import secrets
 import stat
+import sys
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
@@ -34,6 +35,8 @@ SECRET_FILE_MAX_BYTES = 1024 * 1024  # of a token file or a PEM file; a thousand
 OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 OTHERS_READ = stat.S_IRGRP | stat.S_IROTH
 TCP_LISTEN = "0A"  # in /proc/net/tcp
+OWN_COMMAND = (sys.executable, "-P", "-m", "tasuki")
+"""Starts this installation. With -P: Python would else look for modules in the current folder before any other."""
 
 
 def parse_listen(text: str, default_port: int = DEFAULT_PORT) -> Address:

@@ -124,7 +124,7 @@ def test_a_job_that_runs_is_canceled_and_one_that_has_ended_stays(agent: AgentSt
 def test_an_interrupted_job_has_a_state_and_no_result(tmp_path: Path, user: User) -> None:
     with AgentStage(tmp_path) as before:
         running = before.begin("cut", "echo lost; sleep 60")
-        until(lambda: before.http.get("/jobs/cut/logs/stdout").content, what="it has written")
+        until(lambda: before.http.get("/jobs/cut/logs/stdout").text == "lost\n", what="it has written")
         before.call(before.agent.jobs.stop_all)
         assert running.answer().status_code == 503
 

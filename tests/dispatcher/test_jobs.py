@@ -173,7 +173,7 @@ def test_the_jobs_of_all_nodes_are_listed_and_a_running_ones_output_is_passed_on
         one.run("first")
         two.run("second")
         running = two.begin("runs", "echo hello; sleep 60")
-        until(lambda: two.http.get("/jobs/runs/logs/stdout").content, what="it has written")
+        until(lambda: two.http.get("/jobs/runs/logs/stdout").text == "hello\n", what="it has written")
         tell(story())
         two.http.delete("/jobs/runs")
         assert running.answer().status_code == 409

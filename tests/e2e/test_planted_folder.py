@@ -82,6 +82,18 @@ def test_a_clone_that_the_victim_owns_runs_nothing_that_the_victim_did_not_submi
     assert "submit it again" in outcome["message"]
 
 
+def test_modules_of_python_in_a_clone_are_not_imported(victim: Victim, proof: Path) -> None:
+    """Python looks for modules in the folder where `python -m` is started, before any other."""
+    victim.data.mkdir(mode=0o755)
+    for module in ("tasuki", "msgspec", "click"):
+        (victim.data / f"{module}.py").write_text(f"open({str(proof)!r}, 'w')\n")
+
+    done = victim.run_process("run", "echo", "hello")
+
+    assert not proof.exists()
+    assert (done.returncode, done.stdout) == (0, "hello\n"), done.stderr
+
+
 @needs_root
 @pytest.mark.parametrize("mode", [0o777, 0o755, 0o700])
 def test_a_folder_of_another_user_is_refused(victim: Victim, planted: Path, proof: Path, mode: int) -> None:

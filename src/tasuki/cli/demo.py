@@ -23,6 +23,7 @@ import click
 from tasuki.cli.command import command, option
 from tasuki.cli.output import Output, write_line
 from tasuki.client import AsyncClient
+from tasuki.config import OWN_COMMAND
 from tasuki.core.job import JobSpec
 from tasuki.errors import DeadlineExceeded, NotFound, Unavailable
 
@@ -97,9 +98,7 @@ class _Demo:
 
     async def start(self, name: str, ready: str, *arguments: str) -> None:
         process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            "tasuki",
+            *OWN_COMMAND,
             *arguments,
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,

@@ -11,7 +11,6 @@ import contextlib
 import os
 import shlex
 import signal
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -33,7 +32,7 @@ from tasuki.cli.server import (
 )
 from tasuki.cli.worker import allowed_execs, check_drain_timeout, log_caps
 from tasuki.client.embedded import answers
-from tasuki.config import DataFolder, data_folder, parse_http, parse_listen, user_key
+from tasuki.config import OWN_COMMAND, DataFolder, data_folder, parse_http, parse_listen, user_key
 from tasuki.core.backoff import Backoff
 from tasuki.core.broker.state import WorkerSession
 from tasuki.errors import ConfigError, Unavailable
@@ -244,7 +243,7 @@ class LocalWorkers:
     """Worker processes that are kept alive between `start` and `drain`."""
 
     def __init__(self, count: int, options: Sequence[str], events: process.Events) -> None:
-        self._command = (sys.executable, "-m", "tasuki", "worker", "--until-stdin-ends", *options)
+        self._command = (*OWN_COMMAND, "worker", "--until-stdin-ends", *options)
         self._count = count
         self._events = events
         self._processes: set[asyncio.subprocess.Process] = set()

@@ -15,7 +15,6 @@ import pwd
 import re
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -28,7 +27,7 @@ from tasuki.blobs.files import durable_write
 from tasuki.cli.command import command, data_option, flag, given_options, option, options
 from tasuki.cli.connect import is_store, read_token
 from tasuki.cli.output import ExitCode, Output, plain, table, when
-from tasuki.config import DataFolder, data_folder, default_url, enrol_variable
+from tasuki.config import OWN_COMMAND, DataFolder, data_folder, default_url, enrol_variable
 from tasuki.core.address import parse_url
 from tasuki.core.job import NAME_MAX_CHARS
 from tasuki.errors import ConfigError, NotFound
@@ -201,7 +200,7 @@ def _write(path: Path, text: str) -> None:
 
 def unit_text(chosen: InstallOptions, folder: DataFolder, path: Path) -> str:
     drain_s = float(chosen.given.get("drain_timeout", DRAIN_S))
-    words = [sys.executable, "-P", "-m", "tasuki", "worker", *_arguments(chosen, folder, drain_s)]
+    words = [*OWN_COMMAND, "worker", *_arguments(chosen, folder, drain_s)]
     copied = {name: os.environ[name] for name in COPIED if os.environ.get(name)}
     copied |= {name: str(Path(os.environ[name]).absolute()) for name in COPIED_FILES if os.environ.get(name)}
     environment = [f"Environment={quoted_once(f'{name}={value}')}" for name, value in copied.items()]

@@ -6,13 +6,12 @@ import contextlib
 import os
 import socket
 import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
 from typing import NamedTuple
 
-from tasuki.config import DataFolder
+from tasuki.config import OWN_COMMAND, DataFolder
 from tasuki.core.address import Address
 from tasuki.errors import ConfigError, Unavailable
 from tasuki.net.tcp_link import stranger
@@ -42,7 +41,7 @@ def ensure_server(folder: DataFolder) -> str:
 
 def _start(folder: DataFolder) -> None:
     log = folder.root / "embedded.log"
-    command = [sys.executable, "-m", "tasuki", "up", "--data", os.fspath(folder.root), "--until-idle"]
+    command = [*OWN_COMMAND, "up", "--data", os.fspath(folder.root), "--until-idle"]
     folder.make()
     try:
         with os.fdopen(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600), "wb") as out:
