@@ -165,20 +165,21 @@ class Victims:
         assert (renewed.status_code, renewed.json()["cancel"]) == (200, False)
 
 
-@pytest.fixture(scope="module", params=["sqlite", "postgresql", "redis"])
+@pytest.fixture(scope="module", params=["sqlite-1", "postgresql-1", "postgresql-2", "redis-1", "redis-2"])
 def victims(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Victims]:
-    """All attacks on one store meet the same victims: on SQLite at one server, elsewhere at two."""
+    """All attacks on one store meet the same victims, at one server or at two."""
+    kind, _, count = request.param.partition("-")
     folder, store = tmp_path_factory.mktemp(request.param), ""
     with contextlib.ExitStack() as stack:
-        if request.param == "postgresql":
+        if kind == "postgresql":
             postgres = request.getfixturevalue("postgres")
             store = postgres.borrow()
             stack.callback(postgres.give_back, store)
-        elif request.param == "redis":
+        elif kind == "redis":
             store = request.getfixturevalue("redis_service").url()
-        count, blobs = (2, str(folder / "blobs")) if store else (1, "")
+        blobs = str(folder / "blobs") if store else ""
         options = ("--http", "127.0.0.1:0", "--app", "zpe")
-        made = Victims(stack.enter_context(start_servers(folder, count, *options, store=store, blobs=blobs)), stack, folder)
+        made = Victims(stack.enter_context(start_servers(folder, int(count), *options, store=store, blobs=blobs)), stack, folder)
         yield made
         made.finish()
 
@@ -414,6 +415,32 @@ def test_no_request_with_a_token_of_another_scope_tells_or_does_anything(
             assert response.status_code in (400, 403, 404), (line, response.text)
             answers.add(IDS.sub("ID", response.text))
         assert len(answers) == 1, f"{line}: the answers for different jobs are not the same: {answers}"
+
+
+BATCHES: dict[str, Callable[[dict[str, str]], dict[str, Any]]] = {
+    "/calc/zpe/compute/jobs/renew": lambda lease: {"leases": [lease]},
+    "/calc/zpe/compute/jobs/result": lambda lease: {
+        "results": [{**lease, "result": {"forged": True}, "summary_text": "", "freqs_csv": ""}]
+    },
+    "/calc/zpe/compute/jobs/failed": lambda lease: {"failures": [{**lease, "error_code": "FORGED", "permanent": True}]},
+    "/v1/jobs/cancel": lambda lease: {"job_ids": [lease["job_id"]]},
+    "/v1/jobs/requeue": lambda lease: {"job_ids": [lease["job_id"]]},
+}
+
+
+def test_no_batch_of_another_token_tells_or_does_anything(victims: Victims, worker_token: str, client_token: str) -> None:
+    """Also the token of another worker of the same app, which knows the lease."""
+    of_the_app = bound_token(victims.here, f"second-{len(victims.servers)}", "job.assign.zpe")
+    for server, token, (path, body_of) in itertools.product(
+        victims.servers, (worker_token, client_token, of_the_app), BATCHES.items()
+    ):
+        for job_id in (*victims.jobs, NO_JOB):
+            body = body_of({"job_id": job_id, "lease_id": victims.lease_id})
+            response = HTTP.post(server.http_url + path, json=body, headers={"Authorization": f"Bearer {token}"})
+            items = response.json().get("items", [{"status": response.status_code}])
+            assert {item["status"] for item in items} <= {403, 404, 409}, (path, job_id, response.text)
+            assert job_id == "leased" or {item["status"] for item in items} <= {403, 404}, (path, job_id, response.text)
+            assert SECRET not in response.text
 
 
 # ---------------------------------------------------------------------------------------------------- shutting it out
