@@ -239,7 +239,7 @@ def test_logs_keep_the_two_streams_apart(served: Served) -> None:
 
 def test_a_result_can_be_unpacked_or_written_to_stdout(served: Served) -> None:
     user, _ = served
-    user.run("submit", "--wait", "--job-id", "unpack", "sh", "-c", "echo kept > out/kept.txt")
+    user.run("submit", "--wait", "--job-id", "unpack", "sh", "-c", 'echo kept > "$TASUKI_OUT/kept.txt"')
 
     assert user.run("result", "--extract", "unpacked", "unpack").returncode == 0
     assert (user.home / "unpacked/out/kept.txt").read_text() == "kept\n"

@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from tasuki import Client
 from tasuki.cli import connect
+from tasuki.errors import Forbidden
 from tests.cli.commands import DEADLINE_S, TASUKI, Running, User, read_fifo, running
 from tests.support.waiting import until
 
@@ -171,6 +173,70 @@ def test_inputs_payload_environment_and_result_file(served: Served, tmp_path: Pa
     assert done.stdout == "from the file\nfrom stdin\nred\n"
     with zipfile.ZipFile(result) as archive:
         assert archive.read("out/kept.txt") == b"kept\n"
+
+
+# ---------------------------------------------------------------------------------------------------- where it runs
+
+
+def test_a_job_runs_in_the_current_folder_or_in_that_of_cwd(user: User) -> None:
+    (user.home / "input.txt").write_text("here\n")
+    (user.home / "study").mkdir()
+    script = user.home / "study" / "script.sh"
+    script.write_text("#!/bin/sh\npwd -P\n")
+    script.chmod(0o755)
+
+    with running(user, "up", "--no-tcp"):
+        assert user.run("run", "cat", "input.txt").stdout == "here\n"
+        assert user.run("run", "study/script.sh").stdout == f"{user.home}\n"
+        assert user.run("run", "--cwd", "study", "./script.sh").stdout == f"{script.parent}\n"
+        # Inputs lie in a folder of the job's own, so that is where it runs.
+        assert user.run("run", "--file", "input.txt", "./study/script.sh").stdout.startswith(f"{user.data}/runs/")
+        assert user.run("submit", "--wait", "--array", "1-2", "./study/script.sh").returncode == 0
+
+
+def test_the_folder_is_part_of_what_a_job_is(served: Served) -> None:
+    user, _ = served
+    (user.home / "elsewhere").mkdir()
+
+    first = user.run("run", "--job-id", "placed", "pwd")
+    again = user.run("run", "--job-id", "placed", "--cwd", str(user.home), "pwd")
+    other = user.run("run", "--job-id", "placed", "--cwd", "elsewhere", "pwd")
+
+    assert (first.stdout, again.stdout) == (f"{user.home}\n",) * 2
+    assert other.returncode == 125
+    assert "differs in: cwd" in other.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["./missing"], "there is no program './missing' in "),
+        (["./plain.txt"], "chmod +x ./plain.txt"),
+        (["--cwd", "missing", "true"], "--cwd 'missing' cannot be used: No such file or directory"),
+        (["--cwd", "plain.txt", "true"], "--cwd 'plain.txt' cannot be used: Not a directory"),
+        (["no-such-program"], "as in ./program"),
+    ],
+)
+def test_a_program_or_folder_that_is_not_there_is_said_with_the_way_out(served: Served, words: list[str], says: str) -> None:
+    user, _ = served
+    (user.home / "plain.txt").write_text("")
+    done = user.run("run", *words)
+
+    assert done.returncode == 125
+    assert says in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "says"), [(["--cwd", ".", "true"], "--cwd '.': only your own jobs"), (["./x"], "'./x' is a path on this machine")]
+)
+def test_a_job_that_goes_over_the_network_has_no_folder_of_the_user(served: Served, words: list[str], says: str) -> None:
+    user, server = served
+    done = user.run("run", "--to", server.url, *words)
+
+    assert done.returncode == 125
+    assert says in done.stderr
+    with Client(server.url, token=(user.data / "token").read_text().strip()) as client, pytest.raises(Forbidden, match="cwd"):
+        client.submit(exec="true", cwd="/")
 
 
 def test_json_tells_the_end_of_the_job(served: Served) -> None:

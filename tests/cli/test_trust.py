@@ -231,6 +231,7 @@ CHANGES = [
     {"timeout_s": 1.0},
     {"priority": 9},
     {"headers": {}},
+    {"cwd": "/srv/other"},
 ]
 
 

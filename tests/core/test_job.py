@@ -50,6 +50,7 @@ AT_THE_LIMIT: list[dict[str, Any]] = [
     {"subject": "render.eu.1"},
     {"exec": "render"},
     {"exec": "x" * EXEC_MAX_CHARS},
+    {"exec": "make", "cwd": "/"},
     {"priority": 0},
     {"priority": PRIORITY_MAX},
     {"max_retries": 0, "max_losses": 0},
@@ -83,6 +84,9 @@ PAST_THE_LIMIT: list[tuple[type[InvalidInput], str, dict[str, Any]]] = [
     (InvalidInput, "exec", {"exec": "x" * (EXEC_MAX_CHARS + 1)}),
     (InvalidInput, "exec", {"exec": "rm\n-rf"}),
     (InvalidInput, "exec", {"exec": "rm\0"}),
+    (InvalidInput, "cwd", {"exec": "make", "cwd": "study"}),
+    (InvalidInput, "cwd", {"exec": "make", "cwd": "/a\0b"}),
+    (InvalidInput, "cwd", {"cwd": "/srv"}),
     (InvalidInput, "priority", {"priority": -1}),
     (InvalidInput, "priority", {"priority": PRIORITY_MAX + 1}),
     (InvalidInput, "max_retries", {"max_retries": -1}),
@@ -210,23 +214,24 @@ BODY: dict[str, Any] = {
     "env": {"A": "1"},
     "payload": b"x",
     "files": (InputFile("a", data=b"1"),),
+    "cwd": "/srv/study",
 }
 
 
 def test_the_hash_of_a_bare_job_is_the_sha256_of_its_msgpack_array() -> None:
-    # Written out byte by byte, so that another language can check itself: array of 6, strings, empty arrays.
+    # Written out byte by byte, so that another language can check itself: array of 7, strings, empty arrays.
     empty = hashlib.sha256(b"").hexdigest().encode()
-    packed = b"\x96\xb2job.assign.default\xa0\x90\x90\xd9\x40" + empty + b"\x90"
+    packed = b"\x97\xb2job.assign.default\xa0\x90\x90\xd9\x40" + empty + b"\x90\xa0"
 
     assert body_hash(spec()) == hashlib.sha256(packed).digest()
 
 
 def test_the_hash_of_a_full_job_is_known() -> None:
-    assert body_hash(spec(**BODY)).hex() == "1e272b763053b58449a6894e762a213c6eff15a979b340470477e0fb67095afb"
+    assert body_hash(spec(**BODY)).hex() == "5721605429b462ac51c536393e8c0d0a6bf4e7c21922b7df3a289c669a2deb0b"
 
 
 def test_defaults_count_as_if_they_were_written() -> None:
-    written = spec(subject="job.assign.default", exec="", args=(), env={}, payload=b"", files=())
+    written = spec(subject="job.assign.default", exec="", args=(), env={}, payload=b"", files=(), cwd="")
 
     assert body_hash(written) == body_hash(spec())
 

@@ -15,6 +15,7 @@ LONG_FILES: dict[str, str] = {
     "agent/jobs.py": "one job of an agent from its upload to its result: slots, repeats, stops",
     "client/aio.py": "the client and its handles of jobs: one state, shared with the machine it drives",
     "core/broker/state.py": "the state that all conversations share",
+    "core/job.py": "the job's fields with the check of each, its ids, its hash and its mark",
     "core/store_messages.py": "requests, answers and the table of verbs, which must agree",
     "core/worker/machine.py": "one machine, with its records of leases and slots",
     "server/transfers.py": "uploads, downloads, deletions and presigned URLs, which share threads and rules",

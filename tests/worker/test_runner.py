@@ -20,6 +20,7 @@ from tasuki.core.job import RESULT_INLINE_MAX_BYTES, InputFile, body_hash
 from tasuki.errors import DiskFull, Unavailable
 from tasuki.worker.attempt import Attempt, StopReason
 from tasuki.worker.keeper.client import Keeper, KeptAttempt
+from tasuki.worker.keeper.linux import sweep
 from tasuki.worker.logs import LogCaps
 from tasuki.worker.results import OutputRules
 from tasuki.worker.runner import CommandRunner
@@ -192,6 +193,18 @@ def test_a_job_has_a_folder_of_its_own_to_work_in(tmp_path: Path) -> None:
     assert Path(folder).is_relative_to(tmp_path)
     assert {"in", "out", "tmp"} <= set(names)
     assert result.outcome.exit_code == 0
+
+
+def test_a_job_of_the_own_user_runs_in_that_users_folder_and_an_exec_where_its_operator_says(tmp_path: Path) -> None:
+    runner = runner_in(tmp_path / "data", exec_of("pwd"))
+    (study := tmp_path / "study").mkdir()
+
+    own = run(runner, shell('pwd; echo kept > "$TASUKI_OUT/kept"', cwd=str(study)))
+    listed = run(runner, attempt_of(job_id="job-2", exec="tool", cwd=str(study)))
+
+    assert text_of(own) == f"{study}\n"
+    assert text_of(own, "out/kept") == "kept\n"
+    assert Path(text_of(listed).strip()).is_relative_to(tmp_path / "data")
 
 
 def test_no_descriptor_of_the_worker_is_passed_on(tmp_path: Path) -> None:
@@ -409,6 +422,31 @@ def test_a_canceled_job_hears_term_and_may_end_in_order(tmp_path: Path) -> None:
 
     assert result.outcome.error_code == "CANCELED"
     assert text_of(result) == "bye\n"
+
+
+def test_what_else_runs_in_the_folder_of_a_job_survives_its_cancel_and_every_sweep(tmp_path: Path) -> None:
+    (study := tmp_path / "study").mkdir()
+    pids = tmp_path / "pids"
+    # A process that only works in the folder and writes there, with no terminal: somebody's script, or an editor.
+    with (study / "notes").open("w") as notes:
+        bystander = subprocess.Popen(["sleep", "600"], cwd=study, stdout=notes, start_new_session=True)
+    runner = runner_in(tmp_path / "data")
+
+    async def cancel(_: CommandRunner, stop: Stop) -> None:
+        await until_async(lambda: pids_in(pids), what="the job has started")
+        stop.set_result(StopReason.CANCELED)
+
+    hidden = f"setsid sleep 600 & echo $! > {pids}; wait"
+    try:
+        result = run(runner, shell(hidden, cwd=str(study)), cancel)
+        killed = sweep(runner.folders.root.name, runner.folders.root)
+
+        assert (result.outcome.error_code, killed) == ("CANCELED", [])
+        assert not alive(*pids_in(pids))
+        assert bystander.poll() is None
+    finally:
+        bystander.kill()
+        bystander.wait()
 
 
 def test_a_stopped_process_can_be_canceled(tmp_path: Path) -> None:

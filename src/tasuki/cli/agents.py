@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 # Fields of a job that need a server, with their options.
 NEEDS_A_SERVER = {
     "subject": "--subject",
+    "cwd": "--cwd",
     "env": "--env",
     "payload": "--payload-file",
     "max_retries": "--retries",

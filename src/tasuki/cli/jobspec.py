@@ -12,13 +12,16 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 import click
 
-from tasuki.cli.command import STDIN, argument, gather, number, option, options, several
+from tasuki.cli.command import PATH, STDIN, argument, gather, number, option, options, several
 from tasuki.core.job import BODY_INLINE_MAX_BYTES
 from tasuki.errors import InvalidInput, TooLarge
+
+if TYPE_CHECKING:
+    from tasuki.client import AsyncClient
 
 INDEX, LINE = "{i}", "{line}"
 ARRAY_MAX = 1_000_000
@@ -43,6 +46,7 @@ def job_fields(
     subject: str | None,
     job_id: str | None,
     files: tuple[str, ...],
+    cwd: Path | None,
     env: tuple[str, ...],
     payload_file: str | None,
     timeout: float | None,
@@ -55,7 +59,7 @@ def job_fields(
 ) -> dict[str, Any]:
     """Return what all jobs of one command have in common, named as in JobSpec, with `job_id` and `files`.
 
-    Without --subject and --payload-file there is no `subject` and no `payload`.
+    Without --subject, --cwd and --payload-file there is no `subject`, no `cwd` and no `payload`.
     """
     return {
         "exec": "" if exec_ == "-" else exec_,
@@ -72,7 +76,56 @@ def job_fields(
         "job_id": job_id,
         "files": check_files(files),
         **({"subject": subject} if subject else {}),
+        **({"cwd": cwd} if cwd is not None else {}),
     }
+
+
+def located(fields: dict[str, Any], client: AsyncClient) -> dict[str, Any]:
+    """Return the fields with the folder that the job runs in, and with the whole path of a program that has a relative one.
+
+    Only jobs of the server's own user run in a folder of that user: the current one, or with inputs, which lie in `in/` of the
+    attempt's folder, none unless --cwd names it.
+    """
+    exec_, given = fields["exec"], fields.get("cwd")
+    is_path = "/" in exec_ and not exec_.startswith("/")
+    if client.welcome is None or client.welcome.identity != f"uid:{os.getuid()}":
+        if given is not None:
+            raise InvalidInput(
+                f"--cwd {str(given)!r}: only your own jobs on the server's machine, over its unix socket, run in a folder of "
+                "yours; leave it out, and send what the job needs with --file"
+            )
+        if is_path:
+            raise InvalidInput(
+                f"{exec_!r} is a path on this machine, and the job may run on another; name a program that the workers allow"
+            )
+        return fields
+    has_inputs = given is None and bool(fields["files"])
+    if not exec_ or (has_inputs and not is_path):
+        return fields
+    folder = _folder(given or Path())
+    found = {"exec": _program(folder, exec_)} if is_path else {}
+    return {**fields, **found, **({} if has_inputs else {"cwd": str(folder)})}
+
+
+def _folder(given: Path) -> Path:
+    try:
+        folder = given.resolve(strict=True)
+        os.stat(f"{folder}/.")  # noqa: PTH116 - an error for a file, and for a folder that may not be entered
+        str(folder).encode()
+    except (OSError, UnicodeEncodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "its name is not valid UTF-8"
+        where = f"--cwd {str(given)!a}" if given != Path() else "the current folder"
+        raise InvalidInput(f"{where} cannot be used: {reason}; name a folder with --cwd") from None
+    return folder
+
+
+def _program(folder: Path, exec_: str) -> str:
+    path = folder / exec_
+    if not path.is_file():
+        raise InvalidInput(f"there is no program {exec_!r} in {folder}; name one on PATH, or one that is there")
+    if not os.access(path, os.X_OK):
+        raise InvalidInput(f"{exec_!r} may not be executed; allow it with: chmod +x {exec_}")
+    return os.path.normpath(path)
 
 
 def job_options(*, retries: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -89,6 +142,13 @@ def job_options(*, retries: int) -> Callable[[Callable[..., Any]], Callable[...,
             "files",
             metavar="PATH",
             help="Input file, found by the job as in/NAME. Several times. {i} and {line} are replaced.",
+        ),
+        option(
+            "--cwd",
+            metavar="FOLDER",
+            type=PATH,
+            help="Where the program runs: a folder of this machine, for your own jobs on it. Default: the current folder; with "
+            "--file, and elsewhere, a folder of its own.",
         ),
         several("--env", metavar="NAME=VALUE", help="For the job; the exec must allow the name. Several times."),
         option("--payload-file", metavar="FILE", help="Standard input of the job, or a handler's payload; - for stdin."),

@@ -48,7 +48,9 @@ def _not_stdout(context: click.Context, parameter: click.Parameter, output_file:
     examples=[
         "tasuki run echo hello",
         "echo hello | tasuki run cat",
-        "tasuki run --timeout 60 --file ./data.csv -o result.zip python3 in/data.py --fast",
+        "tasuki run ./script.sh                        # your own jobs run in the current folder",
+        "tasuki run -o result.zip sh -c 'sort data.csv > $TASUKI_OUT/sorted.csv'      # the result has what is in $TASUKI_OUT",
+        "tasuki run --timeout 60 --file data.csv wc in/data.csv      # with --file in a folder of its own, as on other machines",
         "tasuki run --job-id nightly-2026-01-31 backup /srv        # again with this id: the stored result, no second run",
         "tasuki run --to tcp://host:7000 --token-file token --subject render.eu.1 render --mode fast",
         "tasuki run --to https://host/tasuki --token-file token render --mode fast        # every command works over HTTP",
@@ -91,6 +93,10 @@ def run(
 ) -> int:
     """tasuki's own options stand before EXEC. With no server anywhere, an embedded one runs for the time of the command.
 
+    Your own program on this machine runs in the current folder, or in --cwd; with --file, on other machines, and under a name
+    that a worker allows (--exec) in a folder of its own, with its inputs in in/. Files that it writes to $TASUKI_OUT become part
+    of the result. Its environment is PATH, HOME, LANG, LC_ALL and TZ of the worker, --env, and TASUKI_… variables.
+
     What is piped in (or comes from a file with <) becomes the job's standard input, up to 64 KiB: a pipe counts if it has
     data or ends at once. With < /dev/null nothing is read, as in a loop over lines; --payload-file - waits for the pipe's end.
 
@@ -109,6 +115,7 @@ def run(
 
 
 async def _run(client: AsyncClient, fields: dict[str, Any], output_file: Path | None, output: Output, *, stream: bool) -> int:
+    fields = jobspec.located(fields, client)
     stop = _Interrupts()
     job_id = fields["job_id"] or client.new_id()
     streaming: _Streaming | None = None
@@ -388,6 +395,7 @@ def submit(
 
 
 async def _submit_one(client: AsyncClient, fields: dict[str, Any], wait: bool, output: Output) -> int:
+    fields = jobspec.located(fields, client)
     job_id = fields["job_id"] or client.new_id()
     try:
         handle = await client.submit(**{**fields, "job_id": job_id}, watch=wait)
@@ -415,7 +423,7 @@ async def _submit_many(
     output: Output,
 ) -> int:
     array_id = fields["job_id"] or client.new_id()
-    fields["array_id"] = array_id
+    fields = {**jobspec.located(fields, client), "array_id": array_id}
     uploaded: dict[str, InputFile] = {}
     handles: list[AsyncJobHandle] = []
     count = 0

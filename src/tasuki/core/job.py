@@ -108,6 +108,9 @@ class JobSpec(msgspec.Struct, frozen=True, gc=False, omit_defaults=True, kw_only
     payload: bytes = b""
     """Bytes for a handler, or the standard input of a command."""
     files: tuple[InputFile, ...] = ()
+    cwd: str = ""
+    """Current folder of a program that the server's own user submits over the unix socket for that user's workers, which are on
+    the same machine. Empty: the attempt's own folder."""
     timeout_s: float | None = None
     """Limit of one attempt, from its start. None: the exec's own default. Not part of the body."""
     max_retries: int = 3
@@ -330,6 +333,10 @@ def check_spec(spec: JobSpec) -> JobSpec:
         _check_text(spec.exec, "the exec name")
         if len(spec.exec) > EXEC_MAX_CHARS or not spec.exec.isprintable():
             raise InvalidInput(f"exec {spec.exec[:40]!r} must be printable and at most {EXEC_MAX_CHARS} characters")
+    if spec.cwd:
+        _check_text(spec.cwd, "cwd")
+        if not spec.exec or not spec.cwd.startswith("/"):
+            raise InvalidInput(f"cwd {spec.cwd[:80]!r} must be the absolute path of the folder that a command runs in")
     if not 0 <= spec.priority <= PRIORITY_MAX:
         raise InvalidInput(f"priority must be 0 to {PRIORITY_MAX}, got {spec.priority}")
     if not (0 <= spec.max_retries <= BUDGET_MAX and 0 <= spec.max_losses <= BUDGET_MAX):
@@ -470,6 +477,7 @@ def body_hash(spec: JobSpec) -> bytes:
                 sorted(spec.env.items()),
                 hashlib.sha256(spec.payload).hexdigest() if spec.payload else EMPTY_SHA256,
                 files,
+                spec.cwd,
             )
         )
     ).digest()
@@ -486,7 +494,7 @@ def is_marked(spec: JobSpec, submitter: str, key: bytes) -> bool:
     return bool(key) and hmac.compare_digest(spec.mac, mark(spec, submitter, key).mac)
 
 
-_COMPARED = ("subject", "exec", "args", "env", "payload")
+_COMPARED = ("subject", "exec", "args", "env", "payload", "cwd")
 
 
 def differing_fields(one: JobSpec, other: JobSpec) -> list[str]:

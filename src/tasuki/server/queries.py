@@ -188,6 +188,7 @@ def describe(job: Job, *, with_result: bool = False, in_list: bool = False) -> d
         "state": str(job.state),
         "subject": spec.subject,
         "exec": spec.exec,
+        "cwd": spec.cwd,
         "args": [argument[:200] for argument in spec.args[:ARGS_SHOWN_MAX]],
         "args_count": len(spec.args),
         "files_count": len(spec.files),

@@ -153,7 +153,7 @@ def choose_exec(execs: Mapping[str, Exec], attempt: Attempt, may_run_any: Callab
     if name in execs:
         return execs[name]
     if name and may_run_any(attempt):
-        return any_program(name)
+        return any_program(name, attempt.spec.cwd)
     allowed = ", ".join(sorted(execs)) or "none"
     raise JobRefused(
         "EXEC_NOT_ALLOWED",
@@ -293,11 +293,10 @@ def _program(exec_: Exec, program: str, env: Mapping[str, str]) -> str:
         found = shutil.which(program, path=path)
     if found is None:
         where = "" if "/" in program else f" on PATH ({path})"
-        raise JobRefused(
-            "PROGRAM_NOT_FOUND",
-            f"program {program!r} of exec {exec_.name!r} was not found{where} or may not be executed; "
-            "install it on this worker, or correct the exec",
-        )
+        what, way = f"program {program!r} of exec {exec_.name!r}", "install it on this worker, or correct the exec"
+        if exec_.any_env:
+            what, way = f"program {program!r}", "install it, or name it by its path, as in ./program"
+        raise JobRefused("PROGRAM_NOT_FOUND", f"{what} was not found{where} or may not be executed; {way}")
     if len(_found) >= FOUND_MAX:
         _found.clear()
     _found[program, env.get("PATH", "")] = found

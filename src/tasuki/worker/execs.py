@@ -173,9 +173,10 @@ def parse_exec_flag(flag: str) -> Exec:
     return _checked(name, _ExecTable(argv=argv, args=None if has_placeholder else "any"))
 
 
-def any_program(name: str) -> Exec:
-    """Return the exec for a job of the worker's own user, who may run any program with any arguments and environment."""
-    return Exec(name=name, argv=(name, ARGS), args="any", any_env=True)
+def any_program(name: str, cwd: str = "") -> Exec:
+    """Return the exec for a job of the worker's own user, who may run any program with any arguments and environment, in any
+    folder."""
+    return Exec(name=name, argv=(name, ARGS), args="any", any_env=True, cwd=cwd or None)
 
 
 @contextmanager

@@ -76,7 +76,8 @@ def submit(state: BrokerState, client: ClientSession, identity: Identity, messag
     if len(message.specs) > SPECS_MAX:
         raise InvalidInput(f"{len(message.specs)} jobs in one frame are too many, the limit is {SPECS_MAX}; send several frames")
     submitter, builder = identity.name, state.builder
-    key = state.config.key if submitter.startswith("uid:") else b""
+    is_local = submitter.startswith("uid:")
+    key = state.config.key if is_local else b""
     subjects, command_kind = builder.subjects, kind_of("any", submitter)
     submissions: list[Submission] = []
     rejected: list[protocol.Acceptance] = []
@@ -87,6 +88,11 @@ def submit(state: BrokerState, client: ClientSession, identity: Identity, messag
             check_spec(spec)
             if identity.scope:
                 identity.check_submit(spec.subject)
+            if spec.cwd and not is_local:
+                raise Forbidden(
+                    f"job {spec.job_id!r} names a current folder, {spec.cwd[:80]!r}: only jobs that the server's own user "
+                    "submits over its unix socket run in one; leave cwd out"
+                )
         except TasukiError as error:
             if indexes is None:
                 indexes = list(range(index))
