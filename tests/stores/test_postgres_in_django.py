@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -11,19 +13,22 @@ from tasuki.django import standalone
 
 standalone.configure()
 
-from django.db import connections, transaction  # noqa: E402
+from django.db import DataError, InternalError, connections, transaction  # noqa: E402
+from django.db.models import Count  # noqa: E402
+from django.test.utils import CaptureQueriesContext  # noqa: E402
 
 from tasuki.core.job import JobSpec, Outcome, State, body_hash  # noqa: E402
-from tasuki.core.store_messages import LeaseRequest, Report, Submission  # noqa: E402
-from tasuki.django.models import Token  # noqa: E402
-from tasuki.errors import StaleEpoch  # noqa: E402
+from tasuki.core.store_messages import GroupCounts, LeaseRequest, Report, Submission, Submitted  # noqa: E402
+from tasuki.django.models import Counter, JobRun, Token  # noqa: E402
+from tasuki.errors import Conflict, StaleEpoch  # noqa: E402
 from tasuki.stores.sql.postgres import connection_parameters  # noqa: E402
+from tasuki.stores.sql.postgres_session import PostgresSession  # noqa: E402
 from tasuki.stores.sql.store import SqlStore  # noqa: E402
 from tests.support.postgres_service import PostgresService  # noqa: E402
 
 
-def submission(job_id: str) -> Submission:
-    spec = JobSpec(job_id=job_id, subject="mail.send")
+def submission(job_id: str, subject: str = "mail.send", **fields: Any) -> Submission:
+    spec = JobSpec(job_id=job_id, subject=subject, **fields)
     return Submission(spec, "alice", body_hash(spec))
 
 
@@ -126,3 +131,105 @@ def test_a_reader_of_the_project_has_a_connection_of_its_own(store: SqlStore, po
 
     assert reader.counts()["mail"].pending == 1
     reader.close()
+
+
+# -- enqueue ----------------------------------------------------------------------------------------------------------
+
+THREADS = 16
+
+
+def recounted(alias: str) -> dict[str, int]:
+    pending = JobRun.objects.using(alias).filter(state="PENDING")
+    return {row["group"]: row["n"] for row in pending.values("group").annotate(n=Count("id"))}
+
+
+def test_transactions_that_enqueue_never_wait_for_each_other(alias: str, store: SqlStore) -> None:
+    all_have_enqueued = threading.Barrier(THREADS, timeout=20)
+
+    def view(number: int) -> None:
+        own = SqlStore.in_django(alias)
+        queues = ("mail.send", "report.day") if number % 2 else ("report.day", "mail.send")
+        try:
+            with transaction.atomic(using=alias):
+                with connections[alias].cursor() as cursor:
+                    cursor.execute("SET LOCAL lock_timeout = '5s'")
+                for subject in queues:
+                    own.enqueue([submission(f"{subject}-{number}", subject)])
+                own.cancel([f"{queues[0]}-{number}"], actor="alice")
+                all_have_enqueued.wait()  # nobody commits before: whoever waits for another one waits for ever
+        finally:
+            connections[alias].close()
+
+    with ThreadPoolExecutor(THREADS) as threads:
+        list(threads.map(view, range(THREADS)))
+
+    counts = store.counts()
+    assert {group: counts[group].pending for group in counts} == {"mail": 8, "report": 8} == recounted(alias)
+    assert counts["mail"].canceled == counts["report"].canceled == 8
+
+
+def test_enqueue_is_one_statement_without_a_savepoint(alias: str, store: SqlStore) -> None:
+    sent: list[str] = []
+
+    class Watched(PostgresSession):
+        def _run(self, statement: Any, parameters: Any) -> Any:
+            sent.append(statement.text)
+            return super()._run(statement, parameters)
+
+    with transaction.atomic(using=alias):
+        connection = connections[alias].connection
+        store._database._session = Watched(connection, prepare=False)
+        with CaptureQueriesContext(connections[alias]) as by_django:
+            store.enqueue([submission("a"), submission("b", "report.day"), submission("c")])
+
+    assert len(sent) == 1
+    assert list(by_django) == []
+    assert [job is not None for job in store.get(["a", "b", "c"])] == [True] * 3
+
+
+def test_what_was_enqueued_is_leased_run_and_counted_like_any_other_job(alias: str, store: SqlStore, postgres_url: str) -> None:
+    server = SqlStore.open_postgresql(postgres_url)
+    assert server.take_over("one", 1)
+    store.enqueue([submission("a"), submission("b")])
+
+    [[grant]] = server.lease([request()])
+    server.finish([Report("a", "w1", grant.lease_id, 1, Outcome())])
+    before = server.counts()["mail"]
+    server.prune(before=0.0, epoch=1)  # folds, though there is no job to delete
+
+    assert before == server.counts()["mail"] == GroupCounts(pending=1, succeeded=1)
+    assert Counter.objects.using(alias).filter(shard=None).count() == 0
+    server.close()
+
+
+def test_an_id_that_is_known_is_answered_like_a_submit(store: SqlStore) -> None:
+    store.enqueue([submission("a")])
+
+    same, other, fresh = store.enqueue([submission("a"), submission("a", payload=b"x"), submission("b")])
+
+    assert isinstance(same, Submitted)
+    assert not same.created
+    assert isinstance(other, Conflict)
+    assert fresh == Submitted("b", True)
+    assert store.counts()["mail"].pending == 2
+
+
+def test_a_time_ahead_delays_and_a_time_that_is_over_does_not(store: SqlStore, postgres_url: str) -> None:
+    now = store.clock.wall()
+    store.enqueue([submission("later", not_before=now + 3600), submission("now", not_before=now - 3600)])
+
+    [grants] = store.lease([request(2)])
+
+    assert [grant.job_id for grant in grants] == ["now"]
+
+
+def test_errors_of_enqueue_are_those_of_django(alias: str, store: SqlStore) -> None:
+    def broken() -> None:
+        with transaction.atomic(using=alias):
+            with connections[alias].cursor() as cursor, pytest.raises(DataError):
+                cursor.execute("SELECT 1 / 0")
+            store.enqueue([submission("a")])
+
+    with pytest.raises(InternalError):  # the transaction is aborted
+        broken()
+    assert store.get(["a"]) == [None]

@@ -163,7 +163,7 @@ def test_both_vendors_have_the_same_statements_but_for_what_their_sessions_do_as
     assert sqlite - set(ALL) == {"oldest_of_queue", "oldest_of_queues", "leased_groups", "succeeded_of"}
     floors = {"band_above", "groups_above", "subjects_above", "ready_below"}
     claims = {"claim_of_queue", "claim_of_rows", "next_of_queues"}
-    assert set(ALL) - sqlite == {*floors, *claims, "mark", "last_mark", "forget_mark"}
+    assert set(ALL) - sqlite == {*floors, *claims, "mark", "last_mark", "forget_mark", "enqueue"}
 
 
 def test_every_parameter_says_its_type() -> None:

@@ -214,8 +214,9 @@ class Blob(Row):
 class Counter(Row):
     """Number of jobs of a group by state; maintained with every transition, so that jobs need not be counted.
 
-    The number is the sum over the shards. Each server adds to a shard of its own: on one row the transactions of all servers
-    would queue up.
+    The number is the sum over the rows. Each server adds to a shard of its own: on one row the transactions of all servers
+    would queue up. A transaction of a user's project, which may last, adds rows without a shard, which nobody else writes to;
+    pruning adds them to its own shard.
     """
 
     shown = "{0.group} {0.state}: {0.n}"
@@ -223,10 +224,11 @@ class Counter(Row):
     group = NameField(max_length=255)
     state = NameField(max_length=12)
     """Field of core.store_messages.GroupCounts."""
-    shard = models.SmallIntegerField(db_default=0)
+    shard = models.SmallIntegerField(null=True, db_default=0)
     n = models.BigIntegerField()
 
     class Meta:
+        indexes = [models.Index(fields=["id"], condition=Q(shard=None), name="tasuki_counter_delta")]
         constraints = [models.UniqueConstraint(fields=["group", "state", "shard"], name="tasuki_counter_key")]
 
 

@@ -137,8 +137,10 @@ class Database(ReadOnly, Protocol):
     """A database that is open for writing by one thread at a time."""
 
     features: frozenset[Feature]
-    shard: int
-    """Shard of the counters that this writer adds to."""
+
+    @property
+    def shard(self) -> int | None:
+        """Shard of the counters that this writer adds to; None: its numbers are rows of their own."""
 
     @property
     def clock(self) -> Clock:
@@ -177,6 +179,7 @@ class InDjango:
     """Transactions in a user's own Django project: verbs join the `transaction.atomic()` that the calling thread is in.
 
     The connection, its settings and the consequences of its errors are the project's: nothing is tuned, nothing is retried.
+    Their transactions may last, so they write no row that another transaction would wait for.
     """
 
     def __init__(self, alias: str) -> None:

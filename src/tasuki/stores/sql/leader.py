@@ -14,6 +14,7 @@ from tasuki.stores.sql.rows import JobRow, outcome_of
 
 PRUNE_SCAN_MAX = 20_000  # rows that one prune looks at, some 20 ms; the next call goes on where it stopped
 _PRUNE_STEP = 1_000
+FOLD_MAX = 20_000  # counters that transactions of users left, added up by one prune, some 50 ms; the next call goes on
 DUE_SLACK_S = 5.0  # for turns of other servers that began earlier than the look that did not see them
 DUE_ALL_INTERVAL_S = 10.0  # for clocks that were set back, and locks that were held for longer
 _CLOCK_SLACK_S = 3_600.0  # ids follow the wall clock, except for the time by which it was set back
@@ -102,6 +103,7 @@ def promote(tx: Transaction, *, epoch: int, limit: int = 1024) -> int:
 
 def prune(tx: Transaction, *, before: float, epoch: int, limit: int = 256) -> int:
     tx.check_epoch(epoch)
+    _add_up(tx, "take_deltas", FOLD_MAX)
     found = {row_id: (group, state) for row_id, group, state in _find_old(tx, before, limit)}
     if not found:
         return 0
@@ -114,14 +116,15 @@ def prune(tx: Transaction, *, before: float, epoch: int, limit: int = 256) -> in
     tx.write_collected()
     for name in ("prune_jobs", "prune_incidents", "prune_blobs"):
         session.change(name, (session.listed(doomed),))
-    _fold_counters(tx, {found[row_id][0] for row_id in doomed})
+    # Only pruning empties a group: its counters are deleted, those of many shards added up.
+    _add_up(tx, "take_counters", session.listed(sorted({found[row_id][0] for row_id in doomed})))
     return len(doomed)
 
 
-def _fold_counters(tx: Transaction, groups: set[str]) -> None:
-    """Delete counters that are 0, and add up those of many shards: only pruning empties a group."""
-    for group, name, n in tx.session.rows("take_counters", (tx.session.listed(sorted(groups)),)):
-        tx.add_to_counter(group, name, n)
+def _add_up(tx: Transaction, name: str, which: Any) -> None:
+    """Delete counters, and add their numbers to this writer's own shard; a sum of 0 leaves none."""
+    for group, state, n in tx.session.rows(name, (which,)):
+        tx.add_to_counter(group, state, n)
 
 
 def _find_old(tx: Transaction, before: float, limit: int) -> list[tuple[int, str, State]]:

@@ -244,10 +244,10 @@ class PostgresInDjango(InDjango):
     """A PostgreSQL of the user's own Django project. Its session's settings are not touched, and nothing is tried again."""
 
     features = FEATURES
+    shard = None
 
     def __init__(self, alias: str = "default") -> None:
         super().__init__(alias)
-        self.shard = secrets.randbelow(SHARDS)
         self.clock = DatabaseClock()
         self._session: PostgresSession | None = None
 

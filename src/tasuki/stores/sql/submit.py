@@ -13,7 +13,7 @@ from tasuki.core.store_messages import Canceled, MissingBlobs, Requeued, Submiss
 from tasuki.core.subject import group_of
 from tasuki.errors import Conflict, Unavailable
 from tasuki.stores.common import check_on_failed, input_refs, requeue_reason
-from tasuki.stores.sql.database import LEADER_SCOPE, NOTHING_STORED, Transaction, must_change
+from tasuki.stores.sql.database import LEADER_SCOPE, NOTHING_STORED, SqlSession, Transaction, must_change
 from tasuki.stores.sql.rows import READY, JobRow, decode_spec, encode_spec, job_of, outcome_of, ready_value
 from tasuki.stores.store import Answered
 
@@ -25,6 +25,26 @@ def submit(tx: Transaction, submissions: Sequence[Submission], *, on_failed: str
     has_files = any(submission.spec.files for submission in submissions)
     answers = _insert_with_files(tx, submissions, rerun) if has_files else _insert(tx, submissions, rerun)
     tx.at("submit.written")
+    return answers
+
+
+def enqueue(session: SqlSession, submissions: Sequence[Submission]) -> list[Answered]:
+    """Insert jobs without input files in one statement of the caller's transaction; a second one reads ids that were known."""
+    rows = [(*_plain_values(submission), *_further_values(submission)) for submission in submissions]
+    new_ids = {row_id for (row_id,) in session.rows("enqueue", list(zip(*rows, strict=True)))}
+    if len(new_ids) == len(submissions):
+        return [Submitted(submission.spec.job_id, True) for submission in submissions]
+    names = [submission.spec.job_id for submission in submissions]
+    known = {row[1]: JobRow._make(row) for row in session.rows("rows_seen", (session.listed(names),))}
+    new = {job_id for job_id, row in known.items() if row.id in new_ids}
+    answers: list[Answered] = []
+    for submission in submissions:
+        job_id = submission.spec.job_id
+        if job_id in new:
+            new.remove(job_id)
+            answers.append(Submitted(job_id, True))
+        else:
+            answers.append(_judge_known(submission, known))
     return answers
 
 
@@ -100,16 +120,26 @@ def _answer_partly_known(tx: Transaction, batch: Sequence[Submission], new_ids: 
 
 
 def _answer_known(tx: Transaction, submission: Submission, rows: dict[str, JobRow], rerun: bool) -> Submitted | Conflict:
+    answer = _judge_known(submission, rows)
+    job_id = submission.spec.job_id
+    row = rows[job_id]
+    if isinstance(answer, Conflict) or not rerun or row.submitter != submission.submitter:
+        return answer
+    if row.job_state.terminal and row.job_state is not State.SUCCEEDED:
+        _requeue(tx, [row], actor=submission.submitter, reason="submitted again")
+        rows.update(tx.rows((job_id,)))
+    return Submitted.before(job_of(rows[job_id]))
+
+
+def _judge_known(submission: Submission, rows: dict[str, JobRow]) -> Submitted | Conflict:
+    """Return the job that has the submission's id, or a Conflict if that is another one."""
     job_id = submission.spec.job_id
     row = rows.get(job_id)
     if row is None:
         raise Unavailable(f"job {job_id!r} was deleted while it was submitted again; {NOTHING_STORED}, try again")
     if row.body_hash != submission.body_hash:
         return Conflict(job_id, differing_fields(decode_spec(row.spec), submission.spec), (row.submitter, row.subject))
-    if rerun and row.submitter == submission.submitter and row.job_state.terminal and row.job_state is not State.SUCCEEDED:
-        _requeue(tx, [row], actor=submission.submitter, reason="submitted again")
-        rows.update(tx.rows((job_id,)))
-    return Submitted.before(job_of(rows[job_id]))
+    return Submitted.before(job_of(row))
 
 
 def cancel(tx: Transaction, job_ids: Sequence[str], *, actor: str, reason: str = "") -> list[Canceled]:
@@ -197,13 +227,16 @@ def _plain_values(submission: Submission) -> tuple[Any, ...]:
 
 
 def _full_values(submission: Submission, wall: float) -> tuple[Any, ...]:
+    further = _further_values(submission)
+    return (*_plain_values(submission), *further[:3], ready_value(submission.spec.not_before, wall), *further[3:])
+
+
+def _further_values(submission: Submission) -> tuple[Any, ...]:
     spec = submission.spec
     return (
-        *_plain_values(submission),
         spec.exec,
         int(kind_of(spec.exec, submission.submitter)),
         spec.priority,
-        ready_value(spec.not_before, wall),
         spec.not_before,
         spec.not_after,
         spec.max_retries,

@@ -36,6 +36,26 @@ FROM unnest($2::text[], $3::text[], $4::text[], $5::text[], $6::bytea[], $7::byt
 ON CONFLICT (idempotency_key) DO NOTHING
 RETURNING id
 
+-- name: enqueue
+-- Jobs of a user's own transaction, which may last: all in one statement, and no row that two such transactions share.
+WITH created AS (
+    INSERT INTO tasuki_jobrun (created_at, idempotency_key, subject, "group", submitter, body_hash, spec,
+                               exec, kind, priority, ready, not_before, not_after, max_retries, max_losses, backoff_s, array_id)
+    SELECT now, job_id, subject, "group", submitter, body_hash, spec, exec, kind, priority,
+           CASE WHEN not_before > now THEN 2 ELSE 1 END, not_before, not_after, max_retries, max_losses, backoff_s, array_id
+    FROM (SELECT extract(epoch FROM clock_timestamp())::float8 AS now) AS clock,
+         unnest($1::text[], $2::text[], $3::text[], $4::text[], $5::bytea[], $6::bytea[],
+                $7::text[], $8::smallint[], $9::smallint[], $10::float8[], $11::float8[], $12::integer[],
+                $13::integer[], $14::float8[], $15::text[])
+         AS new (job_id, subject, "group", submitter, body_hash, spec,
+                 exec, kind, priority, not_before, not_after, max_retries, max_losses, backoff_s, array_id)
+    ON CONFLICT (idempotency_key) DO NOTHING
+    RETURNING id, "group"
+), counted AS (
+    INSERT INTO tasuki_counter ("group", state, n, shard) SELECT "group", 'pending', count(*), NULL FROM created GROUP BY "group"
+)
+SELECT id FROM created
+
 -- name: add_blob
 INSERT INTO tasuki_jobblob (job_id, sha256, role)
 SELECT id, $2::text, $3::text FROM tasuki_jobrun WHERE idempotency_key = $1::text
@@ -424,6 +444,11 @@ DELETE FROM tasuki_jobblob WHERE job_id = ANY($1::bigint[])
 -- Takes the counters of all shards, except rows that are being written; values other than 0 are added to this writer's shard again.
 DELETE FROM tasuki_counter WHERE id IN (
     SELECT id FROM tasuki_counter WHERE "group" = ANY($1::text[]) ORDER BY id FOR UPDATE SKIP LOCKED)
+RETURNING "group", state, n
+
+-- name: take_deltas
+DELETE FROM tasuki_counter WHERE id IN (
+    SELECT id FROM tasuki_counter WHERE shard IS NULL ORDER BY id LIMIT $1::bigint FOR UPDATE SKIP LOCKED)
 RETURNING "group", state, n
 
 -- name: next_lease_over

@@ -318,6 +318,11 @@ SELECT id FROM tasuki_jobrun WHERE id IN (SELECT value FROM json_each(?1)) AND f
 -- There is one shard: only counters that are 0 are deleted.
 DELETE FROM tasuki_counter WHERE n = 0 AND "group" IN (SELECT value FROM json_each(?1)) RETURNING "group", state, n
 
+-- name: take_deltas
+-- Counters without a shard. Here are none: one transaction writes at a time, so all share the one shard.
+DELETE FROM tasuki_counter WHERE id IN (SELECT id FROM tasuki_counter WHERE shard IS NULL ORDER BY id LIMIT ?1)
+RETURNING "group", state, n
+
 -- name: next_lease_over
 SELECT min(lease_expires_at) FROM tasuki_jobrun WHERE lease_expires_at IS NOT NULL
 
