@@ -15,7 +15,7 @@ import pytest
 
 from tasuki.cli.main import root
 from tasuki.cli.output import ExitCode
-from tasuki.core.job import JobSpec
+from tasuki.core.job import COMMAND_BACKOFF_S, HANDLER_BACKOFF_S, JobSpec
 from tasuki.core.lifecycle import LEASE_MARGIN_S, LEASE_TTL_S, RETENTION_DAYS
 from tasuki.core.subject import matches
 from tasuki.worker.execs import load_execs, parse_execs
@@ -181,7 +181,7 @@ def test_the_numbers_of_leases_retries_and_retention_are_the_defaults() -> None:
     facts = [
         f"`max_retries`: {spec.max_retries} for `submit`",
         f"`max_losses`: {spec.max_losses} ",
-        f"`backoff_s` is {spec.backoff_s:g}",
+        f"`backoff_s` is {COMMAND_BACKOFF_S:g} for commands and apps (10, 20, 40 s), {HANDLER_BACKOFF_S:g} for handlers",
         f"A lease lasts {LEASE_TTL_S:g} s",
         f"reaped {LEASE_MARGIN_S:g} s after",
         f"{RETENTION_DAYS:g} days after its end",

@@ -16,6 +16,7 @@ LONG_FILES: dict[str, str] = {
     "client/aio.py": "the client and its handles of jobs: one state, shared with the machine it drives",
     "core/broker/state.py": "the state that all conversations share",
     "core/job.py": "the job's fields with the check of each, its ids, its hash and its mark",
+    "core/protocol.py": "each message of the protocol, and the check of outcomes that come over it",
     "core/store_messages.py": "requests, answers and the table of verbs, which must agree",
     "core/worker/machine.py": "one machine, with its records of leases and slots",
     "server/transfers.py": "uploads, downloads, deletions and presigned URLs, which share threads and rules",

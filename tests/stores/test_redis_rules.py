@@ -32,7 +32,7 @@ local verdict
 if ARGV[7] == 'loss' then
   verdict = rules.after_loss(ARGV[1], job, facts, ARGV[8])
 else
-  verdict = rules.after_failure(ARGV[1], job, facts, ARGV[8], ARGV[9] == '1', ARGV[10])
+  verdict = rules.after_failure(ARGV[1], job, facts, ARGV[8], ARGV[9] == '1', ARGV[10], tonumber(ARGV[11]))
 end
 return { verdict.event, verdict.state, string.format('%.17g', verdict.delay_s), verdict.failures, verdict.losses, verdict.reason }
 """
@@ -63,6 +63,7 @@ def lua(redis_service: RedisService) -> Asked:
     error_code=st.sampled_from(["EXIT_CODE", "CANCELED", "TIMED_OUT"]),
     permanent=st.booleans(),
     message=TEXTS,
+    retry_in_s=st.sampled_from([None, 0.0, 12.5, 86_400.0]),
 )
 @settings(max_examples=150)
 def test_the_verdict_on_a_failure_is_the_same(
@@ -76,8 +77,9 @@ def test_the_verdict_on_a_failure_is_the_same(
     error_code: str,
     permanent: bool,
     message: str,
+    retry_in_s: float | None,
 ) -> None:
-    outcome = Outcome(error_code=error_code, message=message, permanent=permanent)
+    outcome = Outcome(error_code=error_code, message=message, permanent=permanent, retry_in_s=retry_in_s)
     wanted = after_failure(
         state,
         outcome,
@@ -102,6 +104,7 @@ def test_the_verdict_on_a_failure_is_the_same(
             error_code,
             int(permanent),
             what,
+            "" if retry_in_s is None else repr(retry_in_s),
         ),
     )
 

@@ -32,6 +32,8 @@ HEADERS_MAX = 64
 TEXTS_MAX_BYTES = 512 * 1024  # arguments, environment and headers together; execve itself stops at 2 MiB
 PRIORITY_MAX = 9
 TIMEOUT_MAX_S = 366 * 86400.0
+COMMAND_BACKOFF_S = 10.0
+HANDLER_BACKOFF_S = 1.0  # its failures are mostly those of a service that it calls, or of code that is being written
 BUDGET_MAX = 1_000_000
 EXIT_CODES_MAX = 64
 EXIT_CODE_RANGE = (1, 255)  # of failures, as a shell shows them: 128 + n for signal n
@@ -117,8 +119,8 @@ class JobSpec(msgspec.Struct, frozen=True, gc=False, omit_defaults=True, kw_only
     """Number of reported failures that may be tried again. Not part of the body."""
     max_losses: int = 3
     """Number of attempts that may be lost with their worker before the job is dead-lettered. Not part of the body."""
-    backoff_s: float = 10.0
-    """Delay of retry n (from 0): min(300, backoff_s * 2**n). Not part of the body."""
+    backoff_s: float | None = None
+    """Delay of retry n (from 0): min(300, backoff_s * 2**n). None: 10 for a command, 1 for a handler. Not part of the body."""
     priority: int = 5
     """0-9, higher first, strictly. Not part of the body."""
     not_before: float | None = None
@@ -138,6 +140,13 @@ class JobSpec(msgspec.Struct, frozen=True, gc=False, omit_defaults=True, kw_only
     mac: bytes = b""
     """Mark of the server that its own user submitted this command (`mark`). A submitter's own value is dropped. Not part of the
     body."""
+
+    @property
+    def retry_backoff_s(self) -> float:
+        """The backoff in force: the job's own, else that of its kind."""
+        if self.backoff_s is not None:
+            return self.backoff_s
+        return COMMAND_BACKOFF_S if self.exec else HANDLER_BACKOFF_S
 
 
 class Lease(msgspec.Struct, frozen=True, gc=False):
@@ -170,6 +179,8 @@ class Outcome(msgspec.Struct, frozen=True, gc=False, omit_defaults=True, kw_only
     meta: dict[str, Any] = {}
     permanent: bool = False
     """Trying again can never help: no retry is used up, the job is FAILED."""
+    retry_in_s: float | None = None
+    """Delay of the next attempt, instead of the job's backoff. Stores act on it and do not keep it."""
 
 
 class Progress(msgspec.Struct, frozen=True, gc=False, array_like=True):
@@ -341,7 +352,7 @@ def check_spec(spec: JobSpec) -> JobSpec:
         raise InvalidInput(f"priority must be 0 to {PRIORITY_MAX}, got {spec.priority}")
     if not (0 <= spec.max_retries <= BUDGET_MAX and 0 <= spec.max_losses <= BUDGET_MAX):
         raise InvalidInput(f"max_retries and max_losses must be 0 to {BUDGET_MAX}, got {spec.max_retries} and {spec.max_losses}")
-    if not 0 <= spec.backoff_s <= TIMEOUT_MAX_S:
+    if spec.backoff_s is not None and not 0 <= spec.backoff_s <= TIMEOUT_MAX_S:
         raise InvalidInput(f"backoff_s must be 0 to {TIMEOUT_MAX_S:.0f} seconds, got {spec.backoff_s}")
     if spec.timeout_s is not None and not 0 < spec.timeout_s <= TIMEOUT_MAX_S:
         raise InvalidInput(f"timeout_s must be above 0 and at most {TIMEOUT_MAX_S:.0f} seconds, got {spec.timeout_s}")

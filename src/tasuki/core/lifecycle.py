@@ -125,7 +125,8 @@ def after_failure(
         return Disposition(Event.CANCEL, after(state, Event.CANCEL), 0.0, failures, losses, reason)
     failures += 1
     if not outcome.permanent and failures <= max_retries:
-        delay_s = retry_delay_s(backoff_s, failures - 1)
+        asked_s = outcome.retry_in_s
+        delay_s = retry_delay_s(backoff_s, failures - 1) if asked_s is None else asked_s
         reason = f"{what}; retry {failures} of {max_retries} in {delay_s:g} s"
         return Disposition(Event.RETRY, after(state, Event.RETRY), delay_s, failures, losses, reason)
     event = Event.TIME_OUT if outcome.error_code == "TIMED_OUT" else Event.FAIL

@@ -17,7 +17,16 @@ from typing import Annotated, Any, TypeVar
 
 import msgspec
 
-from tasuki.core.job import RESULT_INLINE_MAX_BYTES, JobSpec, OnDisconnect, Outcome, Progress, State, is_sha256
+from tasuki.core.job import (
+    RESULT_INLINE_MAX_BYTES,
+    TIMEOUT_MAX_S,
+    JobSpec,
+    OnDisconnect,
+    Outcome,
+    Progress,
+    State,
+    is_sha256,
+)
 from tasuki.core.store_messages import Grant, Takes
 from tasuki.errors import InvalidInput, TasukiError, TooLarge, VersionMismatch, quoted
 
@@ -456,6 +465,8 @@ def check_outcome(outcome: Outcome) -> None:
             raise InvalidInput(
                 f"result_sha256 is {outcome.result_sha256}, but the result is blob {quoted(outcome.result_ref.sha256)}"
             )
+    if outcome.retry_in_s is not None and not 0 <= outcome.retry_in_s <= TIMEOUT_MAX_S:
+        raise InvalidInput(f"retry_in_s must be 0 to {TIMEOUT_MAX_S:.0f} seconds, got {outcome.retry_in_s}")
     if outcome.meta:
         check_meta(outcome.meta)
 

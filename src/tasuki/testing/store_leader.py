@@ -219,7 +219,7 @@ class LeaderCases(StoreCase):
         assert stage.take("a", "w2").attempt == 2
 
     def test_later_losses_are_delayed_like_retries(self, stage: Stage) -> None:
-        stage.running("a", max_losses=5)
+        stage.running("a", max_losses=5, backoff_s=10.0)
         stage.lose()
         delays = []
         for _ in range(3):
@@ -234,7 +234,7 @@ class LeaderCases(StoreCase):
         assert delays == [10.0, 20.0, 40.0]
 
     def test_a_job_that_asks_for_it_is_delayed_after_its_first_loss_too(self, stage: Stage) -> None:
-        stage.running("a", max_losses=5, delay_first_loss=True)
+        stage.running("a", max_losses=5, delay_first_loss=True, backoff_s=10.0)
         delays = []
         for _ in range(3):
             stage.lose()

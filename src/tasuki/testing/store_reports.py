@@ -7,7 +7,7 @@ import hashlib
 import msgspec
 import pytest
 
-from tasuki.core.job import BlobRef, Outcome, State
+from tasuki.core.job import HANDLER_BACKOFF_S, BlobRef, Outcome, State
 from tasuki.core.store_messages import Report, ReportStatus
 from tasuki.testing.store_stage import PAST_LEASE_S, Stage, StoreCase
 
@@ -302,13 +302,13 @@ class ReportCases(StoreCase):
         job = stage.job("a")
         assert (answer.answer, answer.state) == (ReportStatus.RECORDED, State.PENDING)
         assert (job.state, job.failures, job.lease, job.finished_at) == (State.PENDING, 1, None, None)
-        assert job.not_before == stage.clock.wall() + 10.0
+        assert job.not_before == stage.clock.wall() + HANDLER_BACKOFF_S
         assert job.outcome is not None
         assert job.outcome.message == "no route"
         assert stage.kinds("a") == ["failed"]
 
     def test_the_delays_double_and_are_capped(self, stage: Stage) -> None:
-        stage.add("a", max_retries=7)
+        stage.add("a", max_retries=7, backoff_s=10.0)
         delays = []
         for _ in range(7):
             stage.fail(stage.take("a"))
@@ -319,6 +319,25 @@ class ReportCases(StoreCase):
             stage.promote()
 
         assert delays == [10.0, 20.0, 40.0, 80.0, 160.0, 300.0, 300.0]
+
+    @pytest.mark.parametrize(("exec_", "delay_s"), [("", 1.0), ("program", 10.0)])
+    def test_without_a_backoff_of_its_own_a_job_has_that_of_its_kind(self, stage: Stage, exec_: str, delay_s: float) -> None:
+        stage.fail(stage.running("a", exec=exec_))
+
+        assert stage.job("a").not_before == stage.clock.wall() + delay_s
+
+    def test_a_failure_may_name_the_delay_of_its_retry(self, stage: Stage) -> None:
+        answer = stage.fail(stage.running("a", max_retries=1), message="later", retry_in_s=3600.0)
+
+        job = stage.job("a")
+        assert (answer.state, answer.reason) == (State.PENDING, "later; retry 1 of 1 in 3600 s")
+        assert (job.not_before, job.failures) == (stage.clock.wall() + 3600.0, 1)
+        assert job.outcome == Outcome(error_code="EXIT_CODE", message="later")
+
+    def test_a_failure_that_asks_for_no_delay_is_ready_at_once(self, stage: Stage) -> None:
+        stage.fail(stage.running("a", backoff_s=60.0), retry_in_s=0.0)
+
+        assert [grant.attempt for grant in stage.lease()] == [2]
 
     def test_without_backoff_a_retry_is_ready_at_once(self, stage: Stage) -> None:
         stage.fail(stage.running("a", backoff_s=0.0))

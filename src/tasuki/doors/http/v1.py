@@ -47,7 +47,7 @@ class JobBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     timeout_s: float | None = None
     max_retries: int = 3
     max_losses: int = 3
-    backoff_s: float = 10.0
+    backoff_s: float | None = None
     priority: int = 5
     not_before: float | None = None
     not_after: float | None = None

@@ -400,10 +400,10 @@ class MemoryStore(MemoryRecords):
                 failures=job.failures,
                 losses=job.losses,
                 max_retries=job.spec.max_retries,
-                backoff_s=job.spec.backoff_s,
+                backoff_s=job.spec.retry_backoff_s,
             )
             answer = ReportAnswer(ReportStatus.RECORDED, disposition.state, disposition.reason)
-            record = self._end_attempt(replace(record, job=job), disposition, report.outcome)
+            record = self._end_attempt(replace(record, job=job), disposition, replace(report.outcome, retry_in_s=None))
         self._put(job.job_id, replace(record, last_report=report_identity(report, verb)))
         return answer
 
@@ -451,7 +451,7 @@ class MemoryStore(MemoryRecords):
             failures=job.failures,
             losses=job.losses,
             max_losses=job.spec.max_losses,
-            backoff_s=job.spec.backoff_s,
+            backoff_s=job.spec.retry_backoff_s,
             worker_id=job.lease.worker_id,
             delay_first=job.spec.delay_first_loss,
         )

@@ -172,7 +172,7 @@ _PLAIN_FACTS = b"\xc2" * (len(SpecFacts.__struct_fields__) - SpecFacts.__struct_
 
 
 def _shape(spec: JobSpec, submitter: str) -> SharedValues:
-    return shape_of(spec.subject, spec.exec, submitter, spec.priority, spec.max_retries, spec.max_losses, spec.backoff_s)
+    return shape_of(spec.subject, spec.exec, submitter, spec.priority, spec.max_retries, spec.max_losses, spec.retry_backoff_s)
 
 
 def spec_value(spec: JobSpec, submitter: str, hashed: bytes, *, with_payload: bool) -> tuple[bytes, Place]:

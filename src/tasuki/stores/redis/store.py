@@ -598,7 +598,9 @@ def _key_of(claim: HeldLease) -> tuple[Argument, ...]:
 def _report(verb: str, reports: Sequence[Report]) -> ScriptCall[list[ReportAnswer]]:
     arguments: list[Argument] = [len(reports), *(item.job_id for item in reports)]
     for item in reports:
-        outcome = item.outcome
+        outcome, retry_in_s = item.outcome, item.outcome.retry_in_s
+        if retry_in_s is not None:
+            outcome = replace(outcome, retry_in_s=None)
         if "\0" in outcome.message:
             outcome = replace(outcome, message=storable_text(outcome.message))
         arguments += (
@@ -612,7 +614,7 @@ def _report(verb: str, reports: Sequence[Report]) -> ScriptCall[list[ReportAnswe
         )
         if verb == "fail":
             words = outcome.message or outcome.error_code or "failed"
-            arguments += (outcome.error_code or "", flag(outcome.permanent), words)
+            arguments += (outcome.error_code or "", flag(outcome.permanent), words, optional(retry_in_s))
     return ScriptCall(verb, arguments, _recorded)
 
 

@@ -314,6 +314,10 @@ def _with_more(budget: str) -> tuple[Replacement, ...]:
     return tuple(Replacement(module, name, make) for module in (memory, report))
 
 
+def _retries_at_once(judge: Method) -> Method:
+    return lambda state, outcome, **named: judge(state, replace(outcome, retry_in_s=None), **named)
+
+
 _OF_GRANTS = (
     Ablation(
         name="attempt_counts",
@@ -374,6 +378,13 @@ _OF_GRANTS = (
         ),
         # While nobody leads, nobody skips what is late.
         options=SimOptions(servers=3, lock_ttl_s=5.0, kinds=("coordination_cut", "coordination_lost", "pause"), faults=30),
+        stores=BOTH,
+    ),
+    Ablation(
+        name="retry_in_s",
+        what="a failed attempt may ask for the time of the next one",
+        invariants=("I12",),
+        patches=tuple(Replacement(module, "after_failure", _retries_at_once) for module in (memory, report)),
         stores=BOTH,
     ),
     Ablation(

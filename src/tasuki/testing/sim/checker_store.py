@@ -106,6 +106,7 @@ class JobFacts:
         "reports",
         "restarts",
         "results",
+        "retry_at",
         "row",
         "state",
     )
@@ -147,6 +148,8 @@ class JobFacts:
         self.counted = False
         """Failures and losses of this generation are known from its first moment."""
         self.failures = self.losses = 0
+        self.retry_at: float | None = None
+        """The earliest time of the next attempt, by the report of the last one."""
         self.row: RowEvent | None = None
 
     def has_result(self, attempt: int, sha256: str | None) -> bool:
@@ -304,6 +307,7 @@ class JobJudge(Judge):
         job.generation = generation
         job.state = State.PENDING
         job.failures = job.losses = 0
+        job.retry_at = None
         job.counted = True
 
     def _canceled(self, line: CanceledEvent) -> None:
@@ -347,7 +351,8 @@ class JobJudge(Judge):
             self.found("I5", f"attempt {line.attempt} of {line.job_id} was granted beside the live {job.lease}")
         elif line.lease_id in self._leases:
             self.found("I5", f"lease {line.lease_id} was given twice, for {line.job_id} the second time")
-        self._in_time(line)
+        self._in_time(line, job.retry_at)
+        job.retry_at = None
         lease = GrantedLease(line.lease_id, line.job_id, line.attempt, line.worker_id, line.incarnation, line.owner)
         lease.keep = line.on_disconnect == "keep"
         lease.ttl_s = line.ttl_s + line.grace_s if line.ttl_s is not None else None
@@ -357,13 +362,14 @@ class JobJudge(Judge):
         job.attempt, job.state = line.attempt, State.ASSIGNED
         job.exists = job.existed = True
 
-    def _in_time(self, line: GrantedEvent) -> None:
+    def _in_time(self, line: GrantedEvent, retry_at: float | None) -> None:
         """Judge I12, by the highest value of the store's wall clock so far; not_after by its current value."""
         self._latest_wall = max(self._latest_wall, line.wall, line.highest_wall or line.wall)
-        if line.not_before is not None:
+        not_before = max(line.not_before or 0.0, retry_at or 0.0)
+        if not_before:
             self.evidence["I12"] += 1
-            if line.not_before > self._latest_wall + EARLY_S:
-                early_s = line.not_before - self._latest_wall
+            if not_before > self._latest_wall + EARLY_S:
+                early_s = not_before - self._latest_wall
                 self.found("I12", f"attempt {line.attempt} of {line.job_id} was granted {early_s:g} s before its time")
         if line.not_after is not None:
             self.evidence["I12"] += 1
@@ -470,6 +476,7 @@ class JobJudge(Judge):
             self.found("I14", f"a failure of {line.job_id} was accepted, and it is {line.state}")
         elif line.state != State.CANCELED:
             job.failures += 1
+            job.retry_at = line.retry_at
 
     def _came_from_the_holder(self, job: JobFacts, line: ReportedEvent) -> None:
         lease = job.lease

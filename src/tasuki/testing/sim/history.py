@@ -103,6 +103,8 @@ class ReportedEvent(HistoryLine, frozen=True):
     result_sha256: str | None = None
     """The hash of the result; empty if not known."""
     owner: str = ""
+    retry_at: float | None = None
+    """The time on the store's wall clock before which the report asks for no other attempt."""
 
 
 class ReapedEvent(HistoryLine, frozen=True):

@@ -101,11 +101,11 @@ class Recorder:
 
     # -- workers --------------------------------------------------------------------------------------------------
     def _workers(self, turn: Turn, answers: Answers) -> None:
-        at, tell, touched = self.world.at, self.world.tell, self._touched
+        at, wall, tell, touched = self.world.at, self._clock.wall(), self.world.tell, self._touched
         for verb, reports, recorded in (("finish", turn.finish, answers.finish), ("fail", turn.fail, answers.fail)):
             for report, word in zip(reports, recorded, strict=True):
                 touched[report.job_id] = None
-                accepted = word.answer is ReportStatus.RECORDED
+                accepted, asked_s = word.answer is ReportStatus.RECORDED, report.outcome.retry_in_s
                 tell(
                     ReportedEvent(
                         at=at,
@@ -119,6 +119,7 @@ class Recorder:
                         repeated=word.answer is ReportStatus.REPEATED,
                         result_sha256=report.outcome.result_sha256,
                         owner=report.owner,
+                        retry_at=wall + asked_s if asked_s is not None and verb == "fail" else None,
                     )
                 )
         shown = [("start", claim, word is not LeaseStatus.LOST) for claim, word in zip(turn.start, answers.start, strict=True)]

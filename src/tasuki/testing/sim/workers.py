@@ -25,6 +25,7 @@ from tasuki.testing.sim.servers import SimServer
 from tasuki.testing.sim.world import HostClock, SimProcess, World
 
 START_MAX_S = 0.05
+RETRY_IN_S = 2.0  # more than any backoff of a simulated job
 STOP_MAX_S = 0.6  # how long an attempt that is told to end may take; after that it is killed
 LOST_GRACE_S = 1.0  # the keeper kills at the latest so long after a lease's deadline (worker/keeper/keeper.py)
 
@@ -66,7 +67,8 @@ class DrawnEndings:
             result = f"{job_id} {attempt} {worker_id}".encode()
             return Outcome(exit_code=0, result=result, result_sha256=hashlib.sha256(result).hexdigest())
         if kind < 0.9:
-            return Outcome(exit_code=1, error_code="EXIT_CODE", message="it broke")
+            asked_s = RETRY_IN_S if kind > 0.86 else None
+            return Outcome(exit_code=1, error_code="EXIT_CODE", message="it broke", retry_in_s=asked_s)
         if kind < 0.95:
             return Outcome(error_code="TIMED_OUT", message="it took too long")
         return Outcome(exit_code=2, error_code="EXIT_CODE", message="it will never work", permanent=True)

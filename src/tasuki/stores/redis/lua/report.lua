@@ -20,7 +20,7 @@ local function read_report(id, with_failure)
     end
   end
   if with_failure then
-    report.error_code, report.permanent, report.what = take(3)
+    report.error_code, report.permanent, report.what, report.retry_in_s = take(4)
   end
   return report
 end
@@ -77,7 +77,7 @@ local function record(report, apply)
 end
 
 -- Records all reports. `apply(job, report)` changes the job, and returns the reason if there is one. Failures come with an error
--- code, whether they are permanent, and a description.
+-- code, whether they are permanent, a description, and the delay that they ask for.
 local function record_all(apply, with_failure)
   local ids, answers = take_list(), {}
   jobs.preload(ids)
@@ -126,7 +126,8 @@ end
 verbs.fail = function()
   return record_all(function(job, report)
     local facts, permanent = jobs.facts(job), report.permanent == '1'
-    local disposition = rules.after_failure(job.state, job, facts, report.error_code, permanent, report.what)
+    local asked_s = tonumber(given(report.retry_in_s))
+    local disposition = rules.after_failure(job.state, job, facts, report.error_code, permanent, report.what, asked_s)
     local changes = { report_key = report.report_key, started_at = job.started_at or given(report.started_at) }
     attempts.finish(job, disposition, report.ended, changes)
     return disposition.reason

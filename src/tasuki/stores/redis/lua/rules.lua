@@ -33,8 +33,8 @@ function rules.retry_delay_s(backoff_s, n)
   return math.min(RETRY_DELAY_MAX_S, backoff_s * 2 ^ math.min(n, 60))
 end
 
--- Returns the disposition of an attempt that failed. `what` describes the failure.
-function rules.after_failure(state, job, facts, error_code, permanent, what)
+-- Returns the disposition of an attempt that failed. `what` describes the failure; it may ask for a delay of its own.
+function rules.after_failure(state, job, facts, error_code, permanent, what, asked_s)
   local failures, losses = tonumber(job.failures or 0), tonumber(job.losses or 0)
   local max_retries = tonumber(facts.max_retries)
   if job.cancel_requested then
@@ -43,7 +43,7 @@ function rules.after_failure(state, job, facts, error_code, permanent, what)
   end
   failures = failures + 1
   if not permanent and failures <= max_retries then
-    local delay_s = rules.retry_delay_s(tonumber(facts.backoff_s), failures - 1)
+    local delay_s = asked_s or rules.retry_delay_s(tonumber(facts.backoff_s), failures - 1)
     local reason = string.format('%s; retry %d of %d in %g s', what, failures, max_retries, delay_s)
     return disposition(state, 'retry', delay_s, failures, losses, reason)
   end

@@ -17,8 +17,8 @@
 -- ------------------------------------------------------------------------------------------------ submit
 
 -- name: submit_plain
-INSERT INTO tasuki_jobrun (created_at, idempotency_key, subject, "group", submitter, body_hash, spec)
-SELECT $1::float8, job_id, subject, "group", submitter, body_hash, spec
+INSERT INTO tasuki_jobrun (created_at, idempotency_key, subject, "group", submitter, body_hash, spec, backoff_s)
+SELECT $1::float8, job_id, subject, "group", submitter, body_hash, spec, 1.0
 FROM unnest($2::text[], $3::text[], $4::text[], $5::text[], $6::bytea[], $7::bytea[])
      AS new (job_id, subject, "group", submitter, body_hash, spec)
 ON CONFLICT (idempotency_key) DO NOTHING

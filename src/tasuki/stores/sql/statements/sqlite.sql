@@ -23,9 +23,9 @@
 -- ------------------------------------------------------------------------------------------------ submit
 
 -- name: submit_plain
--- Jobs that differ from the defaults in nothing but their body: 6 parameters each.
-INSERT INTO tasuki_jobrun (created_at, idempotency_key, subject, "group", submitter, body_hash, spec)
-VALUES {rows: (?1, ?, ?, ?, ?, ?, ?)}
+-- Jobs for handlers that differ from the defaults in nothing but their body: 6 parameters each. The backoff is theirs.
+INSERT INTO tasuki_jobrun (created_at, idempotency_key, subject, "group", submitter, body_hash, spec, backoff_s)
+VALUES {rows: (?1, ?, ?, ?, ?, ?, ?, 1.0)}
 ON CONFLICT (idempotency_key) DO NOTHING
 
 -- name: submit_full
