@@ -6,7 +6,7 @@
 
 Each waiting job has a subject of its own (`render.N.gpu`). An idle worker subscribes to `render.*.cpu`, which matches none,
 and to the patterns that are counted, 200 for each connection. Beside them jobs of another group run one after the other: how long
-each takes, submit to result, and how much CPU the server takes when nothing is submitted any more.
+each takes, submit to result, and how much CPU server and store take when nothing is submitted any more.
 """
 
 from __future__ import annotations
@@ -16,13 +16,15 @@ import asyncio
 import contextlib
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import uvloop
 from _common import Process, folder, handler_worker, limit, percentile, record, server
+from _postgresql import cpu_s as postgresql_cpu_s
 from _postgresql import postgresql
+from _redis import cpu_s as redis_cpu_s
 from _redis import redis_server
 
 from tasuki import AsyncClient, JobSpec
@@ -42,16 +44,16 @@ TTL_S = 3_600.0  # the idle workers never beat
 
 
 @contextlib.contextmanager
-def store_of(name: str) -> Iterator[str]:
-    """The address of an empty store; empty for SQLite, whose store is in the data folder."""
+def store_of(name: str) -> Iterator[tuple[str, Callable[[], float]]]:
+    """An empty store's address, and its CPU time; SQLite has neither: it is in the data folder and works in the server."""
     if name == "postgresql":
-        with postgresql() as service:
-            yield service.database()
+        with postgresql() as postgres:
+            yield postgres.database(), lambda: postgresql_cpu_s(postgres)
     elif name == "redis":
-        with redis_server() as service:
-            yield service.url
+        with redis_server() as redis:
+            yield redis.url(), lambda: redis_cpu_s(redis)
     else:
-        yield ""
+        yield "", lambda: 0.0
 
 
 @contextlib.contextmanager
@@ -71,17 +73,17 @@ def idle_workers(data: Path, patterns: int) -> Iterator[None]:
         yield
 
 
-async def wait_for_rest(broker: Process) -> None:
-    """Return when the server has nothing to do, or does not come to rest."""
+async def wait_for_rest(cpu_s: Callable[[], float]) -> None:
+    """Return when server and store have nothing to do, or do not come to rest."""
     deadline = time.monotonic() + SETTLE_S
     while time.monotonic() < deadline:
-        before = broker.cpu_s()
+        before = cpu_s()
         await asyncio.sleep(1.0)
-        if broker.cpu_s() - before < 0.05:
+        if cpu_s() - before < 0.05:
             return
 
 
-async def measure(data: Path, broker: Process, probes: int, idle_s: float) -> dict[str, float]:
+async def measure(data: Path, broker: Process, cpu_s: Callable[[], float], probes: int, idle_s: float) -> dict[str, float]:
     async with AsyncClient(f"unix://{data}/socket") as client:
         took = []
         for _ in range(probes):
@@ -89,10 +91,10 @@ async def measure(data: Path, broker: Process, probes: int, idle_s: float) -> di
             handle = await client.submit(subject="bench.noop")
             await handle.outcome(120)
             took.append((time.perf_counter() - began) * 1e3)
-        await wait_for_rest(broker)
-        before = broker.cpu_s()
+        await wait_for_rest(cpu_s)
+        before = cpu_s()
         await asyncio.sleep(idle_s)
-        idle_percent = (broker.cpu_s() - before) / idle_s * 100
+        idle_percent = (cpu_s() - before) / idle_s * 100
     return {
         "p50_ms": round(percentile(took, 0.5), 2),
         "p99_ms": round(percentile(took, 0.99), 2),
@@ -110,11 +112,15 @@ async def fill(data: Path, subjects: int) -> None:
 
 
 def one(name: str, subjects: int, patterns: int, probes: int, idle_s: float) -> dict[str, float]:
-    with folder() as data, store_of(name) as url, server(data, store=url) as broker:
+    with folder() as data, store_of(name) as (url, store_cpu_s), server(data, store=url) as broker:
+
+        def cpu_s() -> float:
+            return broker.cpu_s() + store_cpu_s()
+
         uvloop.run(fill(data, subjects))
         with idle_workers(data, patterns), handler_worker(f"unix://{data}/socket", 100):
-            uvloop.run(wait_for_rest(broker))
-            return {"subjects": subjects, "patterns": patterns, **uvloop.run(measure(data, broker, probes, idle_s))}
+            uvloop.run(wait_for_rest(cpu_s))
+            return {"subjects": subjects, "patterns": patterns, **uvloop.run(measure(data, broker, cpu_s, probes, idle_s))}
 
 
 def judged(rows: list[dict[str, float]]) -> dict[str, Any]:

@@ -99,3 +99,15 @@ def test_patterns_that_name_what_is_not_there_cost_a_look_each(zpe: Zpe) -> None
     ]
 
     assert best_ms(zpe, lambda _: zpe.store.lease(requests)) < SLOW_MS
+
+
+@pytest.mark.parametrize("pattern", ["zoo.7", "zoo.*", "*.7"])
+def test_a_lease_names_only_workers_that_its_own_subjects_may_name(zpe: Zpe, pattern: str) -> None:
+    live = {f"w{worker}": tuple(f"group-{worker}.{number}.>" for number in range(200)) for worker in range(50)}
+    live["9"] = ("zoo.>",)
+    add(zpe, "zoo.9", "zoo.7")
+    received = zpe.raw.info("stats")["total_net_input_bytes"]
+
+    assert [grant.job_id for grant in zpe.stage.lease(limit=2, patterns=(pattern,), live_workers=live)] == ["zoo.7"]
+
+    assert zpe.raw.info("stats")["total_net_input_bytes"] - received < 2_000

@@ -107,6 +107,15 @@ def literal_prefix(pattern: str) -> str:
     return ".".join(takewhile(lambda token: token not in ("*", ">"), pattern.split(".")))
 
 
+def only_group(pattern: str) -> str | None:
+    """Return the group of all subjects that the pattern matches; None if they may be of several."""
+    prefix = literal_prefix(pattern)
+    if prefix == pattern:
+        return group_of(pattern)
+    # `job.*.x` may be of any group: the token that names it comes after the prefix.
+    return None if prefix in ("", "job", "job.assign", "job.submit") else group_of(prefix + ".x")
+
+
 T = TypeVar("T", bound=Hashable)
 
 

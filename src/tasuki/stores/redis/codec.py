@@ -6,8 +6,8 @@ Numbers are texts that lose nothing (repr, and %.17g in Lua). An absent field st
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
-from functools import lru_cache
+from collections.abc import Mapping, Sequence
+from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
 import msgspec
@@ -25,7 +25,7 @@ from tasuki.core.job import (
     body_hash,
 )
 from tasuki.core.store_messages import AuditRow, Grant, Report, TokenRow, kind_of
-from tasuki.core.subject import group_of
+from tasuki.core.subject import group_of, only_group
 from tasuki.stores.common import input_refs, report_identity
 
 PARTS = {"summary_text": "s", "freqs_csv": "f"}
@@ -299,6 +299,44 @@ def outcome_texts(packed: bytes | None) -> tuple[str, str]:
 
 
 # ---------------------------------------------------------------------------------------------------- jobs
+
+
+class LiveWorkers:
+    """Patterns of live workers, by the group of their subjects (None: of any group).
+
+    A lease tells Redis only of those workers that its own subjects may name: it costs the same whatever others subscribe to.
+    """
+
+    def __init__(self, patterns: Mapping[str, tuple[str, ...]]) -> None:
+        self.patterns = patterns
+
+    @cached_property
+    def _by_group(self) -> dict[str | None, dict[str, list[str]]]:
+        found: dict[str | None, dict[str, list[str]]] = {}
+        for worker_id, patterns in self.patterns.items():
+            for pattern in patterns:
+                found.setdefault(only_group(pattern), {}).setdefault(worker_id, []).append(pattern)
+        return found
+
+    def arguments(self, wanted: tuple[str, ...]) -> tuple[Argument, ...]:
+        """Return the number of those that subjects of these patterns may name, then for each its worker_id, the number of its
+        patterns, and these.
+        """
+        named: dict[str, list[str]] = {}
+        groups: set[str | None] = set()
+        for pattern in wanted:
+            last = pattern.rpartition(".")[2]
+            if last in ("*", ">"):
+                groups.add(only_group(pattern))
+            elif last in self.patterns:
+                named[last] = list(self.patterns[last])
+        for group in self._by_group if None in groups else groups and {*groups, None}:
+            for worker_id, patterns in self._by_group.get(group, {}).items():
+                named.setdefault(worker_id, []).extend(patterns)
+        arguments: list[Argument] = [len(named)]
+        for worker_id, patterns in named.items():
+            arguments += (worker_id, len(patterns), *patterns)
+        return tuple(arguments)
 
 
 def grant(row: Reply) -> Grant:

@@ -128,6 +128,7 @@ class RedisStore:
     ) -> None:
         self._session = session
         self._app, self._own_subject = app, own_subject
+        self._live_workers = codec.LiveWorkers({})
         self._random = random
         self._open: _Open | None = None
         self.clock = clock or RedisClock(session)
@@ -265,20 +266,21 @@ class RedisStore:
     # -- workers --------------------------------------------------------------------------------------------------
     @_batch
     def lease(self, requests: Sequence[LeaseRequest]) -> ScriptCall[list[list[Grant]]]:
-        # Requests of one turn mostly share one map of live workers, and idle workers ask for the same: both go once.
-        maps = {id(request.live_workers): request.live_workers for request in requests}
-        number_of = {key: number for number, key in enumerate(maps, 1)}
-        arguments: list[Argument] = [len(maps)]
-        for live_workers in maps.values():
-            arguments.append(len(live_workers))
-            for worker_id, patterns in live_workers.items():
-                arguments += (worker_id, len(patterns), *patterns)
+        # Requests of one turn mostly name the same live workers, and idle workers ask for the same: both go once.
+        live_of: dict[tuple[int, tuple[str, ...]], int] = {}
+        lists: dict[tuple[Argument, ...], int] = {}
         terms: dict[tuple[Argument, ...], int] = {}
         secrets = self._random(LEASE_PREFIX_BYTES * len(requests)).hex("-", LEASE_PREFIX_BYTES).split("-")
         asking: list[Argument] = []
         for request, secret in zip(requests, secrets, strict=True):
-            number = terms.setdefault(_terms(request, number_of[id(request.live_workers)]), len(terms) + 1)
+            asked = (id(request.live_workers), request.patterns)
+            if asked not in live_of:
+                if request.live_workers is not self._live_workers.patterns:
+                    self._live_workers = codec.LiveWorkers(request.live_workers)
+                live_of[asked] = lists.setdefault(self._live_workers.arguments(request.patterns), len(lists) + 1)
+            number = terms.setdefault(_terms(request, live_of[asked]), len(terms) + 1)
             asking += (request.worker_id, secret, number, len(request.job_ids), *request.job_ids)
+        arguments: list[Argument] = [len(lists), *(part for live in lists for part in live)]
         arguments += (len(terms), *(part for shared in terms for part in shared), len(requests), *asking)
 
         def decode(reply: Reply) -> list[list[Grant]]:

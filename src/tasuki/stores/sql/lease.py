@@ -23,7 +23,7 @@ from typing import Any
 from tasuki.core.job import OnDisconnect, State
 from tasuki.core.lifecycle import LEASE_MARGIN_S, is_late
 from tasuki.core.store_messages import Assignment, Grant, JobKind, LeaseRequest, ReadyPage, ReadyQueue
-from tasuki.core.subject import group_of, literal_prefix, matches
+from tasuki.core.subject import literal_prefix, matches, only_group
 from tasuki.errors import Unavailable
 from tasuki.stores.sql import report
 from tasuki.stores.sql.database import (
@@ -64,13 +64,10 @@ def region_of(pattern: str) -> Region:
     """Return the narrowest range that holds all subjects that the pattern matches."""
     prefix = literal_prefix(pattern)
     if prefix == pattern:
-        return group_of(pattern), pattern, pattern + NEXT, False
+        return only_group(pattern), pattern, pattern + NEXT, False
     if not prefix:
         return None, "", ABOVE_ALL_TEXT, pattern != ">"
-    # `job.*.x` may be of any group: the token that names it comes after the prefix.
-    is_open = prefix in ("job", "job.assign", "job.submit")
-    group = None if is_open else group_of(prefix + ".x")
-    return group, prefix + ".", prefix + "/", pattern != prefix + ".>"
+    return only_group(pattern), prefix + ".", prefix + "/", pattern != prefix + ".>"
 
 
 class Scan:
