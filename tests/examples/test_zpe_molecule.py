@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
+import re
 import sys
 from typing import Any
 
 import pytest
 
-from tasuki.doors.http.app_jobs import payload_check
+from tasuki.doors.http.payload_checks import PayloadCheck
 from tasuki.errors import InvalidInput
 from tests.shape.source import ROOT
 
@@ -83,12 +85,20 @@ def test_the_examples_are_molecules(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["h2.json", "water.json"])
 def test_the_examples_fit_the_schema_and_a_typing_error_does_not(name: str) -> None:
-    check = payload_check("zpe", ROOT / "examples" / "zpe" / "schema.json")
     molecule = json.loads((ROOT / "examples" / "zpe" / name).read_text())
+    payloads = [molecule, {"atom": molecule["atoms"], "name": "wrong"}]
 
-    check(molecule)
-    with pytest.raises(InvalidInput, match=r"\$: .*'atom' was unexpected|'atoms' is a required property"):
-        check({"atom": molecule.pop("atoms"), **molecule})
+    async def problems() -> list[InvalidInput | None]:
+        check = PayloadCheck("zpe", ROOT / "examples" / "zpe" / "schema.json")
+        try:
+            return await check.problems([json.dumps(payload).encode() for payload in payloads], "token:a")
+        finally:
+            await check.close()
+
+    fits, wrong = asyncio.run(problems())
+
+    assert fits is None
+    assert re.search(r"\$: .*'atom' was unexpected|'atoms' is a required property", str(wrong))
 
 
 def test_a_density_cutoff_follows_a_high_wave_function_cutoff() -> None:

@@ -12,7 +12,7 @@ import os
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import TYPE_CHECKING, NamedTuple, Self
 from urllib.parse import urlsplit
 
 import click
@@ -53,6 +53,7 @@ from tasuki.server.transfers import PresignedTransfers
 
 if TYPE_CHECKING:
     from tasuki.doors.http.door import HttpDoor
+    from tasuki.doors.http.payload_checks import PayloadCheck
 
 logger = logging.getLogger("tasuki.server")
 DEFAULT_TCP = "127.0.0.1:7000"
@@ -95,7 +96,7 @@ class AppOptions(NamedTuple):
 
     names: tuple[str, ...] = ()
     limits: AppLimits = AppLimits()
-    payload_checks: Mapping[str, Callable[[Any], None]] = MappingProxyType({})
+    payload_checks: Mapping[str, PayloadCheck] = MappingProxyType({})
 
     @classmethod
     def of(cls, app: tuple[str, ...], app_retries: int, app_backoff: float, app_timeout: float | None) -> Self:
@@ -111,11 +112,11 @@ class AppOptions(NamedTuple):
         return self.names[0] if self.names else DEFAULT_APP
 
 
-def _payload_check(app: str, file: str) -> Callable[[Any], None]:
+def _payload_check(app: str, file: str) -> PayloadCheck:
     process.check_http_installed()
-    from tasuki.doors.http.app_jobs import payload_check
+    from tasuki.doors.http.payload_checks import PayloadCheck
 
-    return payload_check(app, Path(file))
+    return PayloadCheck(app, Path(file))
 
 
 DEFAULT_LIMITS = AppLimits()

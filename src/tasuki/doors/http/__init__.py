@@ -8,6 +8,7 @@ when the store has recorded it.
     door                 listens; authenticates, limits and answers each request
     routes, openapi      the table of all routes; the OpenAPI document made from it
     app_jobs             /calc/{app}/jobs: the jobs of an app
+    payload_checks       JSON Schemas of apps, in a process of their own
     app_workers          /calc/{app}/compute: the workers of an app; /v1/workers
     v1                   /v1: the general client API; /healthz, /readyz, /metrics
     frames               /v1/frames and /v1/worker: the wire protocol of clients and workers

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-import os
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Annotated, Any
 
 import msgspec
@@ -17,7 +14,7 @@ from tasuki.doors.http.context import RequestContext, iso, message_of
 from tasuki.doors.http.exchange import BATCH_MAX, Error, JobId, error_of, number, whole_number
 from tasuki.doors.http.v1 import ReasonBody
 from tasuki.doors.http.virtual_connection import SubmitAnswer, TokenConnection
-from tasuki.errors import ConfigError, InvalidInput, NoResult, NotFinished, TasukiError, TooLarge
+from tasuki.errors import InvalidInput, NoResult, NotFinished, TasukiError, TooLarge
 
 RESULT_MAX_BYTES = 64 * 1024 * 1024  # of a document that is decoded here; results of /v1 are streamed
 
@@ -81,10 +78,12 @@ async def submit_many(context: RequestContext, body: AppJobs) -> AppAcceptedMany
 async def _submit(context: RequestContext, jobs: list[AppJob]) -> list[AppAccepted | TasukiError]:
     """Check payloads, and submit those jobs that fit."""
     context.http.metrics.submitted(len(jobs))
+    payloads = [msgspec.json.encode(job.payload) for job in jobs]
     problems: list[InvalidInput | None] = [None] * len(jobs)
     if check := context.http.config.payload_checks.get(context.app):
-        problems = await asyncio.to_thread(lambda: [_problem(check, job.payload) for job in jobs])
-    specs = [_spec(context, job) for job, problem in zip(jobs, problems, strict=True) if problem is None]
+        problems = await check.problems(payloads, context.caller.identity.name)
+    fitting = zip(jobs, payloads, problems, strict=True)
+    specs = [_spec(context, job, payload) for job, payload, problem in fitting if problem is None]
     answers: Iterator[tuple[JobSpec, SubmitAnswer]] = iter(())
     if specs:
         async with context.client() as client:
@@ -92,68 +91,11 @@ async def _submit(context: RequestContext, jobs: list[AppJob]) -> list[AppAccept
     return [_accepted(*next(answers)) if problem is None else problem for problem in problems]
 
 
-def _spec(context: RequestContext, job: AppJob) -> JobSpec:
+def _spec(context: RequestContext, job: AppJob, payload: bytes) -> JobSpec:
     job.job_id = job.job_id or context.http.new_id()
     own = {name: value for name in AppLimits.__struct_fields__ if (value := getattr(job, name)) is not None}
     template = template_of(context.app, context.http.config.limits)
-    payload = msgspec.json.encode(job.payload)
     return msgspec.structs.replace(template, job_id=job.job_id, payload=payload, priority=job.priority, **own)
-
-
-def _problem(check: Callable[[Any], None], payload: Any) -> InvalidInput | None:
-    try:
-        check(payload)
-    except InvalidInput as error:
-        return error
-    return None
-
-
-def payload_check(app: str, path: Path) -> Callable[[Any], None]:
-    """Return a function that raises InvalidInput for payloads that do not fit the JSON Schema in a file.
-
-    Nothing is fetched: references lead to places in the file itself.
-    """
-    try:
-        import jsonschema
-        import referencing.jsonschema
-    except ImportError:
-        raise ConfigError("--app NAME=SCHEMA needs jsonschema; install it with: pip install 'tasuki[server]'") from None
-    name = f"--app {app}: the schema {os.fspath(path)!r}"
-    try:
-        schema = msgspec.json.decode(path.read_bytes())
-        kind = jsonschema.validators.validator_for(schema, default=jsonschema.Draft202012Validator)
-        kind.check_schema(schema)
-        registry: Any = referencing.jsonschema.EMPTY_REGISTRY
-        resolver = registry.with_resource("", referencing.jsonschema.DRAFT202012.create_resource(schema)).resolver()
-        for reference in _references(schema):
-            resolver.lookup(reference)
-    except OSError as error:
-        raise ConfigError(f"{name} cannot be read: {error.strerror or error}") from None
-    except msgspec.DecodeError as error:
-        raise ConfigError(f"{name} is not JSON: {error}") from None
-    except jsonschema.SchemaError as error:
-        raise ConfigError(f"{name} is no JSON Schema: {error.json_path}: {error.message[:300]}") from None
-    except referencing.exceptions.Unresolvable as error:
-        raise ConfigError(f"{name} refers to {error.ref[:200]!r}, which must be in the file itself; put it below $defs") from None
-    validator = kind(schema, registry=registry)
-
-    def check(payload: Any) -> None:
-        error = jsonschema.exceptions.best_match(validator.iter_errors(payload))
-        if error is not None:
-            raise InvalidInput(f"the payload does not fit app {app!r}: {error.json_path}: {error.message[:300]}")
-
-    return check
-
-
-def _references(schema: Any) -> Iterator[str]:
-    if isinstance(schema, dict):
-        if isinstance(reference := schema.get("$ref"), str):
-            yield reference
-        for part in schema.values():
-            yield from _references(part)
-    elif isinstance(schema, list):
-        for part in schema:
-            yield from _references(part)
 
 
 def _accepted(spec: JobSpec, answer: SubmitAnswer) -> AppAccepted | TasukiError:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import datetime
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from contextlib import AbstractAsyncContextManager
 from typing import Any
 
@@ -19,6 +19,7 @@ from tasuki.core.store_messages import TokenRow
 from tasuki.core.subject import app_subject
 from tasuki.doors.http.exchange import secret_of
 from tasuki.doors.http.metrics import Metrics
+from tasuki.doors.http.payload_checks import PayloadCheck
 from tasuki.doors.http.virtual_connection import Caller, Clients, TokenConnection, VirtualConnection, dedicated_connection
 from tasuki.doors.http.worker_sessions import WorkerSessions
 from tasuki.doors.http.workers import HttpWorker, Workers
@@ -40,8 +41,8 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Names by which the listener is called, of --host-name; none: those of loopback, or any if it is not on loopback."""
     lease_ttl_s: float = HTTP_LEASE_TTL_S
     limits: AppLimits = AppLimits()
-    payload_checks: Mapping[str, Callable[[Any], None]] = {}
-    """By app: raises InvalidInput for the payload of a job that does not fit."""
+    payload_checks: Mapping[str, PayloadCheck] = {}
+    """By app; those without accept any payload."""
     presigned: PresignedTransfers | None = None
     """Makes presigned URLs, where peers may use the bucket themselves."""
 

@@ -91,6 +91,8 @@ class HttpDoor:
             await self._uvicorn.close()
             await asyncio.gather(self._ticking, return_exceptions=True)
             self._uvicorn = self._ticking = None
+        for check in self._http.config.payload_checks.values():
+            await check.close()
 
     async def _tick(self) -> None:
         while True:
