@@ -110,7 +110,9 @@ def row(**fields: object) -> TokenRow:
 
 
 def test_a_valid_token_names_who_it_is() -> None:
-    assert identify(row(scope=("a.*",)), 100.0) == Identity(PeerKind.CLIENT, "token:t1", ("a.*",), "t1")
+    identity = identify(row(scope=("a.*",), incarnation="i1"), 100.0)
+
+    assert identity == Identity(PeerKind.CLIENT, "token:t1", ("a.*",), "t1", incarnation="i1")
     assert identify(row(expires_at=100.1), 100.0).name == "token:t1"
 
 

@@ -24,7 +24,6 @@ LONG_FILES: dict[str, str] = {
     "stores/redis/store.py": "each verb of the store: the arguments of its script and the decoder of its answer",
     "stores/sql/database.py": "the interface of a vendor, its statements, and the one transaction of all verbs",
     "testing/harness.py": "one world for all tests of machines",
-    "testing/harness_nodes.py": "the peers of that world",
     "testing/sim/ablations_store.py": "one entry for each safeguard of a store",
     "testing/sim/checker.py": "one judge for each invariant",
     "testing/sim/checker_store.py": "the findings that all judges share, and the judges of the store's events",

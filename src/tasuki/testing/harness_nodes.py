@@ -15,25 +15,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from tasuki.core.address import Address
+from tasuki.core.broker import events as broker_events
 from tasuki.core.broker.broker import Broker
-from tasuki.core.broker.events import (
-    AskEnded,
-    AskReady,
-    AskRevoked,
-    BrokerConfig,
-    Elected,
-    Hinted,
-    LogFenced,
-    Publish,
-    Query,
-    ReadyFound,
-    SomeEnded,
-    SomeRevoked,
-    TurnDone,
-    TurnFailed,
-)
-from tasuki.core.broker.events import Command as BrokerCommand
-from tasuki.core.broker.events import Event as BrokerEvent
 from tasuki.core.client_machine import Call, CallAnswered, ClientMachine, Failed, ResultsArrived, Watch, WatchRefused
 from tasuki.core.client_machine import Command as ClientCommand
 from tasuki.core.client_machine import Event as ClientEvent
@@ -56,22 +39,7 @@ from tasuki.core.protocol import (
 )
 from tasuki.core.reconnect import Connect
 from tasuki.core.store_messages import Answers, Grant, Turn
-from tasuki.core.worker.events import (
-    AttemptEnded,
-    AttemptReturned,
-    Drain,
-    EndingSaved,
-    Exit,
-    Forget,
-    Restored,
-    Run,
-    Save,
-    Started,
-    Stop,
-    WorkerIdentity,
-)
-from tasuki.core.worker.events import Command as WorkerCommand
-from tasuki.core.worker.events import Event as WorkerEvent
+from tasuki.core.worker import events as worker_events
 from tasuki.core.worker.machine import WorkerMachine
 from tasuki.errors import StaleEpoch, TasukiError
 from tasuki.server.queries import answer_query
@@ -235,7 +203,7 @@ class WorkerNode(Node):
     """A worker process. Attempts run until the test ends them; a stopped one ends at once."""
 
     def __init__(
-        self, world: HarnessContext, name: str, peer: Peer, identity: WorkerIdentity, addresses: Sequence[Address]
+        self, world: HarnessContext, name: str, peer: Peer, identity: worker_events.WorkerIdentity, addresses: Sequence[Address]
     ) -> None:
         super().__init__(world, name, peer)
         self.identity = identity
@@ -246,11 +214,11 @@ class WorkerNode(Node):
         self.forgotten: list[tuple[str, str]] = []
         self.disk: dict[str, Ending] = {}
         """Endings that the worker has saved."""
-        self.exited: Exit | None = None
+        self.exited: worker_events.Exit | None = None
         self.handlers = False
         """Attempts are handlers in the worker's loop: a start is reported only if they take longer."""
 
-    def apply(self, event: WorkerEvent) -> None:
+    def apply(self, event: worker_events.Event) -> None:
         for command in self.machine.apply(event, self.now()):
             self._perform(command)
 
@@ -258,24 +226,24 @@ class WorkerNode(Node):
         for command in self.machine.flush(self.now()):
             self._perform(command)
 
-    def _perform(self, command: WorkerCommand) -> None:
+    def _perform(self, command: worker_events.Command) -> None:
         match command:
             case Send():
                 self.world.send_to_server(self, command.conn, command.message)
-            case Run():
+            case worker_events.Run():
                 self._run(command.grant)
-            case Stop():
+            case worker_events.Stop():
                 self._stop(command)
-            case Save():
+            case worker_events.Save():
                 self._save(command.ending)
-            case Forget():
+            case worker_events.Forget():
                 self.disk.pop(command.lease_id, None)
                 self.forgotten.append((command.lease_id, command.fenced))
             case Connect():
                 self._dial(command)
             case Hangup():
                 self.world.close_from_node(self, "the worker hung up")
-            case Exit():
+            case worker_events.Exit():
                 self.exited = command
                 self.world.exit(self)
 
@@ -284,20 +252,20 @@ class WorkerNode(Node):
         self.runs.append((grant.job_id, grant.attempt))
         self._started(grant.lease_id)
 
-    def _stop(self, command: Stop) -> None:
+    def _stop(self, command: worker_events.Stop) -> None:
         grant = self.running.pop(command.lease_id)
         self.stopped.append((grant.job_id, command.reason))
-        self.apply(AttemptEnded(command.lease_id, Outcome(error_code=command.reason, message="stopped")))
+        self.apply(worker_events.AttemptEnded(command.lease_id, Outcome(error_code=command.reason, message="stopped")))
 
     def _save(self, ending: Ending) -> None:
         self.disk[ending.lease_id] = ending
-        self.apply(EndingSaved(ending.lease_id))
+        self.apply(worker_events.EndingSaved(ending.lease_id))
 
     def _started(self, lease_id: str) -> None:
         if self.handlers:
             self.machine.handler_started(lease_id, self.now().wall)
         else:
-            self.apply(Started(lease_id))
+            self.apply(worker_events.Started(lease_id))
 
     # -- what happens in the process ------------------------------------------------------------------------------
     @property
@@ -318,22 +286,22 @@ class WorkerNode(Node):
     def end(self, job_id: str, outcome: Outcome) -> Grant:
         grant = self.grant_of(job_id)
         del self.running[grant.lease_id]
-        self.apply(AttemptEnded(grant.lease_id, outcome))
+        self.apply(worker_events.AttemptEnded(grant.lease_id, outcome))
         return grant
 
     def give_back(self, job_id: str) -> None:
         grant = self.grant_of(job_id)
         del self.running[grant.lease_id]
-        self.apply(AttemptReturned(grant.lease_id))
+        self.apply(worker_events.AttemptReturned(grant.lease_id))
 
     def restore(self, disk: dict[str, Ending]) -> None:
         """Restore the endings that an earlier process of this worker saved."""
         for ending in disk.values():
             self.disk[ending.lease_id] = ending
-            self.apply(Restored(ending))
+            self.apply(worker_events.Restored(ending))
 
     def drain(self) -> None:
-        self.apply(Drain())
+        self.apply(worker_events.Drain())
 
     @property
     def outstanding(self) -> int:
@@ -397,7 +365,7 @@ class ServerNode:
         self._begin(epoch)
 
     def _begin(self, epoch: int, **settings: Any) -> None:
-        config = BrokerConfig(
+        config = broker_events.BrokerConfig(
             server_id=self.server_id,
             epoch=epoch,
             shared=self._shared,
@@ -418,24 +386,24 @@ class ServerNode:
         """Return what the clocks of this process show."""
         return self.world.now()
 
-    def apply(self, event: BrokerEvent) -> None:
+    def apply(self, event: broker_events.Event) -> None:
         if self.broker is not None:
             self._perform(self.broker.apply(event, self.now()))
 
-    def _perform(self, commands: list[BrokerCommand]) -> None:
+    def _perform(self, commands: list[broker_events.Command]) -> None:
         for command in commands:
             match command:
                 case Send():
                     self._send(command.conn, command.message)
                 case Hangup():
                     self._hang_up(command)
-                case Query():
+                case broker_events.Query():
                     self._answer_query(command)
-                case Publish() | TookOver() | EpochFenced():
+                case broker_events.Publish() | TookOver() | EpochFenced():
                     self._told(command)
-                case AskEnded() | AskRevoked() | AskReady():
+                case broker_events.AskEnded() | broker_events.AskRevoked() | broker_events.AskReady():
                     self._ask(command)
-                case LogFenced():
+                case broker_events.LogFenced():
                     """The history has the answer of the store."""
                 case _:
                     raise AssertionError(f"no blobs travel in this world: {command}")
@@ -445,30 +413,30 @@ class ServerNode:
         last_words = encode(error_message(0, error)) if error else b""
         self.world.hang_up(command.conn, last_words, error.message if error else "")
 
-    def _told(self, command: Publish | TookOver | EpochFenced) -> None:
+    def _told(self, command: broker_events.Publish | TookOver | EpochFenced) -> None:
         """Carry out a command that concerns other servers; the harness is also the election, and counts every win."""
         match command:
-            case Publish():
+            case broker_events.Publish():
                 self.world.hint(self, command.hint)
             case TookOver():
-                self.apply(Elected(command.epoch if command.done else 0))
+                self.apply(broker_events.Elected(command.epoch if command.done else 0))
             case EpochFenced():
-                self.apply(Elected(0))
+                self.apply(broker_events.Elected(0))
 
-    def _ask(self, command: AskEnded | AskRevoked | AskReady) -> None:
-        if isinstance(command, AskEnded):
-            self.apply(SomeEnded(self.world.store.ended_among(command.job_ids)))
-        elif isinstance(command, AskReady):
-            self.apply(ReadyFound(self.world.store.ready_queues(command.place, limit=command.limit)))
+    def _ask(self, command: broker_events.AskEnded | broker_events.AskRevoked | broker_events.AskReady) -> None:
+        if isinstance(command, broker_events.AskEnded):
+            self.apply(broker_events.SomeEnded(self.world.store.ended_among(command.job_ids)))
+        elif isinstance(command, broker_events.AskReady):
+            self.apply(broker_events.ReadyFound(self.world.store.ready_queues(command.place, limit=command.limit)))
         else:
-            self.apply(SomeRevoked(self.world.store.revoked_among(command.token_ids)))
+            self.apply(broker_events.SomeRevoked(self.world.store.revoked_among(command.token_ids)))
 
     def _send(self, conn: int, message: Message) -> None:
         link = self.world.links.get(conn)
         if link is not None and not link.mute and not link.loses(message) and (data := encode(message)):
             link.to_node.append(data)
 
-    def _answer_query(self, query: Query) -> None:
+    def _answer_query(self, query: broker_events.Query) -> None:
         try:
             self._send(query.conn, Reply(query.msg_id, answer_query(self.world.store, query)))
         except TasukiError as error:
@@ -509,12 +477,12 @@ class ServerNode:
         assert self.answers is not None
         turn, answers = self.turn, self.answers
         self.turn = self.answers = None
-        self.apply(TurnDone(turn, answers))
+        self.apply(broker_events.TurnDone(turn, answers))
 
     def _turn_failed(self, error: TasukiError) -> None:
         assert self.turn is not None
         turn, self.turn = self.turn, None
-        self.apply(TurnFailed(turn, error))
+        self.apply(broker_events.TurnFailed(turn, error))
 
     def choices(self) -> list[Callable[[], object]]:
         """Return the events of store and other servers that could reach this server next."""
@@ -528,4 +496,4 @@ class ServerNode:
         return found
 
     def _hear_hint(self) -> None:
-        self.apply(Hinted(self.hints.popleft()))
+        self.apply(broker_events.Hinted(self.hints.popleft()))

@@ -33,10 +33,6 @@ LEADER_VERBS: dict[str, Callable[[Store, int], object]] = {
 }
 
 
-class Abandoned(Exception):
-    """Raised by a case inside a turn."""
-
-
 class LeaderCases(StoreCase):
     """Cases of take_over, assign, reap, promote, prune, next_due and turns."""
 
@@ -434,38 +430,28 @@ class LeaderCases(StoreCase):
         stage.clock.advance(2)
         before = self._everything(stage)
 
-        def everything_and_then_nothing() -> None:
-            with stage.store.turn():
-                stage.finish(grants["a"])
-                stage.fail(grants["b"])
-                stage.release(grants["c"])
-                stage.start(grants["d"])
-                stage.renew(grants["d"])
-                stage.store.requeue(["e"], actor="x")
-                stage.promote()
-                stage.store.cancel(["g", "d"], actor="x")
-                stage.add("new")
-                stage.lease(limit=10)
-                stage.store.add_token(token_row("t"))
-                stage.store.prune(before=stage.clock.wall() + 1, epoch=stage.epoch)
-                stage.lead("leader-2")
-                raise Abandoned
-
-        with pytest.raises(Abandoned):
-            everything_and_then_nothing()
+        with stage.abandoned_turn():
+            stage.finish(grants["a"])
+            stage.fail(grants["b"])
+            stage.release(grants["c"])
+            stage.start(grants["d"])
+            stage.renew(grants["d"])
+            stage.store.requeue(["e"], actor="x")
+            stage.promote()
+            stage.store.cancel(["g", "d"], actor="x")
+            stage.add("new")
+            stage.lease(limit=10)
+            stage.store.add_token(token_row("t"))
+            stage.store.prune(before=stage.clock.wall() + 1, epoch=stage.epoch)
+            stage.lead("leader-2")
 
         assert self._everything(stage) == before
         assert stage.promote() == 1
         assert sorted(grant.job_id for grant in stage.lease(limit=10)) == ["f", "g"]
 
     def test_a_turn_after_an_abandoned_one_is_not_touched_by_it(self, stage: Stage) -> None:
-        def abandon() -> None:
-            with stage.store.turn():
-                stage.add("a")
-                raise Abandoned
-
-        with pytest.raises(Abandoned):
-            abandon()
+        with stage.abandoned_turn():
+            stage.add("a")
         with stage.store.turn():
             stage.add("b")
 
@@ -536,13 +522,8 @@ class BlobCases(StoreCase):
     def test_a_turn_that_is_taken_back_placed_nothing(self, stage: Stage) -> None:
         stage.store.place_blobs([BlobClaim(A, 3)])
 
-        def abandon() -> None:
-            with stage.store.turn():
-                stage.store.blobs_stored(stage.store.place_blobs([BlobClaim(A, 3), BlobClaim(B, 3)]))
-                raise Abandoned
-
-        with pytest.raises(Abandoned):
-            abandon()
+        with stage.abandoned_turn():
+            stage.store.blobs_stored(stage.store.place_blobs([BlobClaim(A, 3), BlobClaim(B, 3)]))
         assert stage.store.blob_places([A, B]) == [None, None]
         assert stage.store.blobs_stored([BlobPlace(A, 3), BlobPlace(B, 3)]) == [True, False]
 
@@ -763,14 +744,9 @@ class BlobCases(StoreCase):
         condemn(stage)
         stage.store_blobs(C)
 
-        def abandon() -> None:
-            with stage.store.turn():
-                assert names(condemn(stage)) == "ac"
-                stage.store.forget_blobs([condemned], epoch=stage.epoch)
-                raise Abandoned
-
-        with pytest.raises(Abandoned):
-            abandon()
+        with stage.abandoned_turn():
+            assert names(condemn(stage)) == "ac"
+            stage.store.forget_blobs([condemned], epoch=stage.epoch)
         assert condemn(stage, unused_since=0.0) == [condemned]
         assert stage.store.blob_places([B, C]) == [kept, BlobPlace(C, 3, 0, True)]
 

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -47,6 +48,10 @@ KEEP: dict[str, Any] = {"on_disconnect": OnDisconnect.KEEP, "reconnect_grace_s":
 def token_row(token_id: str, **fields: Any) -> TokenRow:
     """Return a token whose hash is its id repeated."""
     return TokenRow(**{"token_id": token_id, "kind": "client", "sha256": (token_id * 64)[:64], **fields})
+
+
+class Abandoned(Exception):
+    """Raised inside a turn to end it."""
 
 
 class Stage:
@@ -169,6 +174,17 @@ class Stage:
 
     def promote(self) -> int:
         return self.store.promote(epoch=self.epoch)
+
+    @contextmanager
+    def abandoned_turn(self) -> Iterator[None]:
+        """Open a turn that an exception ends, which the store must not swallow."""
+        try:
+            with self.store.turn():
+                yield
+                raise Abandoned
+        except Abandoned:
+            return
+        raise AssertionError("the exception did not come out of the turn")
 
     def lose(self) -> list[Reaped]:
         """Let every lease run out, and reap."""

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Any, Protocol
+from types import ModuleType
+from typing import Any, ClassVar, Protocol
 
 import msgspec
 from msgspec.structs import replace
@@ -30,6 +31,10 @@ from tasuki.testing.sim.world import SimOptions
 class Patch(Protocol):
     """One thing that can be replaced for a while."""
 
+    @property
+    def is_sql(self) -> bool:
+        """True if it belongs to the SQL store."""
+
     def open(self) -> AbstractContextManager[None]: ...
 
 
@@ -40,6 +45,11 @@ class Replacement(msgspec.Struct, frozen=True):
     """The class or module that defines it; for an imported name, the importing module."""
     name: str
     make: Callable[[Any], Any]
+
+    @property
+    def is_sql(self) -> bool:
+        module: str = self.owner.__name__ if isinstance(self.owner, ModuleType) else self.owner.__module__
+        return module.startswith("tasuki.stores.sql")
 
     @contextmanager
     def open(self) -> Iterator[None]:
@@ -57,6 +67,7 @@ class ReplacedStatement(msgspec.Struct, frozen=True):
     statement: str
     words: str
     instead: str = ""
+    is_sql: ClassVar[bool] = True
 
     @contextmanager
     def open(self) -> Iterator[None]:
@@ -89,12 +100,15 @@ class Ablation(msgspec.Struct, frozen=True, kw_only=True):
     patches: tuple[Patch, ...]
     options: SimOptions = SimOptions()
     """Options that make it likely that somebody needs the safeguard."""
-    stores: tuple[str, ...] = ("memory",)
-    """Stores whose own code has the safeguard."""
     why: str = ""
     """The reason why nothing breaks without it: something else holds the promise, and this one saves time or losses."""
     check: Callable[[int, SimOptions], SeedOutcome] = check_seed
     """The world that misses it."""
+
+    @property
+    def stores(self) -> tuple[str, ...]:
+        """Stores whose own code has the safeguard."""
+        return ("memory", "sqlite") if any(patch.is_sql for patch in self.patches) else ("memory",)
 
     @contextmanager
     def switch_off(self) -> Iterator[None]:
@@ -104,7 +118,6 @@ class Ablation(msgspec.Struct, frozen=True, kw_only=True):
             yield
 
 
-BOTH = ("memory", "sqlite")
 EARLY_S = 60.0
 MORE = 5
 
@@ -184,7 +197,6 @@ _OF_REPORTS = (
             ReplacedStatement("finish_plain", _SHOWN),
         ),
         options=SimOptions(kinds=LOSSES),
-        stores=BOTH,
     ),
     Ablation(
         name="finish_state",
@@ -196,7 +208,6 @@ _OF_REPORTS = (
             ReplacedStatement("leased_groups", " AND state IN ('ASSIGNED', 'RUNNING')"),
         ),
         options=SimOptions(kinds=LOSSES),
-        stores=BOTH,
     ),
     Ablation(
         name="repeat_known",
@@ -206,7 +217,6 @@ _OF_REPORTS = (
             Replacement(MemoryStore, "_repeated_or_fenced", _never_repeated),
             Replacement(report, "_is_repeat", lambda _: lambda *_: False),
         ),
-        stores=BOTH,
     ),
     Ablation(
         name="owner",
@@ -217,7 +227,6 @@ _OF_REPORTS = (
             Replacement(report, "_is_holder", lambda _: lambda *_: True),
         ),
         options=SimOptions(kinds=LOSSES),
-        stores=BOTH,
     ),
     Ablation(
         name="lease_owner",
@@ -228,7 +237,6 @@ _OF_REPORTS = (
             ReplacedStatement("finish_plain", " AND lease_owner = column6"),
         ),
         options=SimOptions(kinds=("impostor",)),
-        stores=BOTH,
     ),
     Ablation(
         name="release_is_free",
@@ -238,7 +246,6 @@ _OF_REPORTS = (
             Replacement(MemoryStore, "_release", _costs_a_loss),
             ReplacedStatement("release", "ready = 1,", "ready = 1, losses = losses + 1,"),
         ),
-        stores=BOTH,
     ),
 )
 
@@ -327,7 +334,6 @@ _OF_GRANTS = (
             Replacement(MemoryStore, "_grant", _same_attempt),
             ReplacedStatement("grant", "attempt = attempt + 1", "attempt = max(attempt, 1)"),
         ),
-        stores=BOTH,
     ),
     Ablation(
         name="one_lease",
@@ -337,7 +343,6 @@ _OF_GRANTS = (
             Replacement(MemoryStore, "_lease_next", _also_what_is_leased),
             ReplacedStatement("grant", "ready = 0, "),
         ),
-        stores=BOTH,
     ),
     Ablation(
         name="held_of_this_life",
@@ -354,7 +359,6 @@ _OF_GRANTS = (
             Replacement(MemoryRecords, "_is_later", lambda _: lambda *_: False),
             Replacement(submit, "ready_value", lambda _: lambda *_: 1),
         ),
-        stores=BOTH,
     ),
     Ablation(
         name="not_before_at_promotion",
@@ -364,7 +368,6 @@ _OF_GRANTS = (
             Replacement(MemoryStore, "promote", ahead),
             ReplacedStatement("delayed_due", "not_before <= ?2", f"not_before <= ?2 + {EARLY_S}"),
         ),
-        stores=BOTH,
     ),
     Ablation(
         name="not_after",
@@ -378,28 +381,24 @@ _OF_GRANTS = (
         ),
         # While nobody leads, nobody skips what is late.
         options=SimOptions(servers=3, lock_ttl_s=5.0, kinds=("coordination_cut", "coordination_lost", "pause"), faults=30),
-        stores=BOTH,
     ),
     Ablation(
         name="retry_in_s",
         what="a failed attempt may ask for the time of the next one",
         invariants=("I12",),
         patches=tuple(Replacement(module, "after_failure", _retries_at_once) for module in (memory, report)),
-        stores=BOTH,
     ),
     Ablation(
         name="retry_budget",
         what="a job fails for good when its retries are used up",
         invariants=("I11",),
         patches=_with_more("max_retries"),
-        stores=BOTH,
     ),
     Ablation(
         name="loss_budget",
         what="a job fails for good when its losses are used up",
         invariants=("I11",),
         patches=_with_more("max_losses"),
-        stores=BOTH,
     ),
 )
 
@@ -500,7 +499,6 @@ _OF_CLIENTS = (
                 "submit_full", _KNOWN, "ON CONFLICT (idempotency_key) DO UPDATE SET created_at = excluded.created_at"
             ),
         ),
-        stores=BOTH,
     ),
     Ablation(
         name="body_hash",
@@ -510,7 +508,6 @@ _OF_CLIENTS = (
             Replacement(MemoryStore, "_submit", _any_body),
             Replacement(submit, "_answer_known", _any_body_in_sql),
         ),
-        stores=BOTH,
     ),
     Ablation(
         name="cancel_after_the_end",
@@ -520,7 +517,6 @@ _OF_CLIENTS = (
             Replacement(MemoryStore, "_cancel", _ends_what_is_over),
             Replacement(submit, "_cancel", _ends_what_is_over_in_sql),
         ),
-        stores=BOTH,
     ),
     Ablation(
         name="cancel_is_kept",
@@ -531,7 +527,6 @@ _OF_CLIENTS = (
             for module in (memory, report)
             for name in ("after_failure", "after_loss")
         ),
-        stores=BOTH,
     ),
     Ablation(
         name="requeue_after_the_end",
@@ -547,7 +542,6 @@ _OF_CLIENTS = (
             Replacement(MemoryStore, "_requeue", _spent),
             ReplacedStatement("requeue", "failures = 0, losses = 0, "),
         ),
-        stores=BOTH,
     ),
 )
 
@@ -584,7 +578,6 @@ _OF_THE_LEADER = (
             Replacement(Transaction, "check_epoch", lambda _: lambda *_: None),
         ),
         options=SimOptions(servers=3, lock_ttl_s=2.0, kinds=RIVALS),
-        stores=BOTH,
     ),
     Ablation(
         name="rising_epochs",
@@ -595,7 +588,6 @@ _OF_THE_LEADER = (
             ReplacedStatement("take_over", " WHERE epoch < excluded.epoch"),
         ),
         options=SimOptions(servers=3, lock_ttl_s=2.0, kinds=("store_slow", "store_cut", "coordination_cut"), faults=30),
-        stores=BOTH,
     ),
     Ablation(
         name="renewal_at_takeover",
@@ -606,7 +598,6 @@ _OF_THE_LEADER = (
             ReplacedStatement("renew_all", "WHERE lease_expires_at IS NOT NULL", "WHERE 0"),
         ),
         options=SimOptions(lease_ttl_s=2.0, kinds=("crash", "power", "store_cut", "partition")),
-        stores=BOTH,
     ),
     Ablation(
         name="reap_expiry",
@@ -616,7 +607,6 @@ _OF_THE_LEADER = (
             Replacement(MemoryStore, "reap", ahead),
             ReplacedStatement("leases_over", "lease_expires_at <= ?2", f"lease_expires_at <= ?2 + {EARLY_S}"),
         ),
-        stores=BOTH,
     ),
     Ablation(
         name="reconnect_grace",
@@ -629,7 +619,6 @@ _OF_THE_LEADER = (
             ReplacedStatement("renew_all", " + CASE on_disconnect WHEN 'keep' THEN reconnect_grace_s ELSE 0 END"),
         ),
         options=SimOptions(kinds=LOSSES),
-        stores=BOTH,
     ),
 )
 

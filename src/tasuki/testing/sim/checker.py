@@ -35,33 +35,6 @@ from tasuki.testing.sim.checker_store import (
     RowJudge,
     Violation,
 )
-from tasuki.testing.sim.history import (
-    AnsweredEvent,
-    AnyLine,
-    ArrivedEvent,
-    AskedEvent,
-    BeganEvent,
-    BusyEvent,
-    CanceledEvent,
-    DriftedEvent,
-    DueEvent,
-    EndedEvent,
-    FiredEvent,
-    GoneEvent,
-    GrantedEvent,
-    HealedEvent,
-    HistoryLine,
-    LeadingEvent,
-    LedEvent,
-    ProcessEvent,
-    ReapedEvent,
-    ReportedEvent,
-    RowEvent,
-    SettledEvent,
-    SubmittedEvent,
-    TookOverEvent,
-    WatchingEvent,
-)
 
 __all__ = ["INVARIANTS", "Checker", "Violation"]
 
@@ -76,29 +49,29 @@ class ClientJudge(Judge):
 
     def __init__(self, findings: Findings) -> None:
         super().__init__(findings)
-        self._open: dict[str, AskedEvent] = {}
+        self._open: dict[str, history.AskedEvent] = {}
         self._bodies: dict[str, str] = {}
         """Bodies of acknowledged jobs whose stored body was not known yet."""
         self._new: set[str] = set()
         self._canceled: list[tuple[str, str]] = []
-        self._arrived: list[ArrivedEvent] = []
+        self._arrived: list[history.ArrivedEvent] = []
         self._results: dict[tuple[str, int], str | None] = {}
         self._finished: dict[str, int] = {}
         """lease_id → the number of restarts of its job when the finish was accepted."""
 
-    def handlers(self) -> dict[type[HistoryLine], Handler]:
+    def handlers(self) -> dict[type[history.HistoryLine], Handler]:
         return {
-            AskedEvent: self._asked,
-            AnsweredEvent: self._answered,
-            ArrivedEvent: self._has_arrived,
-            ReportedEvent: self._reported,
-            SettledEvent: self._settled,
-            ProcessEvent: self._process,
+            history.AskedEvent: self._asked,
+            history.AnsweredEvent: self._answered,
+            history.ArrivedEvent: self._has_arrived,
+            history.ReportedEvent: self._reported,
+            history.SettledEvent: self._settled,
+            history.ProcessEvent: self._process,
         }
 
     # ------------------------------------------------------------------------------------------------ calls
 
-    def _asked(self, line: AskedEvent) -> None:
+    def _asked(self, line: history.AskedEvent) -> None:
         self._open[line.call] = line
         submits, restarts = line.verb in _SUBMITS, line.verb in _RESTARTS
         if submits or restarts:
@@ -107,7 +80,7 @@ class ClientJudge(Judge):
                 job.asked |= submits
                 job.asked_restarts += restarts
 
-    def _answered(self, line: AnsweredEvent) -> None:
+    def _answered(self, line: history.AnsweredEvent) -> None:
         asked = self._open.pop(line.call, None)
         if asked is None:
             return
@@ -119,14 +92,14 @@ class ClientJudge(Judge):
         elif asked.verb == "cancel":
             self._cancel_answered(asked, line)
 
-    def _acked(self, asked: AskedEvent, line: AnsweredEvent) -> None:
+    def _acked(self, asked: history.AskedEvent, line: history.AnsweredEvent) -> None:
         """Judge I1: what is acknowledged is stored by then. I2: all acknowledgements agree, and one at most calls it new."""
         bodies = dict(zip(asked.job_ids, asked.bodies, strict=True)) if asked.bodies else {}
         for job_id in line.accepted:
             job = self.job(job_id)
             job.acked = True
             self.evidence["I1"] += 1
-            if SubmittedEvent in self.told and not job.existed:
+            if history.SubmittedEvent in self.told and not job.existed:
                 self.found("I1", f"{line.client} was told that {job_id} is stored, before it was")
             body = bodies.get(job_id)
             if body is not None and not job.removed:
@@ -140,12 +113,12 @@ class ClientJudge(Judge):
                 self.found("I2", f"{job_id} was acknowledged as new a second time")
             self._new.add(job_id)
 
-    def _cancel_answered(self, asked: AskedEvent, line: AnsweredEvent) -> None:
+    def _cancel_answered(self, asked: history.AskedEvent, line: history.AnsweredEvent) -> None:
         """Judge I14: a caller that is told an end is told the one that the job came to."""
         for job_id, state in zip(asked.job_ids, line.states, strict=False):
             if state not in TERMINAL:
                 continue
-            if CanceledEvent in self.told and RowEvent in self.told:
+            if history.CanceledEvent in self.told and history.RowEvent in self.told:
                 self._was_an_ending(job_id, state, "a cancel")
             else:
                 self._canceled.append((job_id, state))
@@ -156,14 +129,14 @@ class ClientJudge(Judge):
         if job.state != state and all(known != state for known, _ in job.endings):
             self.found("I14", f"{who} was told that {job_id} is {state}; it is {job.state}, and ended as {sorted(job.endings)}")
 
-    def _process(self, line: ProcessEvent) -> None:
+    def _process(self, line: history.ProcessEvent) -> None:
         if line.what in ("crashed", "exited"):
             for call in [call for call, asked in self._open.items() if asked.client == line.name]:
                 del self._open[call]
 
     # ------------------------------------------------------------------------------------------------ how jobs ended
 
-    def _has_arrived(self, line: ArrivedEvent) -> None:
+    def _has_arrived(self, line: history.ArrivedEvent) -> None:
         """Judge I13: a client is told the result of the accepted finish, and not sooner. I14: no other end either."""
         job = self.job(line.job_id)
         if line.state == State.SUCCEEDED:
@@ -172,13 +145,13 @@ class ClientJudge(Judge):
             if known != line.result_sha256 and not job.removed:
                 told = f"{known} and {line.result_sha256}"
                 self.found("I13", f"clients were told two results of attempt {line.attempt} of {line.job_id}: {told}")
-            elif ReportedEvent in self.told and not job.has_result(line.attempt, line.result_sha256):
+            elif history.ReportedEvent in self.told and not job.has_result(line.attempt, line.result_sha256):
                 known_results = {attempt: sorted(map(str, results)) for attempt, results in job.results.items()}
                 told = f"result {line.result_sha256} of attempt {line.attempt} of {line.job_id}"
                 self.found("I13", f"{line.client} was told {told}; the finishes so far are {known_results}")
-            elif ReportedEvent not in self.told:
+            elif history.ReportedEvent not in self.told:
                 self._arrived.append(line)
-        elif RowEvent not in self.told:
+        elif history.RowEvent not in self.told:
             self._arrived.append(line)
         elif (line.state, line.attempt) not in job.endings:
             self.evidence["I14"] += 1
@@ -187,14 +160,14 @@ class ClientJudge(Judge):
         else:
             self.evidence["I14"] += 1
 
-    def _reported(self, line: ReportedEvent) -> None:
+    def _reported(self, line: history.ReportedEvent) -> None:
         if line.accepted and line.verb == "finish" and line.lease_id:
             self._finished[line.lease_id] = self.job(line.job_id).restarts
 
-    def _settled(self, line: SettledEvent) -> None:
+    def _settled(self, line: history.SettledEvent) -> None:
         """Judge I14: a worker learns whether its finish was taken."""
         lease = self.findings.leases.get(line.lease_id)
-        if lease is None or ReportedEvent not in self.told:
+        if lease is None or history.ReportedEvent not in self.told:
             return
         job = self.job(lease.job_id)
         if job.removed:
@@ -220,7 +193,7 @@ class ClientJudge(Judge):
                 self._was_an_ending(job_id, state, "a cancel")
         for line in self._arrived:
             self._arrived_as_stored(line, self.job(line.job_id))
-        if self.findings.is_over and AnsweredEvent in self.told:
+        if self.findings.is_over and history.AnsweredEvent in self.told:
             self.evidence["liveness"] += 1
             if self._open:
                 first = next(iter(self._open.values()))
@@ -228,7 +201,7 @@ class ClientJudge(Judge):
                     "liveness", f"{len(self._open)} calls were never answered; the first is {first.verb} of {first.client}"
                 )
 
-    def _arrived_as_stored(self, line: ArrivedEvent, job: JobFacts) -> None:
+    def _arrived_as_stored(self, line: history.ArrivedEvent, job: JobFacts) -> None:
         """Judge I13 and I14 where only the last row is known: it agrees, if it is of the same attempt."""
         row = job.row
         if row is None or row.attempt != line.attempt:
@@ -256,8 +229,8 @@ class WorkerJudge(Judge):
 
     def __init__(self, findings: Findings) -> None:
         super().__init__(findings)
-        self._by_job: dict[str, dict[int, BeganEvent]] = {}
-        self._by_worker: dict[str, dict[tuple[str, int], BeganEvent]] = {}
+        self._by_job: dict[str, dict[int, history.BeganEvent]] = {}
+        self._by_worker: dict[str, dict[tuple[str, int], history.BeganEvent]] = {}
         self._lives: dict[str, set[str]] = {}
         """worker → the incarnations that ran something."""
         self._dead: set[str] = set()
@@ -266,25 +239,25 @@ class WorkerJudge(Judge):
         """worker → the line at which its keeper was killed: attempts may then outlive the worker until it starts again."""
         self._began_at: dict[tuple[str, int], int] = {}
 
-    def handlers(self) -> dict[type[HistoryLine], Handler]:
+    def handlers(self) -> dict[type[history.HistoryLine], Handler]:
         return {
-            BeganEvent: self._began,
-            GoneEvent: self._gone,
-            BusyEvent: self._busy,
-            ProcessEvent: self._process,
-            DriftedEvent: self._drifted,
+            history.BeganEvent: self._began,
+            history.GoneEvent: self._gone,
+            history.BusyEvent: self._busy,
+            history.ProcessEvent: self._process,
+            history.DriftedEvent: self._drifted,
         }
 
-    def _began(self, line: BeganEvent) -> None:
+    def _began(self, line: history.BeganEvent) -> None:
         job = self.job(line.job_id)
         self.evidence["I5"] += 1
         if line.attempt in job.began:
             self.found("I5", f"attempt {line.attempt} of {line.job_id} ran a second time, at {line.worker_id}")
-        elif GrantedEvent in self.told and line.lease_id not in self.findings.leases:
+        elif history.GrantedEvent in self.told and line.lease_id not in self.findings.leases:
             self.found("I5", f"attempt {line.attempt} of {line.job_id} ran at {line.worker_id}, and was never granted")
         lives = self._lives.setdefault(line.worker_id, set())
         lives.add(line.incarnation)
-        if GoneEvent in self.told:
+        if history.GoneEvent in self.told:
             if job.began:
                 self._no_other_runs(line)
             if len(lives) > 1:
@@ -294,7 +267,7 @@ class WorkerJudge(Judge):
         self._by_worker.setdefault(line.worker_id, {})[line.job_id, line.attempt] = line
         self._began_at[line.job_id, line.attempt] = self.findings.line
 
-    def _no_other_runs(self, line: BeganEvent) -> None:
+    def _no_other_runs(self, line: history.BeganEvent) -> None:
         """Judge I9: a worker that lost its lease has stopped by now. The lower attempt is the one that lost it."""
         self.evidence["I9"] += 1
         for other in self._by_job.get(line.job_id, {}).values():
@@ -303,7 +276,7 @@ class WorkerJudge(Judge):
                 ran = f"attempt {older.attempt} of {line.job_id} ran at {older.worker_id}"
                 self.found("I9", f"{ran} while attempt {newer.attempt} did at {newer.worker_id}")
 
-    def _may_go_on(self, began: BeganEvent) -> bool:
+    def _may_go_on(self, began: history.BeganEvent) -> bool:
         """Return whether an attempt may go on: by order, for a wrong clock, for want of a keeper; or if that is not known."""
         lease = self.findings.leases.get(began.lease_id)
         return (
@@ -314,11 +287,11 @@ class WorkerJudge(Judge):
             or self._lost_its_keeper(began)
         )
 
-    def _lost_its_keeper(self, began: BeganEvent) -> bool:
+    def _lost_its_keeper(self, began: history.BeganEvent) -> bool:
         killed = self._unkept.get(began.worker_id)
         return killed is not None and killed > self._began_at[began.job_id, began.attempt]
 
-    def _earlier_life_is_gone(self, line: BeganEvent) -> None:
+    def _earlier_life_is_gone(self, line: history.BeganEvent) -> None:
         """Judge I10: a worker that starts again ends what an earlier life left behind, before it takes work."""
         self.evidence["I10"] += 1
         for other in self._by_worker.get(line.worker_id, {}).values():
@@ -326,13 +299,13 @@ class WorkerJudge(Judge):
                 left = f"attempt {other.attempt} of {other.job_id}"
                 self.found("I10", f"{line.worker_id} runs {line.job_id} while {left} of an earlier life of it is not gone")
 
-    def _gone(self, line: GoneEvent) -> None:
+    def _gone(self, line: history.GoneEvent) -> None:
         if line.how != "ended":
             self.evidence["I10"] += 1
         self._by_job.get(line.job_id, {}).pop(line.attempt, None)
         self._by_worker.get(line.worker_id, {}).pop((line.job_id, line.attempt), None)
 
-    def _busy(self, line: BusyEvent) -> None:
+    def _busy(self, line: history.BusyEvent) -> None:
         self.evidence["credit"] += 1
         if line.attempts > line.capacity:
             self.found("credit", f"{line.worker_id} has {line.attempts} attempts and room for {line.capacity}")
@@ -341,7 +314,7 @@ class WorkerJudge(Judge):
             held = line.attempts + line.waiting
             self.found("credit", f"{line.worker_id} was given {held} attempts and asks for {asked} at a time")
 
-    def _process(self, line: ProcessEvent) -> None:
+    def _process(self, line: history.ProcessEvent) -> None:
         if line.what == "started":
             self._dead.discard(line.name)
         elif line.what in _ENDS:
@@ -349,26 +322,26 @@ class WorkerJudge(Judge):
             if line.name.endswith(KEEPER):
                 self._unkept[line.name.removesuffix(KEEPER)] = self.findings.line
 
-    def _drifted(self, line: DriftedEvent) -> None:
+    def _drifted(self, line: history.DriftedEvent) -> None:
         self.findings.drifted.add(line.name)
 
     def end(self) -> None:
         """Judge I10: an attempt that runs when all is over belongs to a live worker that holds its lease."""
-        if not self.findings.is_over or GoneEvent not in self.told:
+        if not self.findings.is_over or history.GoneEvent not in self.told:
             return
         for runs in self._by_job.values():
             for began in runs.values():
                 self.evidence["I10"] += 1
                 self._may_still_run(began)
 
-    def _may_still_run(self, began: BeganEvent) -> None:
+    def _may_still_run(self, began: history.BeganEvent) -> None:
         what = f"attempt {began.attempt} of {began.job_id} still runs at {began.worker_id}"
         if began.worker_id in self._dead:
             if not self._lost_its_keeper(began):
                 self.found("I10", f"{what}, which is dead")
             return
         job = self.job(began.job_id)
-        if job.lease_known and GrantedEvent in self.told and (job.lease is None or job.lease.lease_id != began.lease_id):
+        if job.lease_known and history.GrantedEvent in self.told and (job.lease is None or job.lease.lease_id != began.lease_id):
             self.found("I10", f"{what}, and its lease is over; the job is {job.state}")
 
 
@@ -386,16 +359,16 @@ class EpochJudge(Judge):
         self._written = 0
         """The highest epoch that a duty was written under."""
 
-    def handlers(self) -> dict[type[HistoryLine], Handler]:
+    def handlers(self) -> dict[type[history.HistoryLine], Handler]:
         return {
-            TookOverEvent: self._took_over,
-            LedEvent: self._led,
-            ReapedEvent: self._reaped,
-            LeadingEvent: self._leading,
-            ProcessEvent: self._process,
+            history.TookOverEvent: self._took_over,
+            history.LedEvent: self._led,
+            history.ReapedEvent: self._reaped,
+            history.LeadingEvent: self._leading,
+            history.ProcessEvent: self._process,
         }
 
-    def _took_over(self, line: TookOverEvent) -> None:
+    def _took_over(self, line: history.TookOverEvent) -> None:
         """Judge I7: epochs strictly rise."""
         if not line.done:
             return
@@ -405,7 +378,7 @@ class EpochJudge(Judge):
         self._holders.setdefault(line.epoch, line.server_id)
         self.findings.registered = max(self.findings.registered, line.epoch)
 
-    def _led(self, line: LedEvent) -> None:
+    def _led(self, line: history.LedEvent) -> None:
         """Judge I8: no write is under an older epoch than the one registered last. I17: writes are by its holder."""
         if not line.done:
             return
@@ -415,10 +388,10 @@ class EpochJudge(Judge):
             self.evidence["I17"] += 1
             if holder != line.server_id:
                 self.found("I17", f"{line.server_id} wrote under epoch {line.epoch}, which is {holder}'s")
-        elif TookOverEvent in self.told and line.epoch >= self.findings.registered:
+        elif history.TookOverEvent in self.told and line.epoch >= self.findings.registered:
             self.found("I17", f"{line.server_id} wrote under epoch {line.epoch}, which nobody registered")
 
-    def _reaped(self, line: ReapedEvent) -> None:
+    def _reaped(self, line: history.ReapedEvent) -> None:
         if line.epoch:
             self._write(line.epoch, "a reaper")
 
@@ -429,7 +402,7 @@ class EpochJudge(Judge):
             self.found("I8", f"{who} wrote under epoch {epoch} after epoch {latest}")
         self._written = max(self._written, epoch)
 
-    def _leading(self, line: LeadingEvent) -> None:
+    def _leading(self, line: history.LeadingEvent) -> None:
         """Judge I7: each epoch has one holder, once."""
         if not line.epoch:
             self._leaders.pop(line.server_id, None)
@@ -444,23 +417,23 @@ class EpochJudge(Judge):
         if holder != line.server_id:
             self.found("I7", f"{line.server_id} leads under epoch {line.epoch}, which is {holder}'s")
 
-    def _process(self, line: ProcessEvent) -> None:
+    def _process(self, line: history.ProcessEvent) -> None:
         if line.what in ("crashed", "exited"):
             self._leaders.pop(line.name, None)
 
     def end(self) -> None:
         """Judge I7: nobody led under an epoch that was never registered. Liveness: one leader, of the latest epoch."""
-        if TookOverEvent in self.told and self._led_by:
+        if history.TookOverEvent in self.told and self._led_by:
             self.evidence["I7"] += 1
             highest = max(self._led_by)
             if highest > self.findings.registered:
                 registered = self.findings.registered
                 self.found("I7", f"{self._led_by[highest]} led under epoch {highest}, and {registered} is the latest registered")
-        if self.findings.is_over and LeadingEvent in self.told:
+        if self.findings.is_over and history.LeadingEvent in self.told:
             self.evidence["liveness"] += 1
             if len(self._leaders) != 1:
                 self.found("liveness", f"{len(self._leaders)} servers lead at the end: {self._leaders}")
-            elif TookOverEvent in self.told and self.findings.registered not in self._leaders.values():
+            elif history.TookOverEvent in self.told and self.findings.registered not in self._leaders.values():
                 self.found("liveness", f"{self._leaders} lead at the end, and {self.findings.registered} is the latest epoch")
 
 
@@ -475,13 +448,13 @@ class ScheduleJudge(Judge):
         self._fired: dict[tuple[str, float], str] = {}
         self._due: set[tuple[str, float]] = set()
 
-    def handlers(self) -> dict[type[HistoryLine], Handler]:
-        return {DueEvent: self._is_due, FiredEvent: self._was_fired}
+    def handlers(self) -> dict[type[history.HistoryLine], Handler]:
+        return {history.DueEvent: self._is_due, history.FiredEvent: self._was_fired}
 
-    def _is_due(self, line: DueEvent) -> None:
+    def _is_due(self, line: history.DueEvent) -> None:
         self._due.add((line.definition, line.nominal))
 
-    def _was_fired(self, line: FiredEvent) -> None:
+    def _was_fired(self, line: history.FiredEvent) -> None:
         """Judge I15: at most one run. A schedule also counts as a caller that asked for the job."""
         self.job(line.job_id).asked = True
         self.evidence["I15"] += 1
@@ -509,13 +482,13 @@ class LivenessJudge(Judge):
         super().__init__(findings)
         self._events_per_s_max = events_per_s_max
 
-    def handlers(self) -> dict[type[HistoryLine], Handler]:
-        return {HealedEvent: self._healed, EndedEvent: self._ended}
+    def handlers(self) -> dict[type[history.HistoryLine], Handler]:
+        return {history.HealedEvent: self._healed, history.EndedEvent: self._ended}
 
-    def _healed(self, line: HealedEvent) -> None:
+    def _healed(self, line: history.HealedEvent) -> None:
         self.findings.healed_at = line.at
 
-    def _ended(self, line: EndedEvent) -> None:
+    def _ended(self, line: history.EndedEvent) -> None:
         self.findings.ended = True
         healed_at = self.findings.healed_at
         if healed_at is None:
@@ -535,10 +508,10 @@ class LivenessJudge(Judge):
 
 EVENTS_PER_S_MAX = 1000.0  # of a small world at rest after its faults: ticks, heartbeats and the last jobs are a tenth of this
 
-_KINDS: dict[str, type[HistoryLine]] = {
+_KINDS: dict[str, type[history.HistoryLine]] = {
     history.kind_of(kind.__name__): kind
     for kind in vars(history).values()
-    if isinstance(kind, type) and issubclass(kind, HistoryLine)
+    if isinstance(kind, type) and issubclass(kind, history.HistoryLine)
 }
 
 
@@ -560,12 +533,12 @@ class Checker:
             ScheduleJudge(findings),
             LivenessJudge(findings, events_per_s_max),
         )
-        self._all: dict[type[HistoryLine], list[Handler]] = {}
+        self._all: dict[type[history.HistoryLine], list[Handler]] = {}
         for judge in self._judges:
             for kind, handler in judge.handlers().items():
                 self._all.setdefault(kind, []).append(handler)
         # Filled as kinds appear: so that to know which have been told costs nothing per line.
-        self._active: dict[type[HistoryLine], list[Handler]] = {}
+        self._active: dict[type[history.HistoryLine], list[Handler]] = {}
         if whole:
             self._watch(_KINDS)
 
@@ -578,7 +551,7 @@ class Checker:
         """The number of facts on which each invariant was judged; a missing one was not judged at all."""
         return self._findings.evidence
 
-    def observe(self, line: AnyLine) -> None:
+    def observe(self, line: history.AnyLine) -> None:
         """Judge the next line."""
         findings = self._findings
         findings.at = line.at
@@ -589,9 +562,9 @@ class Checker:
         for handle in handlers:
             handle(line)
 
-    def _first_of(self, line: AnyLine) -> list[Handler]:
+    def _first_of(self, line: history.AnyLine) -> list[Handler]:
         kind = type(line)
-        if isinstance(line, WatchingEvent):
+        if isinstance(line, history.WatchingEvent):
             self._watch(line.kinds)
             return []
         self._findings.told.add(kind)
@@ -606,7 +579,7 @@ class Checker:
         for judge in self._judges:
             judge.end()
 
-    def check(self, lines: Iterable[AnyLine]) -> Self:
+    def check(self, lines: Iterable[history.AnyLine]) -> Self:
         """Judge a whole history at once."""
         for line in lines:
             self.observe(line)

@@ -14,21 +14,7 @@ import msgspec
 
 from tasuki.core.job import LEASED, READY, TERMINAL, State
 from tasuki.core.lifecycle import TAKEOVER_TIE_S
-from tasuki.testing.sim.history import (
-    AskedEvent,
-    BeganEvent,
-    CanceledEvent,
-    GrantedEvent,
-    HistoryLine,
-    ReapedEvent,
-    RemovedEvent,
-    ReportedEvent,
-    RequeuedEvent,
-    RowEvent,
-    ShownEvent,
-    SubmittedEvent,
-    TookOverEvent,
-)
+from tasuki.testing.sim import history
 
 INVARIANTS = (*(f"I{n}" for n in range(1, 18)), "lease", "credit", "liveness")
 """The invariants of docs/invariants.md; `lease`: none ends before its time; `credit`: no worker gets more than it asks for."""
@@ -150,7 +136,7 @@ class JobFacts:
         self.failures = self.losses = 0
         self.retry_at: float | None = None
         """The earliest time of the next attempt, by the report of the last one."""
-        self.row: RowEvent | None = None
+        self.row: history.RowEvent | None = None
 
     def has_result(self, attempt: int, sha256: str | None) -> bool:
         """Return whether this may be the result of that attempt."""
@@ -170,9 +156,9 @@ class Findings:
         self.violations: list[Violation] = []
         self.evidence: Counter[str] = Counter()
         self.raises = raises
-        self.told: set[type[HistoryLine]] = set()
+        self.told: set[type[history.HistoryLine]] = set()
         """Kinds of which no line is missing."""
-        self.watched: frozenset[type[HistoryLine]] = frozenset()
+        self.watched: frozenset[type[history.HistoryLine]] = frozenset()
         """Kinds of which no line was missing from the start."""
         self.at = 0.0
         self.line = -1
@@ -196,7 +182,7 @@ class Findings:
         facts = self.jobs.get(job_id)
         if facts is None:
             facts = self.jobs[job_id] = JobFacts(job_id)
-            facts.counted = self.watched.issuperset((ReportedEvent, ReapedEvent))
+            facts.counted = self.watched.issuperset((history.ReportedEvent, history.ReapedEvent))
         return facts
 
     @property
@@ -215,7 +201,7 @@ class Judge:
         self.told = findings.told
         self.job = findings.job
 
-    def handlers(self) -> dict[type[HistoryLine], Handler]:
+    def handlers(self) -> dict[type[history.HistoryLine], Handler]:
         raise NotImplementedError
 
     def end(self) -> None:
@@ -224,9 +210,9 @@ class Judge:
 
 # ---------------------------------------------------------------------------------------------------- the store's commits
 
-_ENDS = frozenset({ReportedEvent, ReapedEvent, ShownEvent})
+_ENDS = frozenset({history.ReportedEvent, history.ReapedEvent, history.ShownEvent})
 """Kinds that together tell how every lease ends."""
-_STATES = _ENDS | {CanceledEvent, RowEvent}
+_STATES = _ENDS | {history.CanceledEvent, history.RowEvent}
 """Kinds that together tell every state."""
 EARLY_S = 1e-6  # what rounding may take from the time between two events
 
@@ -239,22 +225,22 @@ class JobJudge(Judge):
         self._leases = findings.leases
         self._latest_wall = float("-inf")
 
-    def handlers(self) -> dict[type[HistoryLine], Handler]:
+    def handlers(self) -> dict[type[history.HistoryLine], Handler]:
         return {
-            SubmittedEvent: self._submitted,
-            GrantedEvent: self._granted,
-            ShownEvent: self._shown,
-            ReportedEvent: self._reported,
-            ReapedEvent: self._reaped,
-            CanceledEvent: self._canceled,
-            RequeuedEvent: self._requeued,
-            RemovedEvent: self._removed,
-            TookOverEvent: self._took_over,
+            history.SubmittedEvent: self._submitted,
+            history.GrantedEvent: self._granted,
+            history.ShownEvent: self._shown,
+            history.ReportedEvent: self._reported,
+            history.ReapedEvent: self._reaped,
+            history.CanceledEvent: self._canceled,
+            history.RequeuedEvent: self._requeued,
+            history.RemovedEvent: self._removed,
+            history.TookOverEvent: self._took_over,
         }
 
     # ------------------------------------------------------------------------------------------------ submitters
 
-    def _submitted(self, line: SubmittedEvent) -> None:
+    def _submitted(self, line: history.SubmittedEvent) -> None:
         """Judge I2: one job per id, all acknowledgements agree, another body is refused, and only another body."""
         if line.refused and line.refused != "CONFLICT":
             return
@@ -280,7 +266,7 @@ class JobJudge(Judge):
         elif line.generation != job.generation:
             self._set_going(job, line.generation)
 
-    def _requeued(self, line: RequeuedEvent) -> None:
+    def _requeued(self, line: history.RequeuedEvent) -> None:
         if line.done:
             job = self.job(line.job_id)
             expected = line.generation or (job.generation or 0) + 1
@@ -295,10 +281,10 @@ class JobJudge(Judge):
         elif (
             job.generation is not None
             and generation != job.generation + 1
-            and (RequeuedEvent in self.told or RowEvent in self.told)
+            and (history.RequeuedEvent in self.told or history.RowEvent in self.told)
         ):
             self.found("I4", f"{job.job_id} went from generation {job.generation} to {generation}")
-        elif AskedEvent in self.told:
+        elif history.AskedEvent in self.told:
             self.evidence["I16"] += 1
             if not job.asked_restarts:
                 self.found("I4", f"{job.job_id} was set going again, and nobody had asked for it")
@@ -310,13 +296,13 @@ class JobJudge(Judge):
         job.retry_at = None
         job.counted = True
 
-    def _canceled(self, line: CanceledEvent) -> None:
+    def _canceled(self, line: history.CanceledEvent) -> None:
         """Judge I14: a cancel is told what came of it."""
         if not line.state:
             return
         job = self.job(line.job_id)
         self.evidence["I14"] += 1
-        if job.state in TERMINAL and line.state != job.state and RowEvent in self.told:
+        if job.state in TERMINAL and line.state != job.state and history.RowEvent in self.told:
             self.found("I14", f"{line.job_id} is {job.state}, and a cancel was told {line.state}")
             return
         if line.state in TERMINAL:
@@ -325,7 +311,7 @@ class JobJudge(Judge):
             job.let_go(attempt, job.ends.get(attempt, "canceled"))
         job.state = line.state
 
-    def _removed(self, line: RemovedEvent) -> None:
+    def _removed(self, line: history.RemovedEvent) -> None:
         """Judge I4: only terminal jobs are removed."""
         job = self.job(line.job_id)
         self.evidence["I4"] += 1
@@ -336,7 +322,7 @@ class JobJudge(Judge):
 
     # ------------------------------------------------------------------------------------------------ leases
 
-    def _granted(self, line: GrantedEvent) -> None:
+    def _granted(self, line: history.GrantedEvent) -> None:
         """Judge I5: one attempt more, and no other live lease. I4: of a job that is not over. I12: not before its time."""
         job = self.job(line.job_id)
         self.evidence["I5"] += 1
@@ -362,7 +348,7 @@ class JobJudge(Judge):
         job.attempt, job.state = line.attempt, State.ASSIGNED
         job.exists = job.existed = True
 
-    def _in_time(self, line: GrantedEvent, retry_at: float | None) -> None:
+    def _in_time(self, line: history.GrantedEvent, retry_at: float | None) -> None:
         """Judge I12, by the highest value of the store's wall clock so far; not_after by its current value."""
         self._latest_wall = max(self._latest_wall, line.wall, line.highest_wall or line.wall)
         not_before = max(line.not_before or 0.0, retry_at or 0.0)
@@ -377,7 +363,7 @@ class JobJudge(Judge):
                 late_s = line.wall - line.not_after
                 self.found("I12", f"attempt {line.attempt} of {line.job_id} was granted {late_s:g} s after its time")
 
-    def _shown(self, line: ShownEvent) -> None:
+    def _shown(self, line: history.ShownEvent) -> None:
         """Judge I17: a lease that was taken for the current one is, and its owner showed it."""
         if not line.held:
             return
@@ -405,14 +391,14 @@ class JobJudge(Judge):
         else:
             lease.since = line.at
 
-    def _reaped(self, line: ReapedEvent) -> None:
+    def _reaped(self, line: history.ReapedEvent) -> None:
         """Judge I5: each lease ends once. I4: terminal absorbs. `lease`: it lasts its time from its latest renewal; the first
         takeover after that is one.
         """
         job = self.job(line.job_id)
         self.evidence["I5"] += 1
         lease = job.lease
-        is_known = GrantedEvent in self.told and job.lease_known
+        is_known = history.GrantedEvent in self.told and job.lease_known
         if is_known and job.state in TERMINAL:
             self.found("I4", f"{line.job_id} is {job.state}, and attempt {line.attempt} of it was reaped to {line.state}")
         elif is_known and (lease is None or job.orphaned or lease.attempt != line.attempt):
@@ -440,14 +426,14 @@ class JobJudge(Judge):
         if lasted_s < ttl_s - EARLY_S:
             self.found("lease", f"{lease} of {lease.job_id} was ended {lasted_s:g} s after it was renewed; it lasts {ttl_s:g} s")
 
-    def _took_over(self, line: TookOverEvent) -> None:
+    def _took_over(self, line: history.TookOverEvent) -> None:
         """Count every live lease as renewed, unless an earlier takeover did that and its worker has not renewed it since."""
         if line.done:
             self.findings.takeovers.append(line.at)
 
     # ------------------------------------------------------------------------------------------------ reports
 
-    def _reported(self, line: ReportedEvent) -> None:
+    def _reported(self, line: history.ReportedEvent) -> None:
         """Judge I3: one report per attempt. I6: with the current lease. I17: from its owner. I14: not besides a cancel."""
         if not line.accepted:
             return
@@ -456,7 +442,7 @@ class JobJudge(Judge):
         if line.attempt in job.reports:
             earlier = job.reports[line.attempt]
             self.found("I3", f"attempt {line.attempt} of {line.job_id} had a {earlier}, and then a {line.verb} was accepted")
-        elif line.verb == "finish" and job.state == State.CANCELED and GrantedEvent in self.told:
+        elif line.verb == "finish" and job.state == State.CANCELED and history.GrantedEvent in self.told:
             self.evidence["I14"] += 1
             self.found("I14", f"{line.job_id} was canceled, and then a finish of attempt {line.attempt} was accepted")
         else:
@@ -478,10 +464,10 @@ class JobJudge(Judge):
             job.failures += 1
             job.retry_at = line.retry_at
 
-    def _came_from_the_holder(self, job: JobFacts, line: ReportedEvent) -> None:
+    def _came_from_the_holder(self, job: JobFacts, line: history.ReportedEvent) -> None:
         lease = job.lease
         self.evidence["I6"] += 1
-        if job.lease_known and GrantedEvent in self.told:
+        if job.lease_known and history.GrantedEvent in self.told:
             self.evidence["I17"] += 1
             if lease is None or lease.lease_id != line.lease_id or lease.attempt != line.attempt:
                 self.found("I6", f"a {line.verb} of {line.job_id} was accepted for {_shown(line)}; the current one is {lease}")
@@ -494,11 +480,11 @@ class JobJudge(Judge):
                 "I6", f"a {line.verb} of {line.job_id} was accepted for {_shown(line)}, which was {job.ends[line.attempt]} before"
             )
             return
-        if line.verb == "finish" and BeganEvent in self.told and line.attempt not in job.began:
+        if line.verb == "finish" and history.BeganEvent in self.told and line.attempt not in job.began:
             self.found("I6", f"a finish of {line.job_id} was accepted for {_shown(line)}, which never ran")
 
 
-def _shown(line: ReportedEvent) -> str:
+def _shown(line: history.ReportedEvent) -> str:
     return f"attempt {line.attempt} under lease {line.lease_id}"
 
 
@@ -515,10 +501,10 @@ class RowJudge(Judge):
         super().__init__(findings)
         self._at_end: set[str] | None = None
 
-    def handlers(self) -> dict[type[HistoryLine], Handler]:
-        return {RowEvent: self._row}
+    def handlers(self) -> dict[type[history.HistoryLine], Handler]:
+        return {history.RowEvent: self._row}
 
-    def _row(self, line: RowEvent) -> None:
+    def _row(self, line: history.RowEvent) -> None:
         job = self.job(line.job_id)
         self._identity(job, line)
         self._generation(job, line)
@@ -538,7 +524,7 @@ class RowJudge(Judge):
         job.attempt, job.generation, job.state = line.attempt, line.generation, line.state
         job.row = line
 
-    def _identity(self, job: JobFacts, line: RowEvent) -> None:
+    def _identity(self, job: JobFacts, line: history.RowEvent) -> None:
         """Judge I2: a body never changes. I8: writes of leaders to a job never go back to an older epoch. I17: nor go beyond."""
         if line.body:
             self.evidence["I2"] += 1
@@ -553,14 +539,14 @@ class RowJudge(Judge):
             self.evidence["I8"] += 1
             if epoch < before:
                 self.found("I8", f"{job_id} was written under epoch {epoch} after {before}")
-        if TookOverEvent in self.told:
+        if history.TookOverEvent in self.told:
             self.evidence["I17"] += 1
             if epoch > self.findings.registered:
                 self.found(
                     "I17", f"{job_id} was written under epoch {epoch}; {self.findings.registered} is the latest registered"
                 )
 
-    def _generation(self, job: JobFacts, line: RowEvent) -> None:
+    def _generation(self, job: JobFacts, line: history.RowEvent) -> None:
         """Judge I4: terminal absorbs; only a new generation that was asked for leaves it, with both budgets whole."""
         if job.generation is None:
             return
@@ -572,10 +558,10 @@ class RowJudge(Judge):
                 both = {job.state, line.state}
                 invariant = "I14" if both == {State.CANCELED, State.SUCCEEDED} else "I4"
                 self.found(invariant, f"{line.job_id} was {job.state} and is {line.state}, in the same generation")
-        elif RequeuedEvent in self.told and SubmittedEvent in self.told:
+        elif history.RequeuedEvent in self.told and history.SubmittedEvent in self.told:
             # Whatever was told of it has moved job.generation already.
             self.found("I4", f"{line.job_id} is in generation {line.generation}, and nothing was told beyond {job.generation}")
-        elif AskedEvent in self.told and line.generation - job.generation > job.asked_restarts:
+        elif history.AskedEvent in self.told and line.generation - job.generation > job.asked_restarts:
             self.found("I4", f"{line.job_id} is in generation {line.generation}, asked for {job.asked_restarts} times")
         if line.generation != job.generation:
             job.counted = False  # it was set going without a word: what was counted is of another generation
@@ -586,13 +572,13 @@ class RowJudge(Judge):
                 spent = f"{line.failures} failures and {line.losses} losses"
                 self.found("I4", f"{line.job_id} was set going again with {spent} on its budgets")
 
-    def _attempt(self, job: JobFacts, line: RowEvent) -> None:
+    def _attempt(self, job: JobFacts, line: history.RowEvent) -> None:
         """Judge I5: as many attempts as grants; a lease while somebody holds it, and only then."""
         self.evidence["I5"] += 1
         if job.attempt is not None and line.attempt != job.attempt:
             if line.attempt < job.attempt:
                 self.found("I5", f"{line.job_id} went back from attempt {job.attempt} to {line.attempt}")
-            elif GrantedEvent in self.told:
+            elif history.GrantedEvent in self.told:
                 self.found("I5", f"{line.job_id} is at attempt {line.attempt}, and was granted {job.attempt} times")
         is_held = line.state in LEASED or line.state == State.ORPHANED
         if is_held != (line.lease_id is not None):
@@ -600,25 +586,25 @@ class RowJudge(Judge):
         elif (
             job.lease_known
             and is_held
-            and GrantedEvent in self.told
+            and history.GrantedEvent in self.told
             and (job.lease is None or job.lease.lease_id != line.lease_id)
         ):
             self.found("I5", f"{line.job_id} has lease {line.lease_id}, and the current one is {job.lease}")
 
-    def _budgets(self, job: JobFacts, line: RowEvent) -> None:
+    def _budgets(self, job: JobFacts, line: history.RowEvent) -> None:
         """Judge I11: the failures and losses that happened, within the budgets; more of them end the job, with a reason."""
         self.evidence["I11"] += 1
         over = max(line.failures - line.max_retries, line.losses - line.max_losses)
         if over > (line.state in _DEAD):
             self.found("I11", f"{line.job_id} is {line.state} after {_spent(line)}")
-        elif job.counted and ReportedEvent in self.told and line.failures != job.failures:
+        elif job.counted and history.ReportedEvent in self.told and line.failures != job.failures:
             self.found("I11", f"{line.job_id} has {_spent(line)}, and {job.failures} failures were reported")
-        elif job.counted and ReapedEvent in self.told and line.losses != job.losses:
+        elif job.counted and history.ReapedEvent in self.told and line.losses != job.losses:
             self.found("I11", f"{line.job_id} has {_spent(line)}, and {job.losses} attempts were lost")
         elif line.state in _DEAD and not line.error_code:
             self.found("I11", f"{line.job_id} is {line.state} without a reason")
 
-    def _result(self, job: JobFacts, line: RowEvent) -> None:
+    def _result(self, job: JobFacts, line: history.RowEvent) -> None:
         """Judge I13: the result of the accepted finish, and none before it."""
         if line.state == State.SUCCEEDED and line.attempt in job.results:
             self.evidence["I13"] += 1
@@ -628,12 +614,12 @@ class RowJudge(Judge):
             self.evidence["I13"] += 1
             if line.result_sha256 is not None:
                 self.found("I13", f"{line.job_id} is {line.state} and has a result")
-        if line.state == State.SUCCEEDED and ReportedEvent in self.told:
+        if line.state == State.SUCCEEDED and history.ReportedEvent in self.told:
             self.evidence["I6"] += 1
             if job.reports.get(line.attempt) != "finish":
                 self.found("I6", f"{line.job_id} succeeded without a finish of attempt {line.attempt}")
 
-    def _cancel(self, line: RowEvent) -> None:
+    def _cancel(self, line: history.RowEvent) -> None:
         """Judge I14: a job that is being canceled is not tried again."""
         if line.cancel_requested:
             self.evidence["I14"] += 1
@@ -643,7 +629,8 @@ class RowJudge(Judge):
     # ------------------------------------------------------------------------------------------------ when all is over
 
     def end(self) -> None:
-        tells_ends = self.findings.watched.issuperset((ReportedEvent, ReapedEvent, ShownEvent)) and GrantedEvent not in self.told
+        ends = (history.ReportedEvent, history.ReapedEvent, history.ShownEvent)
+        tells_ends = self.findings.watched.issuperset(ends) and history.GrantedEvent not in self.told
         for job in self.findings.jobs.values():
             exists = job.exists if self._at_end is None else job.job_id in self._at_end
             self._kept(job, exists=exists)
@@ -656,7 +643,8 @@ class RowJudge(Judge):
         """Judge I1: acknowledged jobs are there, and over once there were no more faults. Liveness: others are over as well."""
         if not job.acked and not exists:
             return
-        if job.acked and (self._at_end is not None or SubmittedEvent in self.told or RowEvent in self.told) and not job.removed:
+        is_known = self._at_end is not None or history.SubmittedEvent in self.told or history.RowEvent in self.told
+        if job.acked and is_known and not job.removed:
             self.evidence["I1"] += 1
             if not exists:
                 self.found("I1", f"{job.job_id} was acknowledged, and is not there")
@@ -669,12 +657,12 @@ class RowJudge(Judge):
 
     def _wanted(self, job: JobFacts) -> None:
         """Judge I2: there is no job that nobody asked for."""
-        if AskedEvent in self.told:
+        if history.AskedEvent in self.told:
             self.evidence["I2"] += 1
             if not job.asked:
                 self.found("I2", f"{job.job_id} exists, and nobody submitted it")
 
-    def _each_attempt_ended(self, job: JobFacts, row: RowEvent) -> None:
+    def _each_attempt_ended(self, job: JobFacts, row: history.RowEvent) -> None:
         """Judge I5 where grants are not told: each attempt but the latest has its end, and there are no others."""
         self.evidence["I5"] += 1
         missing = [attempt for attempt in range(1, row.attempt) if attempt not in job.ends]
@@ -685,5 +673,5 @@ class RowJudge(Judge):
             self.found("I5", f"{job.job_id} is at attempt {row.attempt}, and attempt {beyond} was never granted")
 
 
-def _spent(line: RowEvent) -> str:
+def _spent(line: history.RowEvent) -> str:
     return f"{line.failures} failures of {line.max_retries}, {line.losses} losses of {line.max_losses}"

@@ -31,27 +31,9 @@ from tasuki.core.protocol import CancelLeases
 from tasuki.core.worker.machine import WorkerMachine
 from tasuki.errors import DiskFull, StaleEpoch
 from tasuki.stores.common import Retries
+from tasuki.testing.sim import history
 from tasuki.testing.sim.clients import SimClient
 from tasuki.testing.sim.faults import KINDS
-from tasuki.testing.sim.history import (
-    AnsweredEvent,
-    AnyLine,
-    CanceledEvent,
-    GoneEvent,
-    GrantedEvent,
-    HistoryLine,
-    LeadingEvent,
-    LedEvent,
-    ProcessEvent,
-    ReapedEvent,
-    ReportedEvent,
-    RequeuedEvent,
-    RowEvent,
-    SettledEvent,
-    ShownEvent,
-    SubmittedEvent,
-    TookOverEvent,
-)
 from tasuki.testing.sim.network import Network
 from tasuki.testing.sim.run import SeedOutcome, check_plan, plan_of
 from tasuki.testing.sim.workers import SimWorker
@@ -270,22 +252,22 @@ class Coverage:
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
-        self._handlers: dict[type[HistoryLine], Callable[[Any], None]] = {
-            ReportedEvent: self._reported,
-            ShownEvent: self._shown,
-            ReapedEvent: self._reaped,
-            GrantedEvent: self._granted,
-            RowEvent: self._row,
-            CanceledEvent: self._canceled,
-            RequeuedEvent: self._requeued,
-            SubmittedEvent: self._submitted,
-            AnsweredEvent: self._answered,
-            LedEvent: self._led,
-            TookOverEvent: self._took_over,
-            LeadingEvent: self._leading,
-            SettledEvent: self._settled,
-            GoneEvent: self._gone,
-            ProcessEvent: self._process,
+        self._handlers: dict[type[history.HistoryLine], Callable[[Any], None]] = {
+            history.ReportedEvent: self._reported,
+            history.ShownEvent: self._shown,
+            history.ReapedEvent: self._reaped,
+            history.GrantedEvent: self._granted,
+            history.RowEvent: self._row,
+            history.CanceledEvent: self._canceled,
+            history.RequeuedEvent: self._requeued,
+            history.SubmittedEvent: self._submitted,
+            history.AnsweredEvent: self._answered,
+            history.LedEvent: self._led,
+            history.TookOverEvent: self._took_over,
+            history.LeadingEvent: self._leading,
+            history.SettledEvent: self._settled,
+            history.GoneEvent: self._gone,
+            history.ProcessEvent: self._process,
         }
         self._orphaned: set[str] = set()
         self._cancel_asked: set[str] = set()
@@ -306,7 +288,7 @@ class Coverage:
                 stack.enter_context(mock.patch.object(probe.owner, probe.name, counted))
             yield
 
-    def observe(self, line: AnyLine) -> None:
+    def observe(self, line: history.AnyLine) -> None:
         """Count the next line of the history."""
         handle = self._handlers.get(type(line))
         if handle is not None:
@@ -320,7 +302,7 @@ class Coverage:
         self.counts.update(f"world {name}" for name, applies in WORLDS.items() if applies(outcome.options))
 
     # -- what workers say -------------------------------------------------------------------------------------------
-    def _reported(self, line: ReportedEvent) -> None:
+    def _reported(self, line: history.ReportedEvent) -> None:
         if not line.accepted:
             self.counts["report repeated" if line.repeated else "report fenced"] += 1
             return
@@ -331,35 +313,35 @@ class Coverage:
             self.counts["finish wins"] += line.state == State.SUCCEEDED
             self.counts["cancel wins"] += line.state == State.CANCELED
 
-    def _shown(self, line: ShownEvent) -> None:
+    def _shown(self, line: history.ShownEvent) -> None:
         if not line.held:
             self.counts["release refused" if line.verb == "release" else "lease lost"] += 1
         elif line.job_id in self._orphaned:
             self._orphaned.discard(line.job_id)
             self.counts["orphan resumed"] += 1
 
-    def _settled(self, line: SettledEvent) -> None:
+    def _settled(self, line: history.SettledEvent) -> None:
         if self._granted_in.get(line.lease_id) != self._lives[line.worker_id]:
             self.counts["saved ending recorded" if line.recorded else "saved ending fenced"] += 1
 
-    def _gone(self, line: GoneEvent) -> None:
+    def _gone(self, line: history.GoneEvent) -> None:
         if line.how != "ended":
             self.counts[f"attempt {line.how}"] += 1
 
     # -- what the store did -----------------------------------------------------------------------------------------
-    def _granted(self, line: GrantedEvent) -> None:
+    def _granted(self, line: history.GrantedEvent) -> None:
         self._granted_in[line.lease_id] = self._lives[line.worker_id]
         if line.job_id in self._orphaned:
             self._orphaned.discard(line.job_id)
             self.counts["orphan granted"] += 1
 
-    def _reaped(self, line: ReapedEvent) -> None:
+    def _reaped(self, line: history.ReapedEvent) -> None:
         if line.state == State.ORPHANED:
             self._orphaned.add(line.job_id)
             self.counts["orphaned"] += 1
         self.counts["lost while canceled"] += line.state == State.CANCELED
 
-    def _row(self, line: RowEvent) -> None:
+    def _row(self, line: history.RowEvent) -> None:
         if line.at_end or self._states.get(line.job_id) == line.state:
             return
         self._states[line.job_id] = line.state
@@ -371,7 +353,7 @@ class Coverage:
         self.counts["timed out"] += line.state == State.TIMED_OUT
         self.counts["skipped"] += line.state == State.SKIPPED
 
-    def _canceled(self, line: CanceledEvent) -> None:
+    def _canceled(self, line: history.CanceledEvent) -> None:
         before = self._states.get(line.job_id, "")
         if line.requested:
             self._cancel_asked.add(line.job_id)
@@ -380,11 +362,11 @@ class Coverage:
         else:
             self.counts["cancel of a waiting job"] += line.state == State.CANCELED
 
-    def _requeued(self, line: RequeuedEvent) -> None:
+    def _requeued(self, line: history.RequeuedEvent) -> None:
         self.counts["requeued" if line.done else "requeue refused"] += 1
         self._generations[line.job_id] = line.generation
 
-    def _submitted(self, line: SubmittedEvent) -> None:
+    def _submitted(self, line: history.SubmittedEvent) -> None:
         if line.refused:
             self.counts["conflict"] += line.refused == "CONFLICT"
             return
@@ -394,17 +376,17 @@ class Coverage:
         self._generations[line.job_id] = line.generation
 
     # -- clients, servers, processes ----------------------------------------------------------------------------------
-    def _answered(self, line: AnsweredEvent) -> None:
+    def _answered(self, line: history.AnsweredEvent) -> None:
         self.counts["not known"] += line.answer == "unknown"
         self.counts["refused"] += line.answer == "refused"
 
-    def _led(self, line: LedEvent) -> None:
+    def _led(self, line: history.LedEvent) -> None:
         self.counts["epoch refused"] += not line.done
 
-    def _took_over(self, line: TookOverEvent) -> None:
+    def _took_over(self, line: history.TookOverEvent) -> None:
         self.counts["takeover refused"] += not line.done
 
-    def _leading(self, line: LeadingEvent) -> None:
+    def _leading(self, line: history.LeadingEvent) -> None:
         if not line.epoch:
             self.counts["stepped down"] += line.server_id in self._leads
             self._leads.discard(line.server_id)
@@ -414,7 +396,7 @@ class Coverage:
             self.counts["the same leader again" if self._last_leader == line.server_id else "another leader"] += 1
         self._last_leader = line.server_id
 
-    def _process(self, line: ProcessEvent) -> None:
+    def _process(self, line: history.ProcessEvent) -> None:
         if line.what == "started":
             self._lives[line.name] += 1
         self.counts["exited"] += line.what == "exited"

@@ -14,19 +14,7 @@ from tasuki.core.job import TERMINAL, Job, OnDisconnect
 from tasuki.core.store_messages import VERBS, Answers, LeaseStatus, MissingBlobs, ReportStatus, Turn
 from tasuki.errors import Conflict
 from tasuki.stores.store import Store
-from tasuki.testing.sim.history import (
-    CanceledEvent,
-    GrantedEvent,
-    LedEvent,
-    ReapedEvent,
-    RemovedEvent,
-    ReportedEvent,
-    RequeuedEvent,
-    RowEvent,
-    ShownEvent,
-    SubmittedEvent,
-    TookOverEvent,
-)
+from tasuki.testing.sim import history
 from tasuki.testing.sim.world import HostClock, World
 
 _LISTS = tuple(verb.name for verb in VERBS if not verb.leads)
@@ -48,7 +36,7 @@ class Recorder:
         """Jobs that are not terminal."""
         self.jobs: dict[str, None] = {}
         """Jobs that were stored and not removed."""
-        self._last: dict[str, RowEvent] = {}
+        self._last: dict[str, history.RowEvent] = {}
         self._touched: dict[str, None] = {}
 
     def turn(self, server_id: str, turn: Turn, answers: Answers) -> None:
@@ -69,11 +57,11 @@ class Recorder:
 
     def refused(self, server_id: str, turn: Turn) -> None:
         """Record that the store refused the turn's epoch."""
-        self.world.tell(LedEvent(at=self.world.at, server_id=server_id, epoch=turn.epoch, done=False))
+        self.world.tell(history.LedEvent(at=self.world.at, server_id=server_id, epoch=turn.epoch, done=False))
 
     def took_over(self, server_id: str, epoch: int, *, done: bool) -> None:
         self.verbs["take_over"] += 1
-        self.world.tell(TookOverEvent(at=self.world.at, server_id=server_id, epoch=epoch, done=done))
+        self.world.tell(history.TookOverEvent(at=self.world.at, server_id=server_id, epoch=epoch, done=done))
 
     # -- the leader -----------------------------------------------------------------------------------------------
     def _leader(self, server_id: str, turn: Turn, answers: Answers) -> None:
@@ -82,11 +70,11 @@ class Recorder:
             self.took_over(server_id, turn.epoch, done=answers.take_over)
             return
         self.verbs.update(name for name in _LEADER if getattr(answers, name))
-        self.world.tell(LedEvent(at=at, server_id=server_id, epoch=turn.epoch, done=True))
+        self.world.tell(history.LedEvent(at=at, server_id=server_id, epoch=turn.epoch, done=True))
         for one in answers.reap:
             self._touched[one.job_id] = None
             self.world.tell(
-                ReapedEvent(
+                history.ReapedEvent(
                     at=at, job_id=one.job_id, attempt=one.attempt, worker_id=one.worker_id, state=one.state, epoch=turn.epoch
                 )
             )
@@ -95,7 +83,7 @@ class Recorder:
             known = list(self.jobs)
             for job_id, job in zip(known, self.store.get(known), strict=True):
                 if job is None:
-                    self.world.tell(RemovedEvent(at=at, job_id=job_id))
+                    self.world.tell(history.RemovedEvent(at=at, job_id=job_id))
                     del self.jobs[job_id]
                     del self._last[job_id]
 
@@ -107,7 +95,7 @@ class Recorder:
                 touched[report.job_id] = None
                 accepted, asked_s = word.answer is ReportStatus.RECORDED, report.outcome.retry_in_s
                 tell(
-                    ReportedEvent(
+                    history.ReportedEvent(
                         at=at,
                         verb=verb,
                         job_id=report.job_id,
@@ -128,7 +116,7 @@ class Recorder:
         for verb, claim, held in shown:
             touched[claim.job_id] = None
             tell(
-                ShownEvent(
+                history.ShownEvent(
                     at=at,
                     verb=verb,
                     job_id=claim.job_id,
@@ -149,7 +137,7 @@ class Recorder:
                 assert job is not None
                 self._touched[grant.job_id] = None
                 self.world.tell(
-                    GrantedEvent(
+                    history.GrantedEvent(
                         at=at,
                         job_id=grant.job_id,
                         attempt=grant.attempt,
@@ -173,13 +161,13 @@ class Recorder:
         at = self.world.at
         for (job_id, _, _), canceled in zip(turn.cancel, answers.cancel, strict=True):
             self._touched[job_id] = None
-            self.world.tell(CanceledEvent(at=at, job_id=job_id, state=canceled.state or "", requested=canceled.requested))
+            self.world.tell(history.CanceledEvent(at=at, job_id=job_id, state=canceled.state or "", requested=canceled.requested))
         if turn.requeue:
             job_ids = [order.job_id for order in turn.requeue]
             for job_id, requeued, job in zip(job_ids, answers.requeue, self.store.get(job_ids), strict=True):
                 self._touched[job_id] = None
                 generation = job.generation if job is not None else 0
-                self.world.tell(RequeuedEvent(at=at, job_id=job_id, done=requeued.done, generation=generation))
+                self.world.tell(history.RequeuedEvent(at=at, job_id=job_id, done=requeued.done, generation=generation))
 
     def _submitted(self, turn: Turn, answers: Answers) -> None:
         at = self.world.at
@@ -192,7 +180,7 @@ class Recorder:
                 self._touched[job_id] = None
                 self.jobs[job_id] = None
             self.world.tell(
-                SubmittedEvent(
+                history.SubmittedEvent(
                     at=at,
                     job_id=job_id,
                     body=submission.body_hash.hex(),
@@ -222,7 +210,7 @@ class Recorder:
         """Record a row, unless a commit touched it and left it as it was."""
         outcome = job.outcome
         terminal = job.state in TERMINAL
-        row = RowEvent(
+        row = history.RowEvent(
             at=self.world.at,
             job_id=job_id,
             state=job.state,
@@ -251,4 +239,4 @@ class Recorder:
             self.world.tell(row)
 
 
-_compared = attrgetter(*(name for name in RowEvent.__struct_fields__ if name not in ("at", "at_end")))
+_compared = attrgetter(*(name for name in history.RowEvent.__struct_fields__ if name not in ("at", "at_end")))

@@ -14,29 +14,14 @@ from collections import Counter, deque
 from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import msgspec
 
 from tasuki.coords.coordination import BEAT_INTERVAL_S, ClusterMember, MemoryCoordination, View
 from tasuki.core import election
 from tasuki.core.address import Address
-from tasuki.core.broker.events import (
-    AskEnded,
-    AskReady,
-    AskRevoked,
-    ClusterView,
-    DiskSpace,
-    Elected,
-    Hinted,
-    Publish,
-    Query,
-    ReadyFound,
-    SomeEnded,
-    SomeRevoked,
-    TurnDone,
-    TurnFailed,
-)
+from tasuki.core.broker import events
 from tasuki.core.cluster_messages import ServerInfo, decode, everything, split
 from tasuki.core.machine import Hangup, Ticked
 from tasuki.core.protocol import Message, Reply, error_message
@@ -54,10 +39,6 @@ from tasuki.testing.sim.history import LeadingEvent
 from tasuki.testing.sim.network import Network, SimulatedLink
 from tasuki.testing.sim.recorder import Recorder
 from tasuki.testing.sim.world import HostClock, SimProcess, World
-
-if TYPE_CHECKING:
-    from tasuki.core.broker.events import Event
-
 
 # ---------------------------------------------------------------------------------------------------- the store
 
@@ -384,12 +365,12 @@ class SimulatedCluster:
             elif member.member_id in self._seen:
                 seen[member.member_id] = self._seen[member.member_id]
         self._seen = seen
-        self.server.tell(ClusterView(tuple(info for _, info in seen.values()), view.detached))
+        self.server.tell(events.ClusterView(tuple(info for _, info in seen.values()), view.detached))
 
     # -- who leads ------------------------------------------------------------------------------------------------
-    def told(self, command: Publish | election.TookOver | election.EpochFenced) -> None:
+    def told(self, command: events.Publish | election.TookOver | election.EpochFenced) -> None:
         match command:
-            case Publish():
+            case events.Publish():
                 self.node.publish(self.server, split(command.hint))
             case election.TookOver() | election.EpochFenced():
                 self._decide(command)
@@ -413,7 +394,7 @@ class SimulatedCluster:
 
     def _lead(self, epoch: int) -> None:
         self.server.sim.tell(LeadingEvent(at=self.server.sim.at, server_id=self.server.name, epoch=epoch))
-        self.server.tell(Elected(epoch))
+        self.server.tell(events.Elected(epoch))
 
     def _find_floor(self, asked_at: float) -> None:
         """Read the latest epoch of the store, so that no epoch is used a second time."""
@@ -444,7 +425,7 @@ class SimulatedCluster:
 
     # -- hints ----------------------------------------------------------------------------------------------------
     def heard(self, piece: bytes) -> None:
-        self.server.tell(Hinted(decode(piece)))
+        self.server.tell(events.Hinted(decode(piece)))
 
 
 def _ignore(answer: Any) -> None:
@@ -548,14 +529,14 @@ class SimServer(SimProcess, ServerNode):
             self._disk_at = now + DISK_LOOK_S
             problem = self.storage.disk_problem()
             self.sim.effects["disk_full"] += bool(problem)
-            self.apply(DiskSpace(problem))
+            self.apply(events.DiskSpace(problem))
         self.apply(Ticked())
         if self.cluster is not None and not self.stopping:
             self.cluster.tick()
         self.pump()
 
     # -- the broker's driver --------------------------------------------------------------------------------------
-    def tell(self, event: Event) -> None:
+    def tell(self, event: events.Event) -> None:
         """Apply an event to the broker, and let the store begin if it is idle."""
         self.apply(event)
         self.pump()
@@ -567,7 +548,7 @@ class SimServer(SimProcess, ServerNode):
     def answered(self, turn: Turn, answer: Answers | TasukiError) -> None:
         """Tell the broker what its turn came to."""
         self.turn = None
-        self.tell(TurnDone(turn, answer) if isinstance(answer, Answers) else TurnFailed(turn, answer))
+        self.tell(events.TurnDone(turn, answer) if isinstance(answer, Answers) else events.TurnFailed(turn, answer))
 
     def hinted(self, piece: bytes) -> None:
         if self.cluster is not None:
@@ -590,14 +571,14 @@ class SimServer(SimProcess, ServerNode):
         last_words = error_message(0, error) if error is not None else None
         self.network.hang_up(command.conn, last_words, error.message if error is not None else "closed")
 
-    def _told(self, command: Publish | election.TookOver | election.EpochFenced) -> None:
+    def _told(self, command: events.Publish | election.TookOver | election.EpochFenced) -> None:
         if self.cluster is not None:
             self.cluster.told(command)
 
-    def _ask(self, command: AskEnded | AskRevoked | AskReady) -> None:
-        if isinstance(command, AskEnded):
+    def _ask(self, command: events.AskEnded | events.AskRevoked | events.AskReady) -> None:
+        if isinstance(command, events.AskEnded):
             self.storage.read(self, "ends", lambda store: store.ended_among(command.job_ids), self._some_ended)
-        elif isinstance(command, AskReady):
+        elif isinstance(command, events.AskReady):
             self.storage.read(
                 self, "ready", lambda store: store.ready_queues(command.place, limit=PAGE_QUEUES), self._ready_found
             )
@@ -606,17 +587,17 @@ class SimServer(SimProcess, ServerNode):
 
     def _some_ended(self, answer: list[str] | TasukiError) -> None:
         if not isinstance(answer, TasukiError):  # else the next look comes in a second
-            self.tell(SomeEnded(answer))
+            self.tell(events.SomeEnded(answer))
 
     def _ready_found(self, answer: ReadyPage | TasukiError) -> None:
         if not isinstance(answer, TasukiError):  # else the page is asked for again
-            self.tell(ReadyFound(answer))
+            self.tell(events.ReadyFound(answer))
 
     def _some_revoked(self, answer: list[str] | TasukiError) -> None:
         if not isinstance(answer, TasukiError):
-            self.tell(SomeRevoked(answer))
+            self.tell(events.SomeRevoked(answer))
 
-    def _answer_query(self, query: Query) -> None:
+    def _answer_query(self, query: events.Query) -> None:
         def then(answer: Any) -> None:
             failed = isinstance(answer, TasukiError)
             self._send(query.conn, error_message(query.msg_id, answer) if failed else Reply(query.msg_id, answer))
