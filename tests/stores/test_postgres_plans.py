@@ -3,48 +3,23 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from tasuki.core.lifecycle import Event, sources
 from tasuki.core.store_messages import LeaseRequest
-from tasuki.stores.sql.database import load_statements
 from tasuki.stores.sql.postgres import PostgresDatabase
-from tasuki.stores.sql.postgres_session import Statement, find_statement, statements
 from tasuki.stores.sql.store import SqlStore
+from tests.stores import sql_statements
+from tests.stores.sql_statements import POSTGRES_STATEMENTS as ALL
 from tests.support.postgres_service import PostgresService
 
 ROWS = 100_000
-FIND = [name for name, text in load_statements("postgresql").one.items() if "{and}" in text]
-ALL: dict[str, Statement] = {**statements(), **{name: find_statement(name, "") for name in FIND}}
-
-INDEX_OF = {
-    "band": "tasuki_job_ready",
-    "groups": "tasuki_job_ready",
-    "subjects": "tasuki_job_ready",
-    "queues": "tasuki_job_ready",
-    "band_above": "tasuki_job_ready",
-    "groups_above": "tasuki_job_ready",
-    "subjects_above": "tasuki_job_ready",
-    "ready_below": "tasuki_job_ready",
-    "claim_of_queue": "tasuki_job_ready",
-    "next_of_queues": "tasuki_job_ready",
-    "ahead": "tasuki_job_ready",
-    "leases_over": "tasuki_job_leased",
-    "renew_all": "tasuki_job_leased",
-    "held": "tasuki_job_leased",
-    "leases_of": "tasuki_job_leased",
-    "next_lease_over": "tasuki_job_leased",
-    "find_leased": "tasuki_job_leased",
-    "delayed_due": "tasuki_job_delayed",
-    "next_delayed": "tasuki_job_delayed",
-    "late": "tasuki_job_late",
-    "find_failed": "tasuki_job_failed",
-    "find_by_array": "tasuki_job_array",
-}
+OF_THE_READY = (
+    "band_above", "groups_above", "subjects_above", "ready_below", "claim_of_queue", "next_of_queues",
+)  # fmt: skip
+INDEX_OF = {**sql_statements.INDEX_OF, **dict.fromkeys(OF_THE_READY, "tasuki_job_ready")}
 HOT = [
     "submit_plain", "submit_full", "band", "groups", "subjects", "queues", "band_above", "groups_above", "subjects_above",
     "ready_below", "claim_of_queue", "next_of_queues", "start", "renew", "release", "finish_plain", "finish_full", "settle",
@@ -135,35 +110,6 @@ def test_no_hot_statement_sorts_or_hashes(store: SqlStore, name: str) -> None:
     # An incremental sort puts those of the very same time in the order of their ids, no more.
     timed = {"Incremental Sort"} if name not in ("leases_over", "late", "delayed_due") else set()
     assert not kinds & ({"Sort", "Hash", "Hash Join", "Merge Join", "Materialize"} | timed)
-
-
-@pytest.mark.parametrize(
-    ("name", "event"),
-    [
-        ("finish_plain", Event.LOSE),
-        ("finish_full", Event.LOSE),
-        ("start", Event.START),
-        ("release", Event.RELEASE),
-        ("resume", Event.RESUME),
-        ("requeue", Event.REQUEUE),
-    ],
-)
-def test_predicates_name_the_states_of_the_transition_table(name: str, event: Event) -> None:
-    # finish takes the leased ones in its batch, which are those that can be lost; ORPHANED is judged singly.
-    condition = ALL[name].text.rpartition("WHERE")[2]
-    named = re.search(r"state (?:IN \(([^)]*)\)|= ('[A-Z]+'))", condition)
-    assert named is not None
-
-    assert {state.strip("' ") for state in (named[1] or named[2]).split(",")} == {state.value for state in sources(event)}
-
-
-def test_both_vendors_have_the_same_statements_but_for_what_their_sessions_do_as_a_whole() -> None:
-    sqlite = {*load_statements("sqlite").one, *load_statements("sqlite").many}
-
-    assert sqlite - set(ALL) == {"oldest_of_queue", "oldest_of_queues", "leased_groups", "succeeded_of"}
-    floors = {"band_above", "groups_above", "subjects_above", "ready_below"}
-    claims = {"claim_of_queue", "claim_of_rows", "next_of_queues"}
-    assert set(ALL) - sqlite == {*floors, *claims, "mark", "last_mark", "forget_mark", "enqueue"}
 
 
 def test_every_parameter_says_its_type() -> None:

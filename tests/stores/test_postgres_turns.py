@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,7 +21,6 @@ from tests.stores.cutting_proxy import CuttingProxy
 from tests.support.postgres_service import PostgresService
 
 WAIT_S = 20.0
-ROOT = Path(__file__).parents[2]
 
 
 def submission(job_id: str, **fields: Any) -> Submission:
@@ -128,50 +124,6 @@ def test_an_idle_connection_that_was_cut_is_made_anew_for_a_reader(postgres: Pos
 
     assert reader.counts()["render"].pending == 1
     reader.close()
-
-
-# As in test_sqlite_turns.py: at the armed point our own process is killed.
-VICTIM = """
-import os, signal, sys
-from tasuki.core.job import JobSpec, Outcome, body_hash
-from tasuki.core.store_messages import LeaseRequest, Report, Submission
-from tasuki.stores.sql.store import SqlStore
-
-armed = None
-def fault(point):
-    if point == armed:
-        os.kill(os.getpid(), signal.SIGKILL)
-
-def submission(job_id):
-    spec = JobSpec(job_id=job_id, subject="render.eu", max_retries=0)
-    return Submission(spec, "alice", body_hash(spec))
-
-store = SqlStore.open_postgresql(sys.argv[1], fault=fault)
-store.submit([submission("first")])
-[[grant]] = store.lease([LeaseRequest(worker_id="w1", incarnation="w1/1", patterns=(">",))])
-armed = sys.argv[2]
-with store.turn():
-    store.finish([Report("first", "w1", grant.lease_id, 1, Outcome(result=b"done"))])
-    store.submit([submission("second")])
-"""
-
-
-@pytest.mark.parametrize("point", ["finish.written", "turn.before_commit", "turn.committed"])
-def test_a_kill_of_our_own_process_leaves_whole_turns_only(postgres_url: str, store: SqlStore, point: str) -> None:
-    victim = subprocess.run([sys.executable, "-c", VICTIM, postgres_url, point], capture_output=True, timeout=60, cwd=ROOT)
-    assert victim.returncode == -9, victim.stderr.decode()
-
-    # Whoever touches the row next waits until the server has noticed that the client is gone.
-    store.cancel(["first"], actor="alice")
-
-    states = [job.state if job is not None else None for job in store.get(["first", "second"])]
-    counts = store.counts()["render"]
-    if point == "turn.committed":
-        assert states == [State.SUCCEEDED, State.PENDING]
-        assert (counts.succeeded, counts.active, counts.pending) == (1, 0, 1)
-    else:
-        assert states == [State.ASSIGNED, None]
-        assert (counts.succeeded, counts.active, counts.pending) == (0, 1, 0)
 
 
 # -- a commit whose answer is lost --------------------------------------------------------------------------------

@@ -9,34 +9,14 @@ from typing import Any
 
 import pytest
 
-from tasuki.core.lifecycle import Event, sources
 from tasuki.stores.sql.database import load_statements
 from tasuki.stores.sql.sqlite import CACHE_KIB
 from tasuki.stores.sql.store import SqlStore
+from tests.stores import sql_statements
+from tests.stores.sql_statements import SQLITE as ALL
 
 STATEMENTS = load_statements("sqlite")
-ALL = {**STATEMENTS.one, **{name: sizes[4] for name, sizes in STATEMENTS.many.items()}}
-
-INDEX_OF = {
-    "band": "tasuki_job_ready",
-    "groups": "tasuki_job_ready",
-    "subjects": "tasuki_job_ready",
-    "queues": "tasuki_job_ready",
-    "oldest_of_queue": "tasuki_job_ready",
-    "oldest_of_queues": "tasuki_job_ready",
-    "ahead": "tasuki_job_ready",
-    "leases_over": "tasuki_job_leased",
-    "renew_all": "tasuki_job_leased",
-    "held": "tasuki_job_leased",
-    "leases_of": "tasuki_job_leased",
-    "next_lease_over": "tasuki_job_leased",
-    "find_leased": "tasuki_job_leased",
-    "delayed_due": "tasuki_job_delayed",
-    "next_delayed": "tasuki_job_delayed",
-    "late": "tasuki_job_late",
-    "find_failed": "tasuki_job_failed",
-    "find_by_array": "tasuki_job_array",
-}
+INDEX_OF = {**sql_statements.INDEX_OF, **dict.fromkeys(("oldest_of_queue", "oldest_of_queues"), "tasuki_job_ready")}
 
 HOT = [
     "submit_plain", "submit_full", "band", "groups", "subjects", "queues", "oldest_of_queue", "grant", "leased_groups",
@@ -87,26 +67,6 @@ def test_no_hot_statement_sorts(store: SqlStore, name: str) -> None:
 
 def test_the_plans_do_not_depend_on_statistics(store: SqlStore) -> None:
     assert asked(store, "SELECT name FROM sqlite_master WHERE name LIKE 'sqlite_stat%'") == []
-
-
-@pytest.mark.parametrize(
-    ("name", "event"),
-    [
-        ("finish_plain", Event.LOSE),
-        ("finish_full", Event.LOSE),
-        ("start", Event.START),
-        ("release", Event.RELEASE),
-        ("resume", Event.RESUME),
-        ("requeue", Event.REQUEUE),
-    ],
-)
-def test_predicates_name_the_states_of_the_transition_table(name: str, event: Event) -> None:
-    # finish takes the leased ones in its batch, which are those that can be lost; ORPHANED is judged singly.
-    condition = ALL[name].rpartition("WHERE")[2]
-    named = re.search(r"state (?:IN \(([^)]*)\)|= ('[A-Z]+'))", condition)
-    assert named is not None
-
-    assert {state.strip("' ") for state in (named[1] or named[2]).split(",")} == {state.value for state in sources(event)}
 
 
 def test_statements_exist_in_all_sizes_of_a_batch() -> None:

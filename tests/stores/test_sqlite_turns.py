@@ -1,4 +1,4 @@
-"""Transactions of the SQLite store: kills at every point, a full disk, and turns that fail half way."""
+"""Transactions of the SQLite store: a full disk, and turns that fail half way. `test_sql_kills.py` has kills at every point."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tasuki.core.job import JobSpec, Outcome, State, body_hash
 from tasuki.core.store_messages import Filter, HeldLease, LeaseRequest, Report, Submission, Turn
 from tasuki.errors import DiskFull, StaleEpoch, TasukiError, Unavailable
 from tasuki.stores.batching import execute_surely
-from tasuki.stores.sql.store import FAULT_POINTS, SqlStore
+from tasuki.stores.sql.store import SqlStore
 from tests.conftest import Require
 
 
@@ -34,56 +34,6 @@ def asked(store: SqlStore, statement: str) -> list[tuple[object, ...]]:
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     return tmp_path / "tasuki.sqlite3"
-
-
-# The second turn of this program passes through all fault points; at the armed one the process is killed as by a power cut
-# of the machine that it runs on: nothing is flushed, nothing is closed.
-VICTIM = """
-import os, pathlib, signal, sys
-from tasuki.core.job import JobSpec, Outcome, body_hash
-from tasuki.core.store_messages import LeaseRequest, Report, Submission
-from tasuki.stores.sql.store import SqlStore
-
-armed = None
-def fault(point):
-    if point == armed:
-        os.kill(os.getpid(), signal.SIGKILL)
-
-def submission(job_id):
-    spec = JobSpec(job_id=job_id, subject="render.eu", max_retries=0)
-    return Submission(spec, "alice", body_hash(spec))
-
-store = SqlStore.open_sqlite(pathlib.Path(sys.argv[1]), fault=fault)
-store.submit([submission("first"), submission("second")])
-grants = store.lease([LeaseRequest(worker_id="w1", incarnation="w1/1", patterns=(">",), limit=2)])[0]
-print("acked 1", flush=True)
-armed = sys.argv[2]
-with store.turn():
-    store.finish([Report("first", "w1", grants[0].lease_id, 1, Outcome(result=b"done"))])
-    store.fail([Report("second", "w1", grants[1].lease_id, 1, Outcome(error_code="EXIT_CODE"))])
-    store.submit([submission("third")])
-    store.lease([LeaseRequest(worker_id="w1", incarnation="w1/1", patterns=(">",), limit=2)])
-print("acked 2", flush=True)
-"""
-
-
-@pytest.mark.parametrize("point", FAULT_POINTS)
-def test_a_kill_leaves_whole_turns_only(path: Path, point: str) -> None:
-    victim = subprocess.run([sys.executable, "-c", VICTIM, str(path), point], capture_output=True, timeout=60)
-    assert victim.returncode == -9, victim.stderr.decode()
-    assert victim.stdout == b"acked 1\n"
-
-    store = SqlStore.open_sqlite(path)
-    states = [job.state if job is not None else None for job in store.get(["first", "second", "third"])]
-    counts = store.counts()["render"]
-    store.close()
-
-    if point == "turn.committed":
-        assert states == [State.SUCCEEDED, State.FAILED, State.ASSIGNED]
-        assert (counts.succeeded, counts.failed, counts.active, counts.pending) == (1, 1, 1, 0)
-    else:
-        assert states == [State.ASSIGNED, State.ASSIGNED, None]
-        assert (counts.succeeded, counts.failed, counts.active, counts.pending) == (0, 0, 2, 0)
 
 
 def test_a_full_database_refuses_the_turn_and_works_again_with_space(path: Path) -> None:

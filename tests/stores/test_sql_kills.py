@@ -1,0 +1,70 @@
+"""Kills of our own process at every point of a turn, on both SQL stores: whole turns are left, and nothing else."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tasuki.core.job import State
+from tasuki.stores.sql.store import FAULT_POINTS, SqlStore
+
+# The second turn of this program passes through all fault points; at the armed one the process is killed as by a power cut
+# of the machine that it runs on: nothing is flushed, nothing is closed.
+VICTIM = """
+import os, pathlib, signal, sys
+from tasuki.core.job import JobSpec, Outcome, body_hash
+from tasuki.core.store_messages import LeaseRequest, Report, Submission
+from tasuki.stores.sql.store import SqlStore
+
+vendor, place, point = sys.argv[1:]
+armed = None
+def fault(passed):
+    if passed == armed:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+def submission(job_id):
+    spec = JobSpec(job_id=job_id, subject="render.eu", max_retries=0)
+    return Submission(spec, "alice", body_hash(spec))
+
+if vendor == "sqlite":
+    store = SqlStore.open_sqlite(pathlib.Path(place), fault=fault)
+else:
+    store = SqlStore.open_postgresql(place, fault=fault)
+store.submit([submission("first"), submission("second")])
+grants = store.lease([LeaseRequest(worker_id="w1", incarnation="w1/1", patterns=(">",), limit=2)])[0]
+print("acked 1", flush=True)
+armed = point
+with store.turn():
+    store.finish([Report("first", "w1", grants[0].lease_id, 1, Outcome(result=b"done"))])
+    store.fail([Report("second", "w1", grants[1].lease_id, 1, Outcome(error_code="EXIT_CODE"))])
+    store.submit([submission("third")])
+    store.lease([LeaseRequest(worker_id="w1", incarnation="w1/1", patterns=(">",), limit=2)])
+print("acked 2", flush=True)
+"""
+
+
+@pytest.mark.parametrize("point", FAULT_POINTS)
+@pytest.mark.parametrize("vendor", ["sqlite", "postgresql"])
+def test_a_kill_leaves_whole_turns_only(vendor: str, point: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    path = tmp_path / "tasuki.sqlite3"
+    place = str(path) if vendor == "sqlite" else request.getfixturevalue("postgres_url")
+    victim = subprocess.run([sys.executable, "-c", VICTIM, vendor, place, point], capture_output=True, timeout=60)
+    assert victim.returncode == -9, victim.stderr.decode()
+    assert victim.stdout == b"acked 1\n"
+
+    store = SqlStore.open_sqlite(path) if vendor == "sqlite" else SqlStore.open_postgresql(place)
+    # Whoever touches the rows next waits until PostgreSQL has noticed that its client is gone.
+    store.cancel(["first", "second"], actor="alice")
+    states = [job.state if job is not None else None for job in store.get(["first", "second", "third"])]
+    counts = store.counts()["render"]
+    store.close()
+
+    if point == "turn.committed":
+        assert states == [State.SUCCEEDED, State.FAILED, State.ASSIGNED]
+        assert (counts.succeeded, counts.failed, counts.active, counts.pending) == (1, 1, 1, 0)
+    else:
+        assert states == [State.ASSIGNED, State.ASSIGNED, None]
+        assert (counts.succeeded, counts.failed, counts.active, counts.pending) == (0, 0, 2, 0)
