@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Callable
 from contextlib import closing, suppress
 
+import pytest
 import redis
-from hypothesis import given, settings
+from hypothesis import given, seed, settings
 from hypothesis import strategies as st
 
 from tasuki.core.job import State, check_job_id
@@ -23,6 +25,7 @@ from tests.support.redis_service import RedisService
 HONEST = [f"honest-{number}" for number in range(4)]
 OTHERS = ["other-1", "other-2", *BAD_IDS]
 ROUNDS_MAX = 40
+SERIES = 25  # examples between two looks at the clock
 
 Action = Callable[[Zpe], object]
 
@@ -101,10 +104,23 @@ def mend(zpe: Zpe, url: str) -> None:
             zpe.raw.execute_command(*command.group().split())
 
 
-@given(st.lists(actions, max_size=25))
-@settings(max_examples=min(settings().max_examples, 500))
-def test_honest_jobs_are_done_beside_anything_that_outsiders_write(redis_service: RedisService, acts: list[Action]) -> None:
-    url = redis_service.url()
+@pytest.mark.parametrize("seconds", [10, pytest.param(60, marks=pytest.mark.soak)])
+def test_honest_jobs_are_done_beside_anything_that_outsiders_write(redis_service: RedisService, seconds: float) -> None:
+    """Series of examples from the same seeds in each run, as many as the time allows."""
+
+    @given(st.lists(actions, max_size=25))
+    @settings(max_examples=SERIES)
+    def honest_jobs_are_done(acts: list[Action]) -> None:
+        check_honest_jobs_are_done(redis_service.url(), acts)
+
+    deadline = time.monotonic() + seconds
+    number = 0
+    while time.monotonic() < deadline:
+        seed(number)(honest_jobs_are_done)()
+        number += 1
+
+
+def check_honest_jobs_are_done(url: str, acts: list[Action]) -> None:
     with closing(Zpe(url)) as zpe:
         for act in (*acts, *map(submit, HONEST)):
             with suppress(redis.ResponseError):  # an outsider's own command, on a key that another one spoilt
