@@ -44,6 +44,8 @@ class AgentProcess(ChildProcess):
             "sh=/bin/sh {file}",
             "--slots",
             "2",
+            "--node",
+            "n1",
             "--data",
             folder / "data",
         )
@@ -82,6 +84,7 @@ def test_the_first_signal_drains(agent: AgentProcess, tmp_path: Path) -> None:
     assert agent.wait() == 0
     lines = [json.loads(line) for line in agent.output().splitlines() if line.startswith("{")]
     assert next(line["message"] for line in lines if line.get("job_id") == "one") == "job one: starts sh, attempt 1"
+    assert {line.get("node") for line in lines} == {"n1"}
     assert "secret" not in agent.output()
 
 

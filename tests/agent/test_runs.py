@@ -266,13 +266,13 @@ def test_every_line_of_a_job_has_its_id(stage: AgentStage, job_id: str) -> None:
     import io
     import logging
 
-    from tasuki.agent.refusals import WithJobId
+    from tasuki.agent.refusals import WithContext
     from tasuki.cli.process import JsonFormatter
 
     written = io.StringIO()
     handler = logging.StreamHandler(written)
     handler.setFormatter(JsonFormatter())
-    handler.addFilter(WithJobId())
+    handler.addFilter(WithContext("n1"))
     logger = logging.getLogger("tasuki.agent")
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
@@ -284,3 +284,4 @@ def test_every_line_of_a_job_has_its_id(stage: AgentStage, job_id: str) -> None:
     lines = [json.loads(line) for line in written.getvalue().splitlines()]
     assert len(lines) == 2
     assert {line["job_id"] for line in lines} == {job_id}
+    assert {line["node"] for line in lines} == {"n1"}

@@ -77,7 +77,7 @@ def test_jobs_of_agents_are_shown_and_listed(agent: AgentStage, user: User) -> N
     ]  # fmt: skip
     assert "seen-failed" in [job["job_id"] for job in listed]
     assert {job["state"] for job in listed} == {"FAILED"}
-    assert "seen-failed  FAILED\n" in tasuki(agent, user, "status", "seen-failed").stdout
+    assert "seen-failed  FAILED\n  sh\n" in tasuki(agent, user, "status", "seen-failed").stdout
     assert "seen-done" in tasuki(agent, user, "list").stdout
     assert tasuki(agent, user, "status", "nobody-knows").returncode == ExitCode.NOT_FOUND
     assert "need a server" in tasuki(agent, user, "list", "--subject", "x").stderr

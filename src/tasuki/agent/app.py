@@ -104,7 +104,7 @@ class Agent:
             ("GET", "/capacity", self._capacity),
             ("GET", "/metrics", self._scrape),
         )
-        self.http = GuardedServer("agent", config.tokens, routes, self._health, self._count_refusal, node=config.node)
+        self.http = GuardedServer("agent", config.tokens, routes, self._health, self._count_refusal)
 
     # ------------------------------------------------------------------------------------------------ life
 

@@ -187,7 +187,6 @@ class GuardedServer:
         on_post: Callable[[Response, str | None], None],
         *,
         results_end_uploads: bool = False,
-        node: str = "",
     ) -> None:
         """`who`: the process, in words. `on_post` is called with the response to each POST, and the code if it is a refusal.
         `results_end_uploads`: not only a refusal is an EarlyResponse, but every response."""
@@ -196,7 +195,7 @@ class GuardedServer:
         self._on_post = on_post
         self._results_end_uploads = results_end_uploads
         self._logger = logging.getLogger(f"tasuki.{who}")
-        self._refusals = RefusalLog(self._logger, node=node or socket.gethostname())
+        self._refusals = RefusalLog(self._logger)
         self._under_way = 0
         self.idle = asyncio.Event()
         self.idle.set()
@@ -295,9 +294,13 @@ def log_context(job_id: str) -> Iterator[None]:
         _job_id.reset(token)
 
 
-class WithJobId(logging.Filter):
-    """Filter that gives each log record its `job_id`; empty if it is about no job."""
+class WithContext(logging.Filter):
+    """Filter that gives each log record its `job_id`, empty if it is about no job, and the `node` that wrote it."""
+
+    def __init__(self, node: str) -> None:
+        super().__init__()
+        self._node = node
 
     def filter(self, record: logging.LogRecord) -> bool:
-        record.job_id = getattr(record, "job_id", "") or _job_id.get()
+        record.job_id, record.node = getattr(record, "job_id", "") or _job_id.get(), self._node
         return True

@@ -172,12 +172,12 @@ class Peers:
     that it knows the token already and nobody can listen on the way.
     """
 
-    def __init__(self, tokens: Sequence[str], tls: ssl.SSLContext | None, told: Iterable[Address] = (), node: str = "") -> None:
+    def __init__(self, tokens: Sequence[str], tls: ssl.SSLContext | None, told: Iterable[Address] = ()) -> None:
         self._tokens = tokens
         self._tls = tls
         self._told = frozenset(told)
         self._transports: dict[Address, HttpTransport] = {}
-        self._refusals = RefusalLog(logger, node=node)
+        self._refusals = RefusalLog(logger)
 
     def location(self, ended: EndedMarker, address: str) -> ResultLocation:
         """Return the record of a result at this node, with the proof for the others."""

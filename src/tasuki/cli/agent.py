@@ -254,7 +254,7 @@ def agent(
 
     SIGHUP makes it read --tls-cert and --tls-key again.
     """
-    _configure_log("an agent", log_level, log_format, output)
+    _configure_log("an agent", log_level, log_format, output, config.node)
     listener = HttpListener.of(parse_http(listen, AGENT_PORT), tls, config.tokens, drain_timeout)
     check_secrets(config.execs.values())
     incarnation = secrets.token_hex(8)
@@ -368,7 +368,7 @@ def dispatcher(
     The first SIGTERM or Ctrl-C lets what is under way end, the second cuts it off; jobs go on at their nodes in any case. SIGHUP
     makes it read --tls-cert and --tls-key again.
     """
-    _configure_log("a dispatcher", log_level, log_format, output)
+    _configure_log("a dispatcher", log_level, log_format, output, process.host_name())
     listener = HttpListener.of(parse_http(listen, DISPATCHER_PORT), tls, config.tokens, drain_timeout)
 
     async def main() -> int:
@@ -409,15 +409,15 @@ class HttpListener(NamedTuple):
         return cls(address, tls.certificate(), drain_timeout_s, tls.host_name)
 
 
-def _configure_log(who: str, level: str, format: str, output: Output) -> None:
-    """Log every record with the job that it is about. Raise ConfigError if FastAPI or uvicorn is missing."""
+def _configure_log(who: str, level: str, format: str, output: Output, node: str) -> None:
+    """Log every record with the job that it is about, and the node. Raise ConfigError if FastAPI or uvicorn is missing."""
     if not process.http_installed():
         raise ConfigError(f"{who} needs FastAPI and uvicorn; install them with: pip install 'tasuki[http]'")
-    from tasuki.agent.refusals import WithJobId
+    from tasuki.agent.refusals import WithContext
 
     if format not in ("pretty", "json"):
         raise ConfigError(f"--log-format must be pretty or json, got {format[:40]!r}")
-    process.configure_log(level, json=output.json or format == "json", tag=WithJobId())
+    process.configure_log(level, json=output.json or format == "json", tag=WithContext(node))
 
 
 async def _serve(
@@ -459,7 +459,7 @@ def make_agent_registry(shared: RegistryOptions, config: AgentConfig, incarnatio
         node=config.node,
         incarnation=incarnation,
         ttl_s=shared.lease_ttl_s,
-        peers=Peers(config.tokens, client_tls(tls_ca), shared.peers, config.node),
+        peers=Peers(config.tokens, client_tls(tls_ca), shared.peers),
         advertised=shared.advertised,
     )
 

@@ -66,8 +66,9 @@ async def _statuses(client: AsyncClient, job_ids: tuple[str, ...]) -> tuple[list
 def _view_lines(view: dict[str, Any]) -> Iterable[str]:
     what = " ".join([view["exec"] or "(handler)", *view["args"]])
     yield f"{view['job_id']}  {view['state']}"
+    subject = f"  on {view['subject']}" if view["subject"] else ""  # jobs of node agents have none
     where = f"  in {plain(view['cwd'])}" if view.get("cwd") else ""
-    yield f"  {plain(what)[:200]}  on {view['subject']}{where}"
+    yield f"  {plain(what)[:200]}{subject}{where}"
     worker = plain(view["assigned_worker_id"])
     yield f"  attempt {view['attempt']}, {view['failures']} failed, {view['losses']} lost; worker {worker}"
     yield f"  created {when(view['created_at'])}, started {when(view['started_at'])}, finished {when(view['finished_at'])}"

@@ -63,7 +63,7 @@ class JsonFormatter(logging.Formatter):
 
 
 def configure_log(level: str, *, json: bool, tag: logging.Filter | None = None) -> None:
-    """Log to stderr: tasuki's own loggers from `level` up, others from warnings up. `tag` adds a `job_id` to records."""
+    """Log to stderr: tasuki's own loggers from `level` up, others from warnings up. `tag` adds `job_id` and `node` to records."""
     if level not in LOG_LEVELS:
         raise ConfigError(f"--log-level must be one of {', '.join(LOG_LEVELS)}, got {level[:40]!r}")
     handler = logging.StreamHandler()

@@ -29,8 +29,8 @@ _secrets = re.compile(rf"(?:{'|'.join(TOKEN_PREFIXES.values())})[A-Za-z0-9_-]+")
 class RefusalLog:
     """Writes refusals to a logger. `clock` returns the time in seconds."""
 
-    def __init__(self, logger: logging.Logger, clock: Callable[[], float] = boot_time, node: str = "") -> None:
-        self._logger, self._clock, self._node = logger, clock, node
+    def __init__(self, logger: logging.Logger, clock: Callable[[], float] = boot_time) -> None:
+        self._logger, self._clock = logger, clock
         self._peers: dict[str, tuple[float, int]] = {}
         """The start of each host's interval, and the number of its refusals since."""
 
@@ -45,7 +45,7 @@ class RefusalLog:
         if left_out is not None:
             text = _secrets.sub("tsk_…", text[:TEXT_MAX_CHARS]) + (f" ({left_out} more were not logged)" if left_out else "")
             peer, job_id, text = (part if part.isprintable() else ascii(part)[1:-1] for part in (peer, job_id[:128], text))
-            facts = {"code": code, "peer": peer, "job_id": job_id, "node": self._node}
+            facts = {"code": code, "peer": peer, "job_id": job_id}
             self._logger.info("refused %s of %s, job %s: %s", code, peer, job_id or "-", text, extra=facts)
 
     def _left_out(self, host: str, now_s: float) -> int | None:
