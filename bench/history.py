@@ -41,8 +41,8 @@ async def while_asked(client: AsyncClient, jobs: int) -> dict[str, float]:
         while True:
             for name, ask in (
                 ("stats", client.counts()),
-                ("list", client.find(limit=50)),
-                ("list_failed", client.find(limit=50, states=["FAILED"])),
+                ("list", client.list_jobs(limit=50)),
+                ("list_failed", client.list_jobs(limit=50, states=["FAILED"])),
             ):
                 began = time.perf_counter()
                 await ask
@@ -58,7 +58,7 @@ async def while_asked(client: AsyncClient, jobs: int) -> dict[str, float]:
 async def idle_asks(client: AsyncClient) -> dict[str, float]:
     """`stats` and `list` with nothing else going on."""
     figures = {}
-    for name, ask in (("stats", client.counts), ("list", client.find)):
+    for name, ask in (("stats", client.counts), ("list", client.list_jobs)):
         took = []
         for _ in range(20):
             began = time.perf_counter()
@@ -70,12 +70,12 @@ async def idle_asks(client: AsyncClient) -> dict[str, float]:
 
 async def take_queue(client: AsyncClient, jobs: int) -> float:
     """How fast the queue itself is worked off while as many new jobs are put behind it."""
-    before = (await client.counts())["math"]["succeeded"]
+    before = (await client.counts())["math"].succeeded
     began = time.perf_counter()
     for start in range(0, jobs, CHUNK):
         specs = [JobSpec(job_id=job_id, subject=SUBJECT, payload=b"7") for job_id in client.new_ids(min(CHUNK, jobs - start))]
         await client.submit_many(specs, watch=False)
-    while (done := (await client.counts())["math"]["succeeded"] - before) < jobs:  # noqa: ASYNC110 - the counters are all there is to look at
+    while (done := (await client.counts())["math"].succeeded - before) < jobs:  # noqa: ASYNC110 - the counters are all there is to look at
         await asyncio.sleep(0.02)
     return done / (time.perf_counter() - began)
 

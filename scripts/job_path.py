@@ -154,7 +154,7 @@ with Client(sys.argv[2]) as client:
             client.submit(subject="path.echo", payload=b"hello").result()
         else:
             handle = client.submit(subject="path.rest")
-            while client.status(handle.job_id)["state"] != "RUNNING": pass
+            while client.status(handle.job_id).state != "RUNNING": pass
             say(turn)
             client.cancel(handle.job_id)
             assert handle.outcome().state == "CANCELED"

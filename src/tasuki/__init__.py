@@ -10,37 +10,94 @@ from typing import TYPE_CHECKING
 from tasuki.version import __version__
 
 if TYPE_CHECKING:
-    from tasuki.client import AsyncClient, Client
+    from tasuki.client import AsyncClient, AsyncJobHandle, Client, JobHandle
+    from tasuki.client.agents.client import AgentsClient, AsyncAgentsClient
+    from tasuki.client.types import CommandResult, Explanation, JobPage, JobStatus, WorkerStatus
     from tasuki.core.job import InputFile, Job, JobSpec, State
-    from tasuki.errors import TasukiError
+    from tasuki.core.protocol import JobResult
+    from tasuki.errors import (
+        Conflict,
+        DeadlineExceeded,
+        Forbidden,
+        InvalidInput,
+        JobFailed,
+        NotFound,
+        Overloaded,
+        TasukiError,
+        TooLarge,
+        Unauthorized,
+        Unavailable,
+        WrongType,
+    )
     from tasuki.worker import Worker
-
-__all__ = [
-    "AgentsClient",
-    "AsyncAgentsClient",
-    "AsyncClient",
-    "Client",
-    "InputFile",
-    "Job",
-    "JobSpec",
-    "State",
-    "TasukiError",
-    "Worker",
-    "__version__",
-]
+    from tasuki.worker.attempt import HandlerJob
 
 _HOME = {
     "AgentsClient": "tasuki.client.agents.client",
     "AsyncAgentsClient": "tasuki.client.agents.client",
     "AsyncClient": "tasuki.client",
+    "AsyncJobHandle": "tasuki.client",
     "Client": "tasuki.client",
+    "CommandResult": "tasuki.client.types",
+    "Conflict": "tasuki.errors",
+    "DeadlineExceeded": "tasuki.errors",
+    "Explanation": "tasuki.client.types",
+    "Forbidden": "tasuki.errors",
+    "HandlerJob": "tasuki.worker.attempt",
     "InputFile": "tasuki.core.job",
+    "InvalidInput": "tasuki.errors",
     "Job": "tasuki.core.job",
+    "JobFailed": "tasuki.errors",
+    "JobHandle": "tasuki.client",
+    "JobPage": "tasuki.client.types",
+    "JobResult": "tasuki.core.protocol",
     "JobSpec": "tasuki.core.job",
+    "JobStatus": "tasuki.client.types",
+    "NotFound": "tasuki.errors",
+    "Overloaded": "tasuki.errors",
     "State": "tasuki.core.job",
     "TasukiError": "tasuki.errors",
+    "TooLarge": "tasuki.errors",
+    "Unauthorized": "tasuki.errors",
+    "Unavailable": "tasuki.errors",
     "Worker": "tasuki.worker",
+    "WorkerStatus": "tasuki.client.types",
+    "WrongType": "tasuki.errors",
 }
+
+__all__ = [  # a type checker reads this list as it stands
+    "AgentsClient",
+    "AsyncAgentsClient",
+    "AsyncClient",
+    "AsyncJobHandle",
+    "Client",
+    "CommandResult",
+    "Conflict",
+    "DeadlineExceeded",
+    "Explanation",
+    "Forbidden",
+    "HandlerJob",
+    "InputFile",
+    "InvalidInput",
+    "Job",
+    "JobFailed",
+    "JobHandle",
+    "JobPage",
+    "JobResult",
+    "JobSpec",
+    "JobStatus",
+    "NotFound",
+    "Overloaded",
+    "State",
+    "TasukiError",
+    "TooLarge",
+    "Unauthorized",
+    "Unavailable",
+    "Worker",
+    "WorkerStatus",
+    "WrongType",
+    "__version__",
+]
 
 
 def __getattr__(name: str) -> object:

@@ -4,7 +4,8 @@
     ├── InvalidInput             INVALID             the request can never work as it is
     │   ├── TooLarge             TOO_LARGE           a size limit was exceeded
     │   ├── BlobMismatch         CORRUPT           * an upload whose size or sha256 is not the announced one
-    │   ├── RefusedRequest                           parameters of a Request that cannot be read
+    │   ├── WrongType            INVALID             an argument of the wrong type (also a TypeError)
+    │   ├── RefusedRequest       (given)             a request that cannot be read
     │   └── ProtocolError        PROTOCOL            bytes that are not the protocol
     │       ├── UnknownFrame     UNKNOWN_FRAME       a frame type that this side does not know
     │       └── VersionMismatch  VERSION             no common protocol version
@@ -39,7 +40,7 @@
     │   ├── KeeperLost                               the worker's keeper process is gone
     │   └── TurnInterrupted                          a store turn was interrupted
     ├── InternalError            INTERNAL            a defect of tasuki; the same request would fail again
-    ├── DeadlineExceeded         DEADLINE            the caller's own time ran out; the operation may still happen
+    ├── DeadlineExceeded         DEADLINE            the caller's own time ran out (also a TimeoutError)
     └── AgentRefusal             (given)           * the answer of a node agent or dispatcher that is no result
         └── RegistryUnavailable                      the registry of agents or dispatchers does not answer
 
@@ -89,6 +90,10 @@ class InvalidInput(TasukiError, code="INVALID"):
     """The request can never work as it is."""
 
 
+class WrongType(InvalidInput, TypeError):
+    """An argument of a call has the wrong type. Nothing was sent."""
+
+
 class TooLarge(InvalidInput, code="TOO_LARGE"):
     """A size limit was exceeded."""
 
@@ -110,11 +115,12 @@ class UnknownFrame(ProtocolError, code="UNKNOWN_FRAME"):
 
 
 class RefusedRequest(InvalidInput):
-    """A Request whose parameters cannot be read. Its sender expects an answer to `msg_id`, and the connection goes on."""
+    """A request that cannot be read. Its sender expects an answer to `msg_id`, and the connection goes on."""
 
-    def __init__(self, message: str, msg_id: int) -> None:
+    def __init__(self, message: str, msg_id: int, code: str = InvalidInput.code) -> None:
         super().__init__(message)
         self.msg_id = msg_id
+        self.code = code
 
 
 class VersionMismatch(ProtocolError, code="VERSION"):
@@ -201,7 +207,10 @@ class NotTasuki(ConfigError):
 
 
 class JobFailed(TasukiError, code="JOB_FAILED"):
-    """The job ended in another state than SUCCEEDED. `outcome` is the wire's description of the end."""
+    """The job ended in another state than SUCCEEDED. `outcome` is its JobResult; None if only the message is known.
+
+    The traceback of a handler, or the end of a command's stderr, is a note of the exception.
+    """
 
     def __init__(self, message: str, outcome: Any = None) -> None:
         super().__init__(message)
@@ -280,8 +289,8 @@ class TurnInterrupted(Unavailable):
         self.was_stored = was_stored
 
 
-class DeadlineExceeded(TasukiError, code="DEADLINE"):
-    """The caller's own time ran out; the operation may still happen."""
+class DeadlineExceeded(TasukiError, TimeoutError, code="DEADLINE"):
+    """The caller's own time ran out; the operation may still happen. Also a TimeoutError."""
 
     retryable = True
 

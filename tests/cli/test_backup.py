@@ -78,8 +78,8 @@ def test_a_lost_server_comes_back_from_a_backup_that_was_made_while_it_worked(se
         assert client.submit(**large).result(SOON_S) == result
         assert client.submit(**running).result(SOON_S) == b"again"
         assert client.submit(**waiting).result(SOON_S) == b"49"
-        assert client.status("runs")["attempt"] == ATTEMPT_STEP + 1
-        assert client.status("runs")["losses"] == 0
+        assert client.status("runs").attempt == ATTEMPT_STEP + 1
+        assert client.status("runs").losses == 0
 
 
 def test_a_backup_can_be_checked_and_only_that(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ class Operator:
         """Jobs that fail for good, one after the other."""
         with Client(self.url) as client:
             for job_id in job_ids:
-                job = client.submit(exec="sh", args=("-c", script), subject=subject, job_id=job_id, max_retries=0)
+                job = client.submit(exec="sh", args=("-c", script), subject=subject, job_id=job_id, retries=0)
                 with pytest.raises(JobFailed):
                     job.result(timeout=20)
 

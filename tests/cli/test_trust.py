@@ -250,19 +250,17 @@ def test_the_mark_is_one_of_the_whole_job(change: dict[str, object]) -> None:
 def test_the_mark_outlives_backup_restore_and_retry_and_clients_cannot_bring_their_own(user: User) -> None:
     fails_once = 'test -e "$0" || { touch "$0"; exit 1; }'
     with running(user, "server", "--no-tcp"), Client(f"unix://{user.data}/socket") as client:
-        job = client.submit(
-            job_id="own", exec="/bin/sh", args=("-c", fails_once, str(user.home / "ran")), max_retries=0, mac=b"of the client"
-        )
+        args = ("-c", fails_once, str(user.home / "ran"))
+        spec = JobSpec(job_id="own", exec="/bin/sh", args=args, max_retries=0, mac=b"of the client")
+        [job] = client.submit_many([spec])
         assert user.run("backup", str(user.home / "backup.tar")).returncode == 0
     restored = User(user.home, user.home / "restored")
     assert restored.run("restore", str(user.home / "backup.tar")).returncode == 0
 
     with running(restored, "up", "--no-tcp"), Client(f"unix://{restored.data}/socket") as client:
-        until(lambda: client.status(job.job_id)["state"] == "FAILED", DEADLINE_S, "the job has failed")
-        assert client.status("own")["outcome"]["exit_code"] == 1
-        again = client.submit(
-            job_id="own", exec="/bin/sh", args=("-c", fails_once, str(user.home / "ran")), max_retries=0, on_failed="rerun"
-        )
+        until(lambda: client.status(job.job_id).state == "FAILED", DEADLINE_S, "the job has failed")
+        assert client.status("own").outcome.exit_code == 1
+        again = client.submit(job_id="own", exec="/bin/sh", args=args, retries=0, on_failed="rerun")
         again.result(timeout=DEADLINE_S)
-        assert client.status("own")["state"] == "SUCCEEDED"
+        assert client.status("own").state == "SUCCEEDED"
     assert DataFolder(restored.data).database.exists()

@@ -189,7 +189,7 @@ def test_a_submit_is_said_again_with_its_id_and_what_must_not_be_said_twice_is_n
         ):
             await client.submit(job_id="mine", subject="a.b", watch=False)
             with pytest.raises(Unavailable, match="not known"):
-                await client.requeue(["mine"])
+                await client.retry("mine")
             assert await client.counts() == {}
 
     asyncio.run(main())
@@ -233,10 +233,10 @@ def test_a_server_that_is_killed_among_200_submits_loses_none_and_doubles_none(t
                         near.kill()
                 handles = await asyncio.gather(*submits)
                 results = [await handle.result() for handle in handles]
-                views = await client.statuses([f"kill-{number}" for number in range(200)])
-                assert {view["state"] for view in views} == {"SUCCEEDED"}
-                found = await client.find(limit=1000, subject="math.square")
-                assert len(found["jobs"]) == 200
+                views = await client.statuses(*(f"kill-{number}" for number in range(200)))
+                assert {view.state for view in views} == {"SUCCEEDED"}
+                found = await client.list_jobs(limit=1000, subject="math.square")
+                assert len(found) == 200
                 return results
 
         assert asyncio.run(main()) == [str(number * number).encode() for number in range(200)]

@@ -56,7 +56,7 @@ def test_large_input_and_large_result_of_a_command_pass_with_bounded_memory(serv
     arguments = ("--subject", "copy.>", "--exec", "copy=/bin/cp {file} out/copy.bin", "--data", str(tmp_path / "worker"))
     with start_worker(server, *arguments, command=True), server.client() as client, Highest(server.pid) as memory:
         # When it is run
-        job = client.submit(subject="copy.one", exec="copy", files=[path], max_retries=0)
+        job = client.submit(subject="copy.one", exec="copy", files=[path], retries=0)
         ended = job.outcome(timeout=30)
         assert ended.state == "SUCCEEDED", ended
         saved = tmp_path / "result.zip"
@@ -119,7 +119,7 @@ def test_upload_goes_on_after_the_server_was_killed_in_the_middle_of_it(tmp_path
 def test_job_that_names_a_blob_which_the_server_has_not_is_refused(server: ServerProcess) -> None:
     lost = InputFile("lost.bin", sha256="6" * 64, size_bytes=100_000)
     with server.client() as client, pytest.raises(NotFound, match="6" * 64):
-        client.submit(subject="missing.one", exec="copy", files=[lost], max_retries=0)
+        client.submit(subject="missing.one", exec="copy", files=[lost], retries=0)
 
 
 def test_empty_file_and_inline_file_reach_the_command(server: ServerProcess, tmp_path: Path) -> None:
@@ -128,7 +128,7 @@ def test_empty_file_and_inline_file_reach_the_command(server: ServerProcess, tmp
     empty.write_bytes(b"")
     arguments = ("--subject", "list.>", "--exec", "list=/bin/cat {files}", "--data", str(tmp_path / "worker"))
     with start_worker(server, *arguments, command=True), server.client() as client:
-        result = client.submit(subject="list.one", exec="list", files=[small, empty], max_retries=0).result(timeout=10)
+        result = client.submit(subject="list.one", exec="list", files=[small, empty], retries=0).result(timeout=10)
     assert zipfile.ZipFile(io.BytesIO(result)).read("stdout.log") == b"small"
 
 

@@ -69,7 +69,7 @@ def test_requeue_is_not_said_again_after_a_lost_connection(tmp_path: Path) -> No
     async def test(server: OwnServer) -> None:
         async with server.client() as client:
             # Given a requeue, and a question, on their way
-            requeue = asyncio.ensure_future(client.requeue(["a"]))
+            requeue = asyncio.ensure_future(client.retry("a"))
             question = asyncio.ensure_future(client.counts())
             await server.hears(2)
             # When the connection is lost before the answer

@@ -17,9 +17,9 @@ from tasuki.core.failover.events import (
     Finish,
     GiveUp,
     JobEnded,
-    JobStatus,
     JobStatusMissing,
     JobStatusReceived,
+    NodeJobStatus,
     Post,
     Refusal,
     Refused,
@@ -125,7 +125,7 @@ class Table:
     def told(self, node: str, state: str | None, input: str = INPUT, exit_code: int | None = None) -> Table:
         """The answer to the last question to this node."""
         ask = [command for command in self.all(Ask) if command.node == node][-1]
-        return self.hear(JobStatusReceived(ask.ticket, JobStatus(state, input, exit_code) if state else None))
+        return self.hear(JobStatusReceived(ask.ticket, NodeJobStatus(state, input, exit_code) if state else None))
 
     def untold(self, node: str, *, gone: bool) -> Table:
         ask = [command for command in self.all(Ask) if command.node == node][-1]

@@ -335,6 +335,45 @@ def test_other_errors_are_the_callers_answer(bench: Bench, code: str) -> None:
     assert sent(bench.after(10.0), SubmitJobs) == []
 
 
+@pytest.mark.parametrize("code", ["PROTOCOL", "TOO_LARGE"])
+def test_calls_under_way_when_the_server_could_not_read_one_are_answered_with_that_and_not_said_again(
+    bench: Bench, code: str
+) -> None:
+    # Given a call under way, and then an error of the connection, after which it is closed
+    bench.submit(1, "a")
+    [answered] = only(bench.hear(ErrorMessage(0, code, "cannot be read")), CallAnswered)
+    bench.lose()
+    bench.submit(2, "b")
+    # Then the call has that error, and only what was called later is said on the next connection
+    assert answered.ticket == 1
+    assert answered.error is not None
+    assert answered.error.code == code
+    assert [[spec.job_id for spec in submit.specs] for submit in sent(bench.connect(), SubmitJobs)] == [["b"]]
+
+
+def test_an_error_of_the_protocol_before_the_welcome_ends_no_call(bench: Bench) -> None:
+    bench.submit(1, "a")
+    bench.lose()
+    bench.conn += 1
+    bench.do(Opened(bench.conn, Peer("tcp")))
+    assert bench.hear(ErrorMessage(0, "PROTOCOL", "no Hello within 10 s")) == []
+    bench.lose()
+    assert len(sent(bench.connect(), SubmitJobs)) == 1
+
+
+def test_pauses_between_connections_that_die_young_grow(bench: Bench) -> None:
+    pauses = []
+    for _ in range(5):
+        bench.lose()
+        began = bench.time
+        while not only(bench.after(0.01), Connect):
+            pass
+        pauses.append(bench.time - began)
+        bench.connect()
+    assert pauses == sorted(pauses)
+    assert pauses[-1] > 1.0
+
+
 def test_a_reply_goes_to_the_call_it_answers(bench: Bench) -> None:
     [one] = sent(bench.do(Call(1, lambda msg_id: Request(msg_id, "get"))), Request)
     [two] = sent(bench.do(Call(2, lambda msg_id: Request(msg_id, "find"))), Request)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tasuki.core.failover.events import JobStatus
+from tasuki.core.failover.events import NodeJobStatus
 from tasuki.core.failover.nodes import (
     LOOK_BUSY_S,
     LOOK_IDLE_S,
@@ -93,13 +93,16 @@ def test_a_node_that_is_asked_again_after_a_pause_counts_until_it_does_not_answe
 
 
 def test_of_several_words_about_a_job_a_result_counts_most() -> None:
-    said = {NODES[0]: JobStatus("running"), NODES[1]: JobStatus("done"), NODES[2]: JobStatus("interrupted")}
+    said = {NODES[0]: NodeJobStatus("running"), NODES[1]: NodeJobStatus("done"), NODES[2]: NodeJobStatus("interrupted")}
 
     assert authoritative_node("a", said) == NODES[1]
-    assert authoritative_node("a", {NODES[0]: JobStatus("of another version"), NODES[2]: JobStatus("interrupted")}) == NODES[2]
-    assert authoritative_node("a", {node: JobStatus("done") for node in NODES}) == rendezvous("a", NODES)[0]
-    assert authoritative_node("a", {NODES[0]: JobStatus("queued"), NODES[1]: JobStatus("running")}) == NODES[1]
-    assert authoritative_node("a", {NODES[0]: JobStatus("queued"), NODES[1]: JobStatus("failed")}) == NODES[0]
+    assert (
+        authoritative_node("a", {NODES[0]: NodeJobStatus("of another version"), NODES[2]: NodeJobStatus("interrupted")})
+        == NODES[2]
+    )
+    assert authoritative_node("a", {node: NodeJobStatus("done") for node in NODES}) == rendezvous("a", NODES)[0]
+    assert authoritative_node("a", {NODES[0]: NodeJobStatus("queued"), NODES[1]: NodeJobStatus("running")}) == NODES[1]
+    assert authoritative_node("a", {NODES[0]: NodeJobStatus("queued"), NODES[1]: NodeJobStatus("failed")}) == NODES[0]
     assert authoritative_node("a", {}) is None
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from tasuki.client.agents import node as agent_node
 from tasuki.client.agents.node import JobView
-from tasuki.core.failover.events import JobStatus
+from tasuki.core.failover.events import NodeJobStatus
 from tasuki.dispatcher import dispatch, node_pool
 from tests.client.agent_stand_in import Asked, Reply, StandIn
 from tests.dispatcher.stage import job, tell, two_nodes
@@ -38,7 +38,7 @@ def freezing(node: StandIn) -> None:
 
 
 def running(started_at: float) -> JobView:
-    return JobView(JobStatus("running"), started_at=started_at)
+    return JobView(NodeJobStatus("running"), started_at=started_at)
 
 
 def test_a_run_that_was_done_elsewhere_is_stopped_when_its_node_answers_again() -> None:

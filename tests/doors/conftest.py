@@ -35,7 +35,7 @@ def others_are_served(server: ServerProcess, good_client: Client) -> Callable[[]
         job = good_client.submit(subject="math.square", payload=b"12")
         assert job.result(timeout=SERVED_WITHIN_S) == b"144"
         status = good_client.wait(_within(good_client.aio.status(job.job_id)))
-        assert status["state"] == "SUCCEEDED"
+        assert status.state == "SUCCEEDED"
         with server.client(connect_timeout_s=SERVED_WITHIN_S) as newcomer:
             assert newcomer.job(job.job_id).result(timeout=SERVED_WITHIN_S) == b"144"
 

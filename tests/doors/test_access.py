@@ -47,9 +47,9 @@ def test_wrong_token_is_refused_with_a_code_and_without_an_echo(
 
 def test_a_subject_below_job_submit_is_below_job_assign_on_every_listener(server: ServerProcess) -> None:
     with server.client(token=server.create_token("client", scope=["job.assign.books"])) as over_tcp:
-        assert over_tcp.status(over_tcp.submit(subject="job.submit.books", watch=False).job_id)["subject"] == "job.assign.books"
+        assert over_tcp.status(over_tcp.submit(subject="job.submit.books", watch=False).job_id).subject == "job.assign.books"
     with Client(f"unix://{server.folder.socket}") as over_unix:
-        assert over_unix.status(over_unix.submit(subject="job.submit.books", watch=False).job_id)["subject"] == "job.assign.books"
+        assert over_unix.status(over_unix.submit(subject="job.submit.books", watch=False).job_id).subject == "job.assign.books"
 
 
 @pytest.mark.parametrize(
@@ -155,11 +155,11 @@ def pending(owner: Client) -> str:
 
 VERBS: dict[str, Callable[[Client, str], object]] = {
     "status": lambda client, job_id: client.status(job_id),
-    "result-in-status": lambda client, job_id: client.wait(client.aio.status(job_id, result=True)),
+    "result-in-status": lambda client, job_id: client.request("get", job_ids=[job_id], result=True),
     "explain": lambda client, job_id: client.explain(job_id),
     "watch": lambda client, job_id: client.job(job_id).result(timeout=5),
     "cancel": lambda client, job_id: client.cancel(job_id),
-    "requeue": lambda client, job_id: client.requeue(job_id),
+    "retry": lambda client, job_id: client.retry(job_id),
 }
 
 
@@ -175,8 +175,8 @@ def test_job_of_another_submitter_does_not_exist_for_a_client(
     with pytest.raises(NotFound) as unknown:
         VERBS[verb](client, "no-such-job")
     assert refused.value.message.replace(finished, "no-such-job") == unknown.value.message
-    assert owner.status(finished)["state"] == "SUCCEEDED"
-    assert owner.status(finished)["generation"] == 0
+    assert owner.status(finished).state == "SUCCEEDED"
+    assert owner.status(finished).generation == 0
 
 
 @pytest.mark.parametrize("verb", VERBS)
@@ -191,15 +191,15 @@ def test_one_foreign_id_among_own_ones_refuses_the_whole_cancel(stranger: Client
     mine = stranger.submit(subject="nobody.takes", watch=False).job_id
     with pytest.raises(NotFound):
         stranger.cancel(mine, pending)
-    assert owner.status(pending)["state"] == "PENDING"
-    assert stranger.status(mine)["state"] == "PENDING"
+    assert owner.status(pending).state == "PENDING"
+    assert stranger.status(mine).state == "PENDING"
 
 
 def test_find_shows_only_what_a_client_may_see(
     owner: Client, stranger: Client, overseer: Client, admin: Client, finished: str, pending: str
 ) -> None:
     def seen(client: Client, **filter: object) -> set[str]:
-        return {job["job_id"] for job in client.find(limit=1000, **filter)["jobs"]}
+        return {job["job_id"] for job in client.request("find", limit=1000, **filter)["jobs"]}
 
     assert {finished, pending} <= seen(owner)
     assert {finished, pending} <= seen(admin)
@@ -207,7 +207,7 @@ def test_find_shows_only_what_a_client_may_see(
     assert pending not in seen(overseer)
     assert not {finished, pending} & seen(stranger)
     # Asking for another's jobs by name of the submitter, or with a scope of one's own, does not help.
-    submitter = owner.status(finished)["submitter"]
+    submitter = owner.status(finished).submitter
     assert not {finished, pending} & seen(stranger, submitter=submitter)
     assert not {finished, pending} & seen(stranger, scope=[">"])
 
@@ -226,12 +226,12 @@ def test_same_id_and_other_body_from_another_submitter_names_no_fields(stranger:
 
 
 def test_rerun_of_anothers_failed_job_is_refused(owner: Client, stranger: Client) -> None:
-    body = {"subject": "fail", "payload": b"no", "max_retries": 0}
+    body = {"subject": "fail", "payload": b"no", "retries": 0}
     job = owner.submit(**body)
     assert job.outcome(timeout=5).state == "FAILED"
     with pytest.raises(Forbidden):
         stranger.submit(job_id=job.job_id, on_failed="rerun", **body)
-    assert owner.status(job.job_id)["generation"] == 0
+    assert owner.status(job.job_id).generation == 0
 
 
 def test_scope_of_a_client_token_limits_where_it_may_submit(overseer: Client) -> None:

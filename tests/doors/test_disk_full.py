@@ -150,8 +150,8 @@ def test_not_a_byte_left_and_space_returns(disk: Path, tmp_path: Path) -> None:
         # Then everything that was acknowledged ends, once, and new jobs are taken
         until(lambda: accepted(client, acknowledged), what="submits are taken again")
         all_succeed(client, acknowledged)
-        found = client.find(subject="wait")["jobs"]
-        assert client.job(found[0]["job_id"]).result(timeout=10) == b"the gate is open"
+        found = client.list_jobs(subject="wait").jobs
+        assert client.job(found[0].job_id).result(timeout=10) == b"the gate is open"
         assert server.running
     assert runs(gate) == 1
 

@@ -69,7 +69,7 @@ async def in_thread(work, *arguments):
 async def is_served(door: Door) -> None:
     async with asyncio.timeout(DEADLINE_S), door.client() as client:
         job_id = (await client.submit(subject="nobody.takes", watch=False)).job_id
-        assert (await client.status(job_id))["state"] == "PENDING"
+        assert (await client.status(job_id)).state == "PENDING"
 
 
 def test_silence_before_hello_ends_with_a_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -258,7 +258,7 @@ def test_flood_of_connections_leaves_descriptors_for_those_who_are_served(tmp_pa
         large = tmp_path / "large.bin"
         large.write_bytes(os.urandom(200_000))
         job_id = client.submit(subject="nobody.takes", files=[large], watch=False).job_id
-        assert client.status(job_id)["state"] == "PENDING"
+        assert client.status(job_id).state == "PENDING"
         for peer in peers:
             peer.socket.close()
 

@@ -62,4 +62,4 @@ def test_what_the_operator_did_not_allow_is_refused_for_good(commands: Client, t
 def test_what_is_allowed_runs(commands: Client, server: ServerProcess) -> None:
     assert commands.submit(subject="listed.x", exec="hello").result(timeout=10).startswith(b"PK")
     with Client(server.unix_url) as own_user:
-        assert own_user.submit(subject="any.x", exec="/bin/true", max_retries=0).result(timeout=10).startswith(b"PK")
+        assert own_user.submit(subject="any.x", exec="/bin/true", retries=0).result(timeout=10).startswith(b"PK")

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from tasuki import Client
+from tasuki import Client, JobStatus
 from tasuki.core.lifecycle import LEASE_MARGIN_S
 from tests.support.processes import ServerProcess, WorkerProcess, start_worker
 from tests.support.waiting import until
@@ -109,19 +109,19 @@ def leader_of(servers: Sequence[ServerProcess], timeout: float = SOON_S) -> Serv
 def assert_one_finish_each(client: Client, job_ids: Iterable[str], group: str) -> None:
     """Check that every job of the group succeeded, and that the group's counters, kept by the finishes, saw each exactly once."""
     wanted = list(job_ids)
-    views: list[dict[str, Any]] = []
+    views: list[JobStatus] = []
     for start in range(0, len(wanted), 1000):
-        views += client.wait(client.aio.statuses(wanted[start : start + 1000]))
-    unfinished = {view["job_id"]: view["state"] for view in views if view["state"] != "SUCCEEDED"}
+        views += client.statuses(*wanted[start : start + 1000])
+    unfinished = {view.job_id: view.state for view in views if view.state != "SUCCEEDED"}
     assert not unfinished
     counts = client.counts()[group]
-    assert counts["succeeded"] == len(wanted), counts
-    assert sum(counts.values()) == len(wanted), counts
+    assert counts.succeeded == len(wanted), counts
+    assert counts.total == len(wanted), counts
 
 
 def story(client: Client, job_id: str) -> list[str]:
     """Return the kinds of incidents of a job, in order."""
-    return [incident["kind"] for incident in client.explain(job_id)["story"]]
+    return [incident.kind for incident in client.explain(job_id).story]
 
 
 def stdout_of(result: bytes) -> str:

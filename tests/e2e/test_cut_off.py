@@ -52,7 +52,7 @@ def wire(server: ServerProcess, tmp_path: Path) -> Iterator[Wire]:
 
 
 def wait_for_state(client: Client, job_id: str, state: str) -> None:
-    until(lambda: client.status(job_id)["state"] == state, 2 * LOST_WITHIN_S, f"{job_id} is {state}")
+    until(lambda: client.status(job_id).state == state, 2 * LOST_WITHIN_S, f"{job_id} is {state}")
 
 
 def test_stop_ends_the_job_and_another_worker_runs_it(
@@ -71,7 +71,7 @@ def test_stop_ends_the_job_and_another_worker_runs_it(
         # and: the first one has let it go, and says nothing of it when it is back
         wire.mend()
         cut.wait_for_output("connected ")
-        until(lambda: [one["running"] for one in client.workers()] == [0], SOON_S, "it is back with nothing to do")
+        until(lambda: [one.running for one in client.workers()] == [0], SOON_S, "it is back with nothing to do")
     assert story(client, "stopped") == ["lost"]
 
 
@@ -127,7 +127,7 @@ def test_keep_loses_to_who_took_the_job_and_says_so(
             assert job.result(SOON_S) == b"2"
         wire.mend()
         cut.wait_for_output("job taken attempt 1: refused, its result is dropped: ")
-    assert client.status("taken")["attempt"] == 2
+    assert client.status("taken").attempt == 2
 
 
 @contextlib.contextmanager

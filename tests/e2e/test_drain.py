@@ -53,7 +53,7 @@ def test_sigterm_lets_running_jobs_end_and_takes_no_new_ones(
         for worker in (handlers, commands):
             worker.signal(signal.SIGTERM)
             worker.wait_for_output("draining")
-        until(lambda: not any(worker["patterns"] for worker in client.workers()), SOON_S, "the server knows of the drain")
+        until(lambda: not any(worker.patterns for worker in client.workers()), SOON_S, "the server knows of the drain")
         client.submit(subject="hold.2", job_id="next", watch=False)
         client.submit(exec="step", job_id="next-command", watch=False)
 
@@ -62,7 +62,7 @@ def test_sigterm_lets_running_jobs_end_and_takes_no_new_ones(
         assert running.result(SOON_S) == b"1"
         assert stdout_of(command.result(SOON_S)) == "attempt 1\n"
         assert (handlers.wait(), commands.wait()) == (0, 0)
-        assert [client.status(job_id)["attempt"] for job_id in ("next", "next-command")] == [0, 0]
+        assert [client.status(job_id).attempt for job_id in ("next", "next-command")] == [0, 0]
         assert {run.job_id for run in ledger.runs()} == {"running", "command"}
 
 
@@ -79,8 +79,8 @@ def test_a_drain_under_load_costs_no_job_a_retry_or_a_loss(server: ServerProcess
         # then: the other does the rest, and every job is in its first run
         assert {job.result(3 * SOON_S) for job in jobs} <= {b"1", b"2"}
         assert len(ledger.runs()) == len(specs)
-        views = client.wait(client.aio.statuses([spec.job_id for spec in specs]))
-        assert {(view["losses"], view["failures"]) for view in views} == {(0, 0)}
+        views = client.statuses(*(spec.job_id for spec in specs))
+        assert {(view.losses, view.failures) for view in views} == {(0, 0)}
         assert_one_finish_each(client, [spec.job_id for spec in specs], "load")
 
 
@@ -115,7 +115,7 @@ def test_a_drain_that_takes_longer_than_its_timeout_stops_the_jobs_and_costs_the
         assert worker.wait() == 0
         assert not Path(f"/proc/{run.pid}").exists()
         view = client.status("held")
-        assert (view["state"] in ("ASSIGNED", "RUNNING"), view["failures"], view["outcome"]) == (True, 0, None)
+        assert (view.state in ("ASSIGNED", "RUNNING"), view.failures, view.outcome) == (True, 0, None)
 
 
 @pytest.mark.parametrize("kind", ["handler", "command"])
@@ -126,7 +126,7 @@ def test_a_second_signal_stops_the_jobs_which_then_run_elsewhere(
     gate = tmp_path / "gate"
     start, work = worker_and_work(kind, gate)
     with start(server, ledger) as worker:
-        job = client.submit(**work, job_id="stopped", max_retries=0)
+        job = client.submit(**work, job_id="stopped", retries=0)
         ledger.wait_for("stopped")
         worker.signal(signal.SIGTERM)
         worker.wait_for_output("draining")

@@ -32,7 +32,7 @@ def test_a_flood_of_one_group_delays_another_group_by_a_few_jobs(
             # then: by the order of execution, only a few jobs of the flood came before it
             order = [run.job_id for run in ledger.runs()]
             # between the look at the ledger and the server's acceptance the flood went on: those came first by right
-            accepted_at = client.status(f"calm-{n}")["created_at"]
+            accepted_at = client.status(f"calm-{n}").created_at
             ahead = [run for run in ledger.runs()[before : order.index(f"calm-{n}")] if run.at > accepted_at]
             assert len(ahead) <= A_FEW_JOBS, f"{len(ahead)} jobs of the flood went before it"
-    assert client.counts()["flood"]["pending"] > 0, "the flood was over too soon to show anything"
+    assert client.counts()["flood"].pending > 0, "the flood was over too soon to show anything"

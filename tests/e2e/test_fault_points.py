@@ -62,7 +62,7 @@ def assert_one_run_each(scene: Scene, attempts: int, failures: int) -> None:
     """The job was run once for each of its attempts, and finished once; the counters are kept by the finishes themselves."""
     assert scene.ledger.attempts("job") == list(range(1, attempts + 1))
     status = scene.client.status("job")
-    assert (status["state"], status["attempt"], status["losses"], status["failures"]) == ("SUCCEEDED", attempts, 0, failures)
+    assert (status.state, status.attempt, status.losses, status.failures) == ("SUCCEEDED", attempts, 0, failures)
     assert story(scene.client, "job") == ["failed"] * failures
     assert_one_finish_each(scene.client, ["job"], "fault")
 
@@ -95,5 +95,5 @@ def test_a_job_survives_the_death_of_the_server_while_it_is_leased(tmp_path: Pat
 @pytest.mark.parametrize("step", STEPS)
 def test_a_failed_attempt_is_counted_once_when_the_server_dies(tmp_path: Path, store_url: str, step: str) -> None:
     with armed(tmp_path, store_url, f"fail.written{step}") as scene:
-        assert survive(scene, payload=b"stumble", max_retries=1, backoff_s=0.05) == b"2"
+        assert survive(scene, payload=b"stumble", retries=1, backoff_s=0.05) == b"2"
         assert_one_run_each(scene, attempts=2, failures=1)

@@ -123,7 +123,7 @@ def withstand(tmp_path: Path, files: int, each: int, attack_s: float, *, tls: bo
         server, operator = stage.server, stage.operator
         running = operator.submit(subject="wait", payload=str(gate).encode())
         waiting = operator.submit(subject="a.nobody", watch=False).job_id
-        until(lambda: operator.status(running.job_id)["state"] == "RUNNING")
+        until(lambda: operator.status(running.job_id).state == "RUNNING")
         # When it is attacked
         kinds = [kind for kind in attacker.FIRST if tls or kind != "half TLS"]
         options = {"tls": tls, "token": stage.token("client", "a.>"), "job_id": waiting, "all_opened": str(all_opened)}
@@ -146,7 +146,7 @@ def withstand(tmp_path: Path, files: int, each: int, attack_s: float, *, tls: bo
         assert max(memory_bytes) < MEMORY_MAX_BYTES
         gate.touch()
         assert running.result(10.0) == b"the gate is open"
-        assert operator.status(running.job_id)["attempt"] == 1
+        assert operator.status(running.job_id).attempt == 1
 
 
 @pytest.mark.parametrize(("files", "tls"), [(FEW_FILES, False), (UNIT_FILES, True)])

@@ -160,7 +160,7 @@ def _story(place: Place, stack: contextlib.ExitStack) -> Story:
     # and: one is killed when its result is on disk; its next process has a line
     until(lambda: any((saved.folder / "endings" / "saved").glob("*")), BACK_S, "the ending is saved")
     saved.process.kill()
-    saved_state = str(client.status("saved")["state"])
+    saved_state = str(client.status("saved").state)
     saved.wire.mend()
     saved.process.start_again()
     # and: the others have theirs again, when the other worker has done the job of one, and after three lease times
@@ -195,7 +195,7 @@ def test_a_cancel_reaches_the_worker_within_a_second_and_logs_and_progress_come_
     job = client.submit(subject="lab.1", exec="talk", args=[str(place.gate("talk"))], job_id="talk")
     pieces = client.logs("talk")
     assert next(pieces) == b"one\n"
-    until(lambda: client.status("talk").get("progress") == 0.4, SOON_S, "progress is told")
+    until(lambda: client.status("talk").progress == 0.4, SOON_S, "progress is told")
     place.gate("talk").touch()
     assert b"".join(pieces) == b"two\n"
     assert stdout_of(job.result(SOON_S)) == "one\ntwo\n"
@@ -206,7 +206,7 @@ def test_a_cancel_reaches_the_worker_within_a_second_and_logs_and_progress_come_
     client.cancel("canceled")
     until(lambda: not Path(f"/proc/{run.pid}").exists(), SOON_S, "it is stopped")
     assert time.monotonic() - began < 1.0
-    until(lambda: client.status("canceled")["state"] == "CANCELED", SOON_S, "it is canceled")
+    until(lambda: client.status("canceled").state == "CANCELED", SOON_S, "it is canceled")
 
 
 @pytest.mark.parametrize("running", [False, True], ids=["idle", "with a job"])
@@ -231,7 +231,7 @@ def test_a_worker_says_little(place: Place, client: Client, cut_off: Cut, lab: S
     assert connections <= 1
     place.gate("quiet").touch()
     if running:
-        until(lambda: client.status("quiet")["state"] == "SUCCEEDED", SOON_S, "it has ended")
+        until(lambda: client.status("quiet").state == "SUCCEEDED", SOON_S, "it has ended")
 
 
 # ---------------------------------------------------------------------------------------------------- when it was cut
@@ -244,7 +244,7 @@ def test_a_job_goes_on_while_the_line_is_cut_and_its_result_is_accepted(place: P
     assert told.kept_result == "attempt 1\n"
     assert place.ledger.attempts("kept") == [1]
     assert "connection lost" in told.kept.process.output()
-    assert client.status("kept")["attempt"] == 1
+    assert client.status("kept").attempt == 1
 
 
 def test_what_another_worker_took_meanwhile_is_the_others_and_the_first_result_is_kept_aside(
@@ -258,7 +258,7 @@ def test_what_another_worker_took_meanwhile_is_the_others_and_the_first_result_i
     about = json.loads((aside / "about.json").read_bytes())
     assert (about["job_id"], about["attempt"], about["error_code"]) == ("taken", 1, None)
     assert stdout_of((aside / about["file"]).read_bytes()) == "attempt 1\n"
-    assert client.status("taken")["attempt"] == 2
+    assert client.status("taken").attempt == 2
 
 
 def test_a_result_that_waits_on_disk_is_accepted_from_the_next_process(place: Place, cut_off: Cut) -> None:

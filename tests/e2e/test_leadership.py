@@ -158,9 +158,9 @@ def test_a_restart_of_postgresql_costs_no_running_job_anything(
             retried = client.submit(subject="a.2", payload=b"stumble", backoff_s=0.1, job_id="retried")
             assert retried.result(2 * SOON_S) == b"2"
             until(lambda: sum(server.leads for server in servers) == 1, SOON_S, "one leads again")
-            expiry = client.explain("b")["facts"]["lease_expires_at"]
+            expiry = client.explain("b").facts["lease_expires_at"]
             until(
-                lambda: client.explain("b")["facts"]["lease_expires_at"] > expiry + LONG_LEASE_TTL_S / 2,
+                lambda: client.explain("b").facts["lease_expires_at"] > expiry + LONG_LEASE_TTL_S / 2,
                 2 * LONG_LEASE_TTL_S,
                 "leases are renewed",
             )

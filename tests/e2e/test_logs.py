@@ -149,12 +149,12 @@ def test_a_new_attempt_begins_at_its_start_and_the_failed_one_was_seen_to_its_en
     server: ServerProcess, client: Client, talk: Talk
 ) -> None:
     with talk_worker(server):
-        talk.submit(client, max_retries=1, backoff_s=1.0)
+        talk.submit(client, retries=1, backoff_s=1.0)
         following = Following(client)
         talk.go(0)
         following.wait_for(talk, 1)
         talk.fail(1)
-        until(lambda: client.status("talk")["attempt"] == 2, END_S, "the second attempt begins")
+        until(lambda: client.status("talk").attempt == 2, END_S, "the second attempt begins")
         talk.go(1, 2, 3, 4)
         following.to_the_end()
 
@@ -257,7 +257,7 @@ class TestWithOneWorker:
         )
         with start_worker(shared_server, "--app", "zpe", "--exec", f"zpe=/bin/sh {script}", command=True):
             job = shared_client.submit(job_id="of-an-app", subject="job.assign.zpe", payload=b"{}")
-            until(lambda: shared_client.status("of-an-app")["state"] == "RUNNING", SOON_S, "it runs")
+            until(lambda: shared_client.status("of-an-app").state == "RUNNING", SOON_S, "it runs")
             pieces = shared_client.logs("of-an-app")
             assert next(pieces) == b"one\n"
 
@@ -276,7 +276,7 @@ class TestWithOneWorker:
     ) -> None:
         program = "zpe=/bin/sh -c 'echo said; echo trouble >&2; exit 3'"
         with start_worker(shared_server, "--app", "zpe", "--exec", program, command=True):
-            job = shared_client.submit(job_id="app-failed", subject="job.assign.zpe", payload=b"{}", max_retries=0)
+            job = shared_client.submit(job_id="app-failed", subject="job.assign.zpe", payload=b"{}", retries=0)
             assert job.outcome(END_S).state == "FAILED"
 
         for follow in (True, False):
@@ -287,14 +287,14 @@ class TestWithOneWorker:
         script = (
             f'echo "progress 0.25 a quarter" >&$TASUKI_PROGRESS_FD; while [ ! -e {tmp_path}/go ]; do sleep 0.02; done; exit 3'
         )
-        shell(shared_client, "progress", script, max_retries=0)
+        shell(shared_client, "progress", script, retries=0)
 
         def told() -> tuple[float | None, str]:
             view = shared_client.status("progress")
-            return view["progress"], view["progress_text"]
+            return view.progress, view.progress_text
 
         until(lambda: told() == (0.25, "a quarter"), 3 * SOON_S, "its progress is stored")
-        assert "It says that it is 25% done (a quarter)." in shared_client.explain("progress")["because"]
+        assert "It says that it is 25% done (a quarter)." in shared_client.explain("progress").because
         (tmp_path / "go").touch()
         assert shared_client.job("progress").outcome(END_S).outcome.exit_code == 3
 

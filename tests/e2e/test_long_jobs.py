@@ -38,4 +38,4 @@ def test_a_cpu_bound_job_many_times_longer_than_its_lease_runs_once(
             assert ledger.attempts(job_id) == [1]
             assert story(client, job_id) == []
             status = client.status(job_id)
-            assert status["finished_at"] - status["started_at"] > long_s - 1.5
+            assert status.finished_at - status.started_at > long_s - 1.5

@@ -102,7 +102,7 @@ class Victims:
         self._read_input()
         self.client.submit(subject="b.y", payload=SECRET.encode(), job_id="waiting", not_before=time.time() + 3600)
         self._http_worker()
-        until(lambda: self.client.status("held")["state"] == "RUNNING", SOON_S, "the victim runs its job")
+        until(lambda: self.client.status("held").state == "RUNNING", SOON_S, "the victim runs its job")
 
     def _tcp_worker(self, stack: contextlib.ExitStack) -> None:
         self.worker = stack.enter_context(RawPeer(self.here.url))
@@ -130,7 +130,7 @@ class Victims:
         self.lease_id = leased.json()["lease_id"]
         inner, _, attempt = self.lease_id.rpartition(".")
         self.http_claim = Claim("leased", inner, int(attempt))
-        until(lambda: self.client.status("leased")["state"] == "RUNNING", SOON_S, "the HTTP worker has its job")
+        until(lambda: self.client.status("leased").state == "RUNNING", SOON_S, "the HTTP worker has its job")
 
     def _read_input(self) -> None:
         """Read the input as only the holder of the lease may."""
@@ -151,7 +151,7 @@ class Victims:
 
     def seen(self) -> list[Any]:
         """Return all that an administrator sees of the jobs."""
-        stories = [self.client.explain(job_id)["story"] for job_id in self.jobs]
+        stories = [self.client.explain(job_id).story for job_id in self.jobs]
         return [self.client.status(job_id) for job_id in self.jobs] + stories
 
     def go_on(self) -> None:
@@ -463,8 +463,8 @@ def test_an_administrator_frees_the_jobs_that_a_worker_took_and_keeps(victims: V
         client.wait(client.aio.request(verb, token_id=token_id, worker_id="hoarder", now=True))
 
     states_are(victims.client, names, "PENDING")
-    assert {victims.client.status(name)["losses"] for name in names} == {0}
+    assert {victims.client.status(name).losses for name in names} == {0}
 
 
 def states_are(client: Client, names: list[str], state: str) -> None:
-    until(lambda: {client.status(name)["state"] for name in names} == {state}, SOON_S, f"they are {state}")
+    until(lambda: {client.status(name).state for name in names} == {state}, SOON_S, f"they are {state}")

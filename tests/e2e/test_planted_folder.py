@@ -75,11 +75,11 @@ def test_a_clone_that_the_victim_owns_runs_nothing_that_the_victim_did_not_submi
 
     assert (done.returncode, done.stdout) == (0, "hello\n"), done.stderr
     with Client(f"unix://{planted}/socket") as client:
-        until(lambda: client.status("evil1")["state"] in ("SUCCEEDED", "FAILED"), 20, "the planted job ends")
-        outcome = client.status("evil1")["outcome"]
+        until(lambda: client.status("evil1").state in ("SUCCEEDED", "FAILED"), 20, "the planted job ends")
+        outcome = client.status("evil1").outcome
     assert not proof.exists()
-    assert outcome["error_code"] == "UNPROVEN"
-    assert "submit it again" in outcome["message"]
+    assert outcome.error_code == "UNPROVEN"
+    assert "submit it again" in outcome.message
 
 
 def test_modules_of_python_in_a_clone_are_not_imported(victim: Victim, proof: Path) -> None:

@@ -64,7 +64,7 @@ def test_an_assignment_without_a_sign_is_sent_again_with_growing_waits(
         peer.send(JobsFinished([Ending("silent", first.lease_id, 1, SUCCESS)]))
         assert next_of(peer, JobsRecorded).recorded == [first.lease_id]
         assert job.result(SOON_S) == b"mine"
-        assert shared_client.status("silent")["attempt"] == 1
+        assert shared_client.status("silent").attempt == 1
 
 
 def test_a_finish_is_recorded_once_however_often_it_is_said(shared_server: ServerProcess, shared_client: Client) -> None:
@@ -82,7 +82,7 @@ def test_a_finish_is_recorded_once_however_often_it_is_said(shared_server: Serve
         peer.send(JobsFinished([Ending("twice", grant.lease_id, 1, other)]))
         assert [lease_id for lease_id, _ in next_of(peer, JobsRecorded).fenced] == [grant.lease_id]
         assert job.result(SOON_S) == b"mine"
-        assert shared_client.counts()["twice"]["succeeded"] == 1
+        assert shared_client.counts()["twice"].succeeded == 1
 
 
 def test_a_finish_after_the_lease_was_given_to_another_is_fenced(server: ServerProcess, client: Client, ledger: Ledger) -> None:

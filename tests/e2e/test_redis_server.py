@@ -147,7 +147,7 @@ def test_a_job_of_set_and_lpush_goes_through_lease_failed_delay_dead_letters_and
 
     # set going again, it ends well
     with server.client() as client:
-        assert client.requeue("h2")
+        assert client.retry("h2")
     assert (raw.status("h2"), raw.places_of("h2"), raw.client.ttl("zpe:payload:h2")) == ("queued", {"queue"}, -1)
     worker.tell(worker.lease(), "result", **ANSWER)
     assert (raw.status("h2"), raw.places_of("h2")) == ("finished", set())

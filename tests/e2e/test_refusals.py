@@ -68,7 +68,7 @@ def test_what_the_exec_allows_is_run(shared_client: Client, fields: dict[str, ob
 def test_what_the_exec_does_not_allow_is_refused_for_good(
     shared_client: Client, fields: dict[str, object], code: str, named: str
 ) -> None:
-    ended = shared_client.submit(**fields, max_retries=3).outcome(SOON_S)
+    ended = shared_client.submit(**fields, retries=3).outcome(SOON_S)
 
     assert (ended.state, ended.outcome.error_code, ended.attempt) == ("FAILED", code, 1)
     assert named in ended.outcome.message
@@ -105,8 +105,8 @@ def test_a_worker_for_its_own_user_leaves_what_came_over_tcp_to_others(shared_se
             assert own.submit(subject="own.1", exec="true").outcome(SOON_S).state == "SUCCEEDED"
 
         # then: the first was left alone, and explain says why; a worker that has it on its list runs it
-        assert client.status(waiting.job_id)["attempt"] == 0
-        assert "'render'" in client.explain(waiting.job_id)["because"][0]
+        assert client.status(waiting.job_id).attempt == 0
+        assert "'render'" in client.explain(waiting.job_id).because[0]
         listed = ("--exec", "render=/bin/true", "--subject", "own.>")
         with start_worker(shared_server, *listed, command=True, log=tmp_path / "listed.log"):
             assert waiting.outcome(SOON_S).state == "SUCCEEDED"

@@ -28,10 +28,10 @@ def test_a_worker_on_one_subject_never_sees_another(shared_server: ServerProcess
         assert {run.job_id for run in ledger.runs()} == {job.job_id for job in own}
         for subject in others:
             status = shared_client.status(f"other-{subject}")
-            assert (status["state"], status["attempt"]) == ("PENDING", 0)
+            assert (status.state, status.attempt) == ("PENDING", 0)
         explained = shared_client.explain("other-b.1")
-        assert "'b.1'" in explained["because"][0]
-        assert explained["facts"]["nearest_patterns"] == ["a.*"]
+        assert "'b.1'" in explained.because[0]
+        assert explained.facts["nearest_patterns"] == ["a.*"]
 
         # and: a worker that subscribes to them gets them
         with jobs_worker(shared_server, ledger, "--subject", "b.>", "--subject", "a", "--subject", "*.1.*", "--subject", "A.>"):
@@ -75,7 +75,7 @@ def test_a_worker_can_change_its_subscriptions_while_it_runs(
         assert new.result(SOON_S) == b"1"
         shared_client.submit(subject="old.3", job_id="old-after", watch=False)
         assert shared_client.submit(subject="new.2", job_id="new-after").result(SOON_S) == b"1"
-        assert shared_client.status("old-after")["state"] == "PENDING"
+        assert shared_client.status("old-after").state == "PENDING"
         gate.touch()
         assert running.result(SOON_S) == b"1"
         assert ledger.attempts("old-after") == []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import zipfile
 from pathlib import Path
 
@@ -35,15 +34,15 @@ def test_a_value_that_the_job_tells_everybody_is_told_to_nobody(server: ServerPr
     env_from_file = {{ KEY = "{tmp_path}/secret" }}
     """)
     with start_worker(server, "--config", str(execs), "--lease-ttl", "1", command=True) as worker:
-        job = client.submit(exec="tell", job_id="tells", max_retries=0)
+        job = client.submit(exec="tell", job_id="tells", retries=0)
 
         # when: it is looked at while it runs, and has ended
-        until(lambda: client.status("tells")["progress_text"], SOON_S, "its progress is stored")
+        until(lambda: client.status("tells").progress_text, SOON_S, "its progress is stored")
         seen = [b"".join(client.logs("tells", stream, follow=False)).decode() for stream in ("stdout", "stderr")]
-        seen += [json.dumps(client.status("tells")), json.dumps(client.explain("tells"))]
+        seen += [repr(client.status("tells")), repr(client.explain("tells"))]
         go_on.touch()
         ended = job.outcome(SOON_S)
-        seen += [json.dumps(client.status("tells")), json.dumps(client.explain("tells")), worker.output()]
+        seen += [repr(client.status("tells")), repr(client.explain("tells")), worker.output()]
         assert ended.outcome.result is not None
         with zipfile.ZipFile(io.BytesIO(ended.outcome.result)) as archive:
             seen += [archive.read(name).decode() for name in ("stdout.log", "stderr.log", "result.json")]

@@ -111,7 +111,7 @@ def test_running_jobs_outlive_the_server_and_are_not_run_again(tmp_path: Path, s
         assert stdout_of(command.result(SOON_S)) == "attempt 1\n"
         assert [run.pid for job in (handled, command) for run in ledger.of(job.job_id)] == begun
         assert story(client, "handled") == story(client, "command") == []
-        assert client.status("waiting")["state"] == "PENDING"
+        assert client.status("waiting").state == "PENDING"
         assert not waiting.done
 
 
@@ -181,7 +181,7 @@ def test_leases_are_renewed_by_the_restarted_server(
         until(lambda: _workers(client) == before, SOON_S, "the worker is back with its job")
 
         # when: the lease was renewed several times
-        expiry = client.explain("renewed")["facts"]["lease_expires_at"]
+        expiry = client.explain("renewed").facts["lease_expires_at"]
         for _ in range(3):
             last = expiry
             expiry = until(
@@ -195,14 +195,14 @@ def test_leases_are_renewed_by_the_restarted_server(
 
 
 def _later_expiry(client: Client, last: float) -> float:
-    now = client.explain("renewed")["facts"]["lease_expires_at"]
+    now = client.explain("renewed").facts["lease_expires_at"]
     return now if now > last else 0.0
 
 
 def _states(client: Client, *job_ids: str) -> list[str]:
-    return [client.status(job_id)["state"] for job_id in job_ids]
+    return [client.status(job_id).state for job_id in job_ids]
 
 
 def _workers(client: Client) -> dict[str, int]:
     """How many jobs each live worker runs, by its incarnation."""
-    return {worker["incarnation"]: worker["running"] for worker in client.workers()}
+    return {worker.incarnation: worker.running for worker in client.workers()}

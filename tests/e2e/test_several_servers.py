@@ -115,7 +115,7 @@ def test_cancel_through_another_server_stops_the_job(shared_pair: list[ServerPro
             ledger.wait_for(job_id)
 
         asked_at = time.monotonic()
-        assert {job_id: view["requested"] for job_id, view in other.cancel("stop", "halt", "waits").items()} == {
+        assert {job_id: view.requested for job_id, view in other.cancel("stop", "halt", "waits").items()} == {
             "stop": True,
             "halt": True,
             "waits": False,
@@ -163,7 +163,7 @@ def test_everything_is_seen_from_any_server(shared_pair: list[ServerProcess], le
         # then
         assert {"seen-ended", "unseen"} <= listed
         assert (groups["seen"]["succeeded"], groups["unseen"]["pending"]) == (1, 1)
-        assert "seen.>" in why["facts"]["nearest_patterns"]
+        assert "seen.>" in why.facts["nearest_patterns"]
         assert workers["watcher"]["patterns"] == ["seen.>"]
         assert {address for server in servers for address in server["addresses"]} == {here.url, there.url}
         assert [server["leads"] for server in servers].count(True) == 1
@@ -198,7 +198,7 @@ def test_a_token_revoked_at_one_server_ends_its_connections_at_the_other(
     ):
         job = admin.submit(subject="x.1", payload=f"hold {gate}".encode(), job_id="taken-away")
         ledger.wait_for("taken-away")
-        until(lambda: admin.status("taken-away")["state"] == "RUNNING", SOON_S, "the start is recorded")
+        until(lambda: admin.status("taken-away").state == "RUNNING", SOON_S, "the start is recorded")
         client.submit(subject="x.2", job_id="mine").result(SOON_S)
 
         # when: the other server revokes them
@@ -288,7 +288,7 @@ def test_peers_of_a_frozen_server_go_on_at_another_before_their_leases_are_over(
         # and: when the frozen one wakes up, it changes nothing
         frozen.signal(signal.SIGCONT)
         with frozen.client() as back:
-            assert back.status("kept")["attempt"] == 1
+            assert back.status("kept").attempt == 1
             assert_one_finish_each(back, ["kept"], "hold")
         assert story(other, "kept") == []
         assert worker.running
@@ -388,8 +388,8 @@ def _json(server: ServerProcess, *arguments: str) -> Any:
 
 
 def _workers(client: Client) -> set[str]:
-    return {worker["worker_id"] for worker in client.workers()}
+    return {worker.worker_id for worker in client.workers()}
 
 
 def _expiry(client: Client, job_id: str) -> float:
-    return float(client.explain(job_id)["facts"]["lease_expires_at"])
+    return float(client.explain(job_id).facts["lease_expires_at"])

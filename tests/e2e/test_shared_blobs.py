@@ -127,9 +127,9 @@ def wait_for_s3_in_the_middle_of_an_upload(places: Places, tmp_path: Path, away_
             ref = upload.result(BACK_WITHIN_S + away_s)
         assert ref.sha256 == hashlib.sha256(data).hexdigest()
         file = InputFile("input.bin", sha256=ref.sha256, size_bytes=ref.size_bytes)
-        job = client.submit(subject="copy.2", exec="copy", files=[file], job_id=f"waited-{away_s:g}", max_retries=0)
+        job = client.submit(subject="copy.2", exec="copy", files=[file], job_id=f"waited-{away_s:g}", retries=0)
         assert copy_in(job.result(3 * SOON_S)) == data
-        assert client.status(job.job_id)["attempt"] == 1
+        assert client.status(job.job_id).attempt == 1
 
 
 def test_a_result_waits_for_s3_and_its_job_runs_once(places: Places, tmp_path: Path, ledger: Ledger) -> None:
@@ -142,7 +142,7 @@ def bring_a_result_while_s3_is_away(places: Places, tmp_path: Path, ledger: Ledg
     with jobs_worker(there, ledger, "--subject", "large.>"), here.client() as client:
         places.s3.kill()
         try:
-            job = client.submit(subject="large.1", payload=f"large {MIB}".encode(), job_id=f"large-{away_s:g}", max_retries=0)
+            job = client.submit(subject="large.1", payload=f"large {MIB}".encode(), job_id=f"large-{away_s:g}", retries=0)
             ledger.wait_for(job.job_id)
             threading.Event().wait(away_s)  # the time is the test's subject
             assert not job.done
@@ -173,7 +173,7 @@ def test_bytes_that_were_changed_in_s3_are_never_handed_out(places: Places, tmp_
 
         # then: a job that needs that input fails, with a reason that says why, and does not run on wrong bytes
         ref = InputFile("input.bin", sha256=hashlib.sha256(path.read_bytes()).hexdigest(), size_bytes=MIB)
-        ended = client.submit(subject="copy.4", exec="copy", files=[ref], job_id="misled", max_retries=0).outcome(SOON_S)
+        ended = client.submit(subject="copy.4", exec="copy", files=[ref], job_id="misled", retries=0).outcome(SOON_S)
         assert ended.state == "FAILED"
         assert "sha256" in ended.outcome.message
 
@@ -208,7 +208,7 @@ def test_what_no_job_needs_any_more_is_deleted_from_s3(
         assert left()[0].startswith(f"{waiting.sha256[:2]}/{waiting.sha256}")
         rows = "SELECT sha256 FROM tasuki_blob"
         until(lambda: postgres.execute(rows, url=postgres_url) == [(waiting.sha256,)], SOON_S, "their rows too")
-        assert client.status("waiting")["state"] == "PENDING"
+        assert client.status("waiting").state == "PENDING"
 
 
 def uploads(places: Places) -> int:

@@ -37,7 +37,7 @@ def test_cancel_of_a_running_command_leaves_no_process_of_its_group(
         asked = shared_client.cancel("family", reason="not needed any more")
 
         # then
-        assert asked["family"]["requested"]
+        assert asked["family"].requested
         assert job.outcome(SOON_S).state == "CANCELED"
         assert [pid for pid in pids if alive(pid)] == []
         assert ledger.attempts("family") == [1]
@@ -61,7 +61,7 @@ def test_cancel_of_a_running_handler_frees_its_slot(
 def test_cancel_of_a_waiting_job_is_immediate_and_it_never_runs(shared_client: Client, ledger: Ledger) -> None:
     job = shared_client.submit(subject="nobody.1", job_id="waiting")
 
-    assert shared_client.cancel("waiting")["waiting"]["state"] == "CANCELED"
+    assert shared_client.cancel("waiting")["waiting"].state == "CANCELED"
 
     assert job.outcome(SOON_S).state == "CANCELED"
     assert ledger.attempts("waiting") == []
@@ -76,8 +76,8 @@ def test_a_finish_that_came_first_wins_over_the_cancel(
 
         answer = shared_client.cancel("finished")["finished"]
 
-        assert (answer["state"], answer["requested"]) == ("SUCCEEDED", False)
-        assert shared_client.status("finished")["state"] == "SUCCEEDED"
+        assert (answer.state, answer.requested) == ("SUCCEEDED", False)
+        assert shared_client.status("finished").state == "SUCCEEDED"
 
 
 def test_a_handler_that_is_canceled_by_itself_has_failed(
@@ -85,7 +85,7 @@ def test_a_handler_that_is_canceled_by_itself_has_failed(
 ) -> None:
     """Only a stop that came from the worker may be passed over in silence."""
     with jobs_worker(shared_server, ledger):
-        ended = shared_client.submit(subject="x.1", payload=b"withdraw", max_retries=0, job_id="withdrawn").outcome(SOON_S)
+        ended = shared_client.submit(subject="x.1", payload=b"withdraw", retries=0, job_id="withdrawn").outcome(SOON_S)
 
         assert (ended.state, ended.outcome.error_code, ended.attempt) == ("FAILED", "HANDLER_ERROR", 1)
         assert "CancelledError" in ended.outcome.message
@@ -106,7 +106,7 @@ def test_a_job_past_its_time_limit_is_stopped_retried_and_then_timed_out(
         job_id = f"slow-{kind.replace(' ', '-')}"
 
         # when
-        ended = shared_client.submit(**work, timeout_s=0.4, max_retries=1, backoff_s=0.1, job_id=job_id).outcome(SOON_S)
+        ended = shared_client.submit(**work, timeout_s=0.4, retries=1, backoff_s=0.1, job_id=job_id).outcome(SOON_S)
 
         # then
         assert (ended.state, ended.attempt, ended.outcome.error_code) == ("TIMED_OUT", 2, "TIMED_OUT")

@@ -82,7 +82,7 @@ def test_nothing_is_left_of_a_job_that_hides_when_it_is_reported(
 ) -> None:
     with escape_worker(server, tmp_path / "worker"):
         limit = {"timeout_s": 1.0} if how == "time limit" else {}
-        job = client.submit(exec="escape", args=[str(pids)], max_retries=0, job_id=f"hides-{how.split()[0]}", **limit)
+        job = client.submit(exec="escape", args=[str(pids)], retries=0, job_id=f"hides-{how.split()[0]}", **limit)
         family = hidden(pids)
 
         if how == "cancel":
@@ -148,7 +148,7 @@ def test_a_worker_whose_keeper_is_killed_ends_its_jobs_and_itself(
         assert "restart this process" in worker.output()
         assert living(family) == []
         assert job.outcome(LOST_WITHIN_S).state == "FAILED"
-        assert "was lost" in client.explain("unkept")["story"][-1]["reason"]
+        assert "was lost" in client.explain("unkept").story[-1].reason
 
 
 def test_a_hung_workers_job_is_ended_at_its_deadline_and_what_it_says_later_is_refused(
@@ -191,9 +191,9 @@ def test_a_job_that_kills_its_workers_ends_as_a_dead_letter(server: ServerProces
     # then: there is no third, although it has retries
     assert job.outcome(LOST_WITHIN_S).state == "FAILED"
     told = client.explain("poison")
-    assert told["facts"]["losses"] == {"used": 1, "of": 1}
-    assert [incident["kind"] for incident in told["story"]] == ["lost", "dead_lettered"]
-    assert any("There is no further attempt" in sentence for sentence in told["because"])
+    assert told.facts["losses"] == {"used": 1, "of": 1}
+    assert [incident.kind for incident in told.story] == ["lost", "dead_lettered"]
+    assert any("There is no further attempt" in sentence for sentence in told.because)
 
 
 def test_many_short_jobs_on_many_slots_leave_no_process_descriptor_or_folder(

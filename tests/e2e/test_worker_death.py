@@ -96,7 +96,7 @@ def test_a_plain_function_of_a_hung_worker_ends_before_the_next_attempt_begins(
     # given: a plain function that holds a lock, in a process below a worker that stops (SIGSTOP) alone
     lock = tmp_path / "lock"
     with jobs_worker(server, ledger, "--plain", "--slots", "1") as hung:
-        job = client.submit(subject="plain.1", payload=f"alone {lock}".encode(), job_id="alone", max_retries=0)
+        job = client.submit(subject="plain.1", payload=f"alone {lock}".encode(), job_id="alone", retries=0)
         ledger.wait_for("alone")
         with jobs_worker(server, ledger, "--plain", "--slots", "1") as second:
             # when
@@ -120,7 +120,7 @@ def test_a_worker_goes_on_when_the_process_that_forks_its_functions_is_killed(
     # given: a plain function that runs
     lock = tmp_path / "lock"
     with jobs_worker(server, ledger, "--plain", "--slots", "2") as worker:
-        lost = client.submit(subject="plain.1", payload=f"alone {lock}".encode(), job_id="lost", max_retries=0)
+        lost = client.submit(subject="plain.1", payload=f"alone {lock}".encode(), job_id="lost", retries=0)
         forker = until(lambda: lock.exists() and lock.read_text().endswith("\n") and int(lock.read_text()), SOON_S, "it runs")
 
         # when
@@ -160,7 +160,7 @@ def test_a_finish_that_comes_after_the_job_was_given_away_is_fenced(
             second.signal(signal.SIGCONT)
             assert job.result(SOON_S) == b"2"
     status = client.status("late")
-    assert (status["state"], status["attempt"]) == ("SUCCEEDED", 2)
+    assert (status.state, status.attempt) == ("SUCCEEDED", 2)
 
 
 def test_a_worker_that_is_cut_off_ends_its_command_before_the_next_attempt_begins(

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
 import runpy
 import shlex
+import subprocess
+import sys
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +23,7 @@ from tasuki.core.lifecycle import LEASE_MARGIN_S, LEASE_TTL_S, RETENTION_DAYS
 from tasuki.core.subject import matches
 from tasuki.worker.execs import load_execs, parse_execs
 from tests.shape.source import ROOT
+from tests.support.processes import start_server, start_worker
 
 DOCUMENTS = sorted(
     path.relative_to(ROOT).as_posix() for path in (*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/**/*.md"))
@@ -219,3 +223,29 @@ def test_a_decision_record_has_its_four_parts(record: Path) -> None:
 
     assert text.startswith(f"# {record.name[:4]}: ")
     assert re.findall(r"^\*\*(\w+)\.\*\*", text, re.MULTILINE) == ["Question", "Choice", "Why", "Cost"]
+
+
+PYTHON_PAGE = (ROOT / "docs" / "python.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.e2e
+def test_the_client_of_the_page_for_python_does_what_the_page_says(tmp_path: Path) -> None:
+    section = PYTHON_PAGE.partition("\n## The client\n")[2].partition("\n## ")[0]
+    blocks = [text for language, text in BLOCK.findall(section) if language == "python"]
+    program = tmp_path / "page.py"
+    program.write_text("".join(blocks), encoding="utf-8")
+    (tmp_path / "names.txt").write_text("c\nb\na\n")
+    execs = [word for name in ("echo", "sh", "sort") for word in ("--exec", f"{name}=/usr/bin/env {name} {{args}}")]
+    with (
+        start_server(tmp_path) as server,
+        start_worker(server),
+        start_worker(server, *execs, "--data", str(tmp_path / "worker"), command=True, log=tmp_path / "worker.log"),
+    ):
+        env = {**os.environ, "TASUKI_URL": server.unix_url}
+        done = subprocess.run(
+            [sys.executable, program], cwd=tmp_path, env=env, capture_output=True, text=True, check=False, timeout=60
+        )
+    assert (done.returncode, done.stderr) == (0, "")
+    for shown in re.findall(r"print\(.*\)\s+# (.*)", "".join(blocks)):
+        assert shown.partition(": ")[0] in done.stdout or shown in done.stdout, done.stdout
+    assert (tmp_path / "results" / "out" / "copy.txt").read_text() == "c\nb\na\n"

@@ -85,8 +85,6 @@ def test_deaths_of_workers_and_servers_together_leave_one_finish_each(tmp_path: 
                 worker.kill()
         assert_one_finish_each(client, [spec.job_id for spec in specs], "load")
         runs = Counter(run.job_id for run in ledger.runs())
-        views = [
-            v for at in range(0, 5000, 1000) for v in client.wait(client.aio.statuses([s.job_id for s in specs[at : at + 1000]]))
-        ]
-        assert {view["job_id"] for view in views if runs[view["job_id"]] > view["losses"] + 1} == set()
+        views = [v for at in range(0, 5000, 1000) for v in client.statuses(*(s.job_id for s in specs[at : at + 1000]))]
+        assert {view.job_id for view in views if runs[view.job_id] > view.losses + 1} == set()
         assert {run for run, count in Counter((run.job_id, run.attempt) for run in ledger.runs()).items() if count > 1} == set()

@@ -1,6 +1,6 @@
 """Waiting for a condition of the outside world: the one `until` of the tests.
 
-    until(lambda: client.status("a")["state"] == "RUNNING", 10.0, "job a runs")
+    until(lambda: client.status("a").state == "RUNNING", 10.0, "job a runs")
     await until_async(lambda: len(server.connections) == 2, what="both are connected")
 
 A stand-in that notices each of its events derives from `Watched`, and its waiters look again at each event instead of every few

@@ -84,7 +84,7 @@ def test_a_few_bytes_do_not_become_hundreds_of_megabytes(name: str) -> None:
 def test_a_frame_has_at_most_1024_items() -> None:
     many = [Claim(f"j{number}", "l", 1) for number in range(BATCH_MAX)]
     assert to_server(Type.HEARTBEAT, {"msg_id": 1}, pack(many), BATCH) == Heartbeat(1, many)
-    with pytest.raises(ProtocolError, match=str(BATCH_MAX)):
+    with pytest.raises(RefusedRequest, match=str(BATCH_MAX)):
         to_server(Type.HEARTBEAT, {"msg_id": 1}, pack([*many, many[0]]), BATCH)
 
 
@@ -99,8 +99,9 @@ def test_a_request_with_the_most_jobs_that_a_watch_may_have_fits() -> None:
     job_ids = ["j" * 128] * BATCH_MAX
     message = to_server(Type.REQUEST, {"msg_id": 1, "verb": "watch"}, pack({"job_ids": job_ids}))
     assert message == Request(1, "watch", {"job_ids": job_ids})
-    with pytest.raises(TooLarge):
+    with pytest.raises(RefusedRequest) as refused:
         to_server(Type.REQUEST, {"msg_id": 1, "verb": "watch"}, pack({"x": "y" * 300_000}))
+    assert refused.value.code == TooLarge.code
 
 
 @pytest.mark.parametrize("type", [Type.REPLY, Type.WELCOME, Type.RESULT, Type.ASSIGN_JOB])

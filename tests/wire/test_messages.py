@@ -9,13 +9,15 @@ from hypothesis import strategies as st
 
 from tasuki.core.job import JobSpec
 from tasuki.core.protocol import (
+    FRAME_MAX_BYTES,
+    SUBMIT_MAX_BYTES,
     ErrorMessage,
     JobsRecorded,
     Request,
     SubmitJobs,
 )
 from tasuki.errors import InvalidInput, ProtocolError, RefusedRequest, TasukiError, UnknownFrame
-from tasuki.wire.compression import CODECS
+from tasuki.wire.compression import CODECS, GZIP
 from tasuki.wire.messages import BATCH, HEADER_MAX_BYTES, KNOWN_FLAGS, Frame, FrameDecoder, Type, decode, encode
 from tests.wire.strategies import message, messages
 from tests.wire.vectors import MESSAGE_TYPES, VECTORS, decode_all
@@ -162,8 +164,44 @@ def test_deep_nesting_is_refused(depth: int, opening: bytes) -> None:
 
     with pytest.raises(ProtocolError, match="recursion"):
         read(Type.REPLY, {"corr_id": 1}, nested)
-    with pytest.raises(RefusedRequest):
+    with pytest.raises(InvalidInput, match=r"recursion|the parameters cannot be read"):
         read(Type.REQUEST, {"msg_id": 1, "verb": "get"}, b"\x81\xa1a" + nested)
+
+
+@pytest.mark.parametrize(
+    ("frame", "code"),
+    [
+        (Frame(Type.SUBMIT_JOB, BATCH, pack({"msg_id": 7}), pack([{"job_id": 5}])), "INVALID"),
+        (Frame(Type.SUBMIT_JOB, BATCH, pack({"msg_id": 7}), b"\xc1"), "INVALID"),
+        (Frame(Type.SUBMIT_JOB, BATCH, pack({"msg_id": 7, "watch": "yes"}), pack([])), "INVALID"),
+        (Frame(Type.SUBMIT_JOB, BATCH, pack({"msg_id": 7}), bytes(SUBMIT_MAX_BYTES + 1)), "TOO_LARGE"),
+        (Frame(Type.SUBMIT_JOB, BATCH | GZIP, pack({"msg_id": 7}), b"no gzip"), "INVALID"),
+        (Frame(Type.CANCEL, BATCH, pack({"msg_id": 7}), pack([5])), "INVALID"),
+        (Frame(Type.REQUEST, 0, pack({"msg_id": 7, "verb": "get"}), pack({"job_ids": [5]})), "INVALID"),
+        (Frame(Type.REQUEST, 0, pack({"msg_id": 7}), b""), "INVALID"),
+        (Frame(Type.BLOB_GET, 0, pack({"msg_id": 7, "sha256": 5}), b""), "INVALID"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else Type(value.type).name,
+)
+def test_a_request_that_cannot_be_read_is_refused_by_its_number(frame: Frame, code: str) -> None:
+    with pytest.raises(RefusedRequest) as refused:
+        decode(frame, FRAME_MAX_BYTES, from_server=False)
+    assert (refused.value.msg_id, refused.value.code) == (7, code)
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        Frame(Type.SUBMIT_JOB, BATCH, b"\xc1", pack([{"job_id": "a"}])),
+        Frame(Type.SUBMIT_JOB, BATCH, pack({"msg_id": "seven"}), pack([{"job_id": "a"}])),
+        Frame(Type.HELLO_CLIENT, 0, pack({"msg_id": 7}), b""),
+        Frame(Type.ACK_JOB, BATCH, pack({"stage": "finished"}), pack([5])),
+    ],
+    ids=["no map", "no number", "Hello", "no request"],
+)
+def test_what_nobody_can_be_answered_is_an_error_of_the_connection(frame: Frame) -> None:
+    with pytest.raises(ProtocolError):
+        decode(frame, LIMIT, from_server=False)
 
 
 def test_deep_nesting_in_a_field_nobody_reads_is_refused() -> None:

@@ -134,7 +134,7 @@ def test_a_worker_that_is_killed_in_the_middle_of_an_upload_loses_nothing(
         assert len(job.result(SOON_S)) > SIZE_BYTES
         until(lambda: endings(tmp_path) == [], SOON_S, "the files are removed")
     assert (tmp_path / "runs").read_text() == "ran\n"
-    assert client.status("uploaded")["attempt"] == 1
+    assert client.status("uploaded").attempt == 1
 
 
 @pytest.mark.soak  # its seconds are those of a lease that has to end; test_incoming.py shows the same of a process that is killed
@@ -153,7 +153,7 @@ def test_a_worker_that_is_killed_while_it_fetches_an_input_does_not_fetch_it_twi
         with command_worker(narrows.url, token, tmp_path, script="sha256sum in/input"):
             assert hashlib.sha256(content).hexdigest() in stdout_of(job.result(SOON_S))
     # then
-    assert client.status("fetched")["attempt"] == 2
+    assert client.status("fetched").attempt == 2
     assert narrows.passed_bytes["down"] <= 1.1 * SIZE_BYTES + 1024 * 1024  # what is not written yet at a kill is sent again
     assert list((tmp_path / "data" / "incoming").iterdir()) == []
 
@@ -166,7 +166,7 @@ def test_a_large_result_that_came_too_late_is_kept_aside(
     keep = ("--on-disconnect", "keep", "--reconnect-grace", "0")
     with command_worker(narrows.url, token, tmp_path, *keep, script=script) as cut:
         job = client.submit(subject=tmp_path.name[-40:], exec="tool", job_id="late")
-        until(lambda: client.status("late")["state"] == "RUNNING", SOON_S, "it runs")
+        until(lambda: client.status("late").state == "RUNNING", SOON_S, "it runs")
         narrows.limit_bytes["up"] = 0
         (tmp_path / "gate").touch()
         until(lambda: endings(tmp_path) == [".ending", ".result"], SOON_S, "its result is on disk")
@@ -187,7 +187,7 @@ def test_a_large_result_that_came_too_late_is_kept_aside(
     about = json.loads((place / "about.json").read_text())
     assert (about["job_id"], about["attempt"], about["subject"]) == ("late", 1, tmp_path.name[-40:])
     assert (place / "result.zip").stat().st_size == about["size_bytes"] > 2_000_000
-    assert client.status("late")["attempt"] == 2
+    assert client.status("late").attempt == 2
 
 
 # ---------------------------------------------------------------------------------------------------- told to end

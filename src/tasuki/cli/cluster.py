@@ -43,7 +43,7 @@ def servers(output: Output, place: Destination) -> None:
 @command("workers", examples=["tasuki workers", "tasuki workers --json"])
 @connection_options()
 def workers(output: Output, place: Destination) -> None:
-    rows = with_client(place, lambda client: client.workers())
+    rows = with_client(place, lambda client: client.request("workers"))
     output.show(rows, lambda: _worker_lines(rows))
 
 
@@ -69,8 +69,8 @@ def stats(output: Output, watch: bool, interval: float, groups: int, place: Dest
 
     async def work(client: AsyncClient) -> None:
         while True:
-            counts, workers = await asyncio.gather(client.counts(groups), client.workers())
-            running = (await client.find(states=["RUNNING"], limit=PROGRESS_JOBS_MAX))["jobs"] if output.json else []
+            counts, workers = await asyncio.gather(client.request("counts", limit=groups), client.request("workers"))
+            running = (await client.request("find", states=["RUNNING"], limit=PROGRESS_JOBS_MAX))["jobs"] if output.json else []
             progress = [{name: view[name] for name in PROGRESS_FIELDS} for view in running if view["progress"] is not None]
             if watch:
                 output.clear_screen()

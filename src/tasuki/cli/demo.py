@@ -23,6 +23,7 @@ import click
 from tasuki.cli.command import command, option
 from tasuki.cli.output import Output, write_line
 from tasuki.client import AsyncClient
+from tasuki.client.types import JobStatus
 from tasuki.config import OWN_COMMAND
 from tasuki.core.job import JobSpec
 from tasuki.errors import DeadlineExceeded, NotFound, Unavailable
@@ -136,12 +137,12 @@ class _Demo:
         arguments = ("-c", WORK, job_id, str(self.ledger), str(JOB_S))
         return JobSpec(job_id=job_id, subject=GROUP, exec="/bin/sh", args=arguments)
 
-    async def until(self, client: Any, condition: Callable[[list[dict[str, Any]]], bool]) -> list[dict[str, Any]]:
+    async def until(self, client: Any, condition: Callable[[list[JobStatus]], bool]) -> list[JobStatus]:
         while True:
-            statuses = await client.statuses(self.job_ids)
+            statuses = await client.statuses(*self.job_ids)
             if condition(statuses):
                 return statuses
-            if all(job["state"] == "SUCCEEDED" for job in statuses):
+            if all(job.state == "SUCCEEDED" for job in statuses):
                 raise DeadlineExceeded("all jobs ended before this step: this machine is too busy for the demo; try --jobs 100")
             await asyncio.sleep(0.05)
 
@@ -150,7 +151,7 @@ class _Demo:
         lost = _running_at(statuses, "worker-a")
         self.say(f"killing worker-a with SIGKILL in the middle of {', '.join(lost)}")
         await self.kill("worker-a")
-        await self.until(client, lambda jobs: all(job["attempt"] >= 2 for job in jobs if job["job_id"] in lost))
+        await self.until(client, lambda jobs: all(job.attempt >= 2 for job in jobs if job.job_id in lost))
         self.say(f"its lease ran out; {', '.join(lost)} went on at worker-b with attempt 2")
 
     async def kill_server(self, client: Any) -> None:
@@ -174,23 +175,23 @@ class _Demo:
         return {"job_id": outcome.job_id, "existed": handle.existed, "same_result": same, "ran_again": ran}
 
     async def check(self, client: Any, outcomes: list[Any], again: dict[str, Any]) -> dict[str, Any]:
-        statuses = await client.statuses(self.job_ids)
+        statuses = await client.statuses(*self.job_ids)
         counts = (await client.counts())["demo"]
         lines = [line.split() for line in self.ledger.read_text().splitlines()]
         ends = Counter((job_id, int(attempt)) for word, job_id, attempt in lines if word == "end")
-        finished = [job for job in statuses if job["state"] == "SUCCEEDED" and ends[job["job_id"], job["attempt"]] == 1]
+        finished = [job for job in statuses if job.state == "SUCCEEDED" and ends[job.job_id, job.attempt] == 1]
         report = {
             "jobs": len(self.job_ids),
-            "recorded_finishes": counts["succeeded"],
+            "recorded_finishes": counts.succeeded,
             "jobs_with_exactly_one_recorded_finish": len(finished),
-            "attempts": sum(job["attempt"] for job in statuses),
-            "lost_with_a_worker": sum(job["losses"] for job in statuses),
+            "attempts": sum(job.attempt for job in statuses),
+            "lost_with_a_worker": sum(job.losses for job in statuses),
             "starts_of_commands": sum(1 for word, *_ in lines if word == "start"),
             "submitted_again": again,
             "seconds": round(time.monotonic() - self.began, 1),
         }
         report["ok"] = (
-            len(finished) == len(self.job_ids) == counts["succeeded"] == len({outcome.job_id for outcome in outcomes})
+            len(finished) == len(self.job_ids) == counts.succeeded == len({outcome.job_id for outcome in outcomes})
             and again["existed"]
             and again["same_result"]
             and not again["ran_again"]
@@ -208,7 +209,7 @@ class _Table:
         self._lines: list[str] = []
         self._live: Any = None
         self._printed = 0
-        self._statuses: list[dict[str, Any]] = []
+        self._statuses: list[JobStatus] = []
 
     def say(self, text: str) -> None:
         self._lines.append(text)
@@ -229,7 +230,7 @@ class _Table:
             watching = asyncio.create_task(self._watch(client, job_ids))
             try:
                 yield
-                self._statuses = await client.statuses(job_ids)
+                self._statuses = await client.statuses(*job_ids)
                 self._live.update(self._drawn())
             finally:
                 watching.cancel()
@@ -239,7 +240,7 @@ class _Table:
     async def _watch(self, client: Any, job_ids: list[str]) -> None:
         while True:
             with contextlib.suppress(NotFound):  # before they are submitted
-                self._statuses = await client.statuses(job_ids)
+                self._statuses = await client.statuses(*job_ids)
             self._live.update(self._drawn())
             await asyncio.sleep(REFRESH_S)
 
@@ -251,13 +252,13 @@ class _Table:
         table = Table(title="jobs", expand=False)
         for column in ("state", "jobs", "where"):
             table.add_column(column)
-        states = Counter(job["state"] for job in self._statuses)
+        states = Counter(job.state for job in self._statuses)
         for state, count in sorted(states.items()):
-            placed = [job for job in self._statuses if job["state"] == state != "PENDING" and job["attempt"]]
-            places = Counter(job["assigned_worker_id"] for job in placed)
+            placed = [job for job in self._statuses if job.state == state != "PENDING" and job.attempt]
+            places = Counter(job.assigned_worker_id for job in placed)
             table.add_row(state, str(count), ", ".join(f"{place}: {number}" for place, number in sorted(places.items())))
         return Stack(*(Text(line) for line in self._lines[self._printed :]), table)
 
 
-def _running_at(statuses: list[dict[str, Any]], worker_id: str) -> list[str]:
-    return [job["job_id"] for job in statuses if job["state"] == "RUNNING" and job["assigned_worker_id"] == worker_id]
+def _running_at(statuses: list[JobStatus], worker_id: str) -> list[str]:
+    return [job.job_id for job in statuses if job.state == "RUNNING" and job.assigned_worker_id == worker_id]

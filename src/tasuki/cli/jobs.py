@@ -14,6 +14,7 @@ from tasuki.cli import command as cli
 from tasuki.cli.connect import with_client
 from tasuki.cli.output import ExitCode, Output, plain, table, visible, when
 from tasuki.client import AsyncClient
+from tasuki.client.types import CancelAnswer
 from tasuki.config import check_app
 from tasuki.core.job import State
 from tasuki.core.subject import app_subject, check_pattern
@@ -49,7 +50,7 @@ def status(output: Output, job_ids: tuple[str, ...], place: cli.Destination) -> 
 async def _statuses(client: AsyncClient, job_ids: tuple[str, ...]) -> tuple[list[dict[str, Any]], list[NotFound]]:
     """Return the jobs that exist, and an error for each unknown id. The error for a single id is raised."""
     try:
-        return await client.statuses(list(job_ids)), []
+        return await client.request("get", job_ids=list(job_ids)), []
     except NotFound:
         if len(job_ids) == 1:
             raise
@@ -57,7 +58,7 @@ async def _statuses(client: AsyncClient, job_ids: tuple[str, ...]) -> tuple[list
     unknown: list[NotFound] = []
     for job_id in job_ids:
         try:
-            views.append(await client.status(job_id))
+            views += await client.request("get", job_ids=[job_id])
         except NotFound as error:
             unknown.append(error)
     return views, unknown
@@ -153,7 +154,7 @@ def _find(
         jobs: list[dict[str, Any]] = []
         following = cursor
         while len(jobs) < limit:
-            page = await client.find(limit=min(PAGE, limit - len(jobs)), cursor=following, **filter)
+            page = await client.request("find", limit=min(PAGE, limit - len(jobs)), cursor=following, **filter)
             jobs += page["jobs"]
             following = page["cursor"]
             if following is None:
@@ -172,22 +173,22 @@ def _find(
 @cli.connection_options()
 def cancel(output: Output, job_ids: tuple[str, ...], reason: str, place: cli.Destination) -> None:
     """Waiting jobs are canceled at once, running ones when their worker has stopped them; a job that has ended stays as it is."""
-    answer = with_client(place, lambda client: client.cancel(list(job_ids), reason), agents=True)
+    answer = with_client(place, lambda client: client.cancel(*job_ids, reason=reason), agents=True)
     output.show(answer, lambda: [f"{job_id}  {_cancel_words(what)}" for job_id, what in answer.items()])
 
 
-def _cancel_words(what: dict[str, Any]) -> str:
-    if what["requested"]:
-        return f"{what['state']}  (its worker was asked to stop it)"
-    ended_otherwise = what["state"] in ENDED and what["state"] != "CANCELED"
-    return f"had already ended: {what['state']}" if ended_otherwise else str(what["state"])
+def _cancel_words(answer: CancelAnswer) -> str:
+    if answer.requested:
+        return f"{answer.state}  (its worker was asked to stop it)"
+    ended_otherwise = answer.state in ENDED and answer.state != "CANCELED"
+    return f"had already ended: {answer.state}" if ended_otherwise else str(answer.state)
 
 
 @cli.command("explain", examples=["tasuki explain JOB      # why it waits, why it failed, what happened to it"])
 @job_id_argument
 @cli.connection_options()
 def explain(output: Output, job_id: str, place: cli.Destination) -> None:
-    explanation = with_client(place, lambda client: client.explain(job_id))
+    explanation = with_client(place, lambda client: client.request("explain", job_id=job_id))
     output.show(explanation, lambda: explain_lines(explanation))
 
 
@@ -227,14 +228,14 @@ def retry(
         if array:
             pages = _pages(client, {"array_id": array, "states": list(wanted)})
             views = [view async for page in pages for view in page]
-            if not views and not (await client.find(limit=1, array_id=array))["jobs"]:
+            if not views and not (await client.request("find", limit=1, array_id=array))["jobs"]:
                 raise NotFound(f"there is no array {array[:128]!r}, or it is not yours")
         else:
-            views = await client.statuses(list(job_ids))
+            views = await client.request("get", job_ids=list(job_ids))
         chosen = [view["job_id"] for view in views if view["state"] in wanted or not only_failed]
         answers: dict[str, Any] = {}
         for start in range(0, len(chosen), ASK_MAX):
-            answers.update(await client.requeue(chosen[start : start + ASK_MAX], reason))
+            answers.update(await client.request("requeue", job_ids=chosen[start : start + ASK_MAX], reason=reason))
             output.progress(f"{len(answers)} of {len(chosen)} jobs queued again")
         return answers
 
@@ -286,10 +287,11 @@ def show_dead(output: Output, job_id: str, place: cli.Destination) -> None:
     """Show why a job failed for good, and what became of each attempt."""
 
     async def work(client: AsyncClient) -> dict[str, Any]:
-        view = await client.status(job_id)
+        [view] = await client.request("get", job_ids=[job_id])
         if view["state"] not in UNSUCCESSFUL:
             raise NotFound(f"job {job_id[:128]!r} is {view['state']}, not a dead letter; see: tasuki explain {job_id[:128]}")
-        return _letter(view) | await client.explain(job_id) | {"stderr": await _stderr_tail(client, job_id)}
+        explanation = await client.request("explain", job_id=job_id)
+        return _letter(view) | explanation | {"stderr": await _stderr_tail(client, job_id)}
 
     letter = with_client(place, work)
 
@@ -361,7 +363,7 @@ def retry_dead(
         async for views in _named(client, job_ids) if job_ids else _pages(client, filter):
             left |= {view["job_id"]: view["state"] for view in views if view["state"] not in UNSUCCESSFUL}
             chosen = [view["job_id"] for view in views if view["state"] in UNSUCCESSFUL]
-            answers = await client.requeue(chosen, reason) if chosen and not dry_run else {}
+            answers = await client.request("requeue", job_ids=chosen, reason=reason) if chosen and not dry_run else {}
             done += [job_id for job_id in chosen if dry_run or answers[job_id]["done"]]
             left |= {job_id: what["state"] for job_id, what in answers.items() if not what["done"]}
             output.progress(f"{len(done)} job(s)")
@@ -394,7 +396,7 @@ async def _pages(client: AsyncClient, filter: dict[str, Any]) -> AsyncIterator[l
     """Yield the jobs page by page, newest first: a job that fails again meanwhile is not met twice."""
     cursor = None
     while True:
-        page = await client.find(limit=PAGE, cursor=cursor, **filter)
+        page = await client.request("find", limit=PAGE, cursor=cursor, **filter)
         yield page["jobs"]
         cursor = page["cursor"]
         if cursor is None:
@@ -404,7 +406,7 @@ async def _pages(client: AsyncClient, filter: dict[str, Any]) -> AsyncIterator[l
 async def _named(client: AsyncClient, job_ids: Iterable[str]) -> AsyncIterator[list[dict[str, Any]]]:
     unique = list(dict.fromkeys(job_ids))
     for start in range(0, len(unique), ASK_MAX):
-        yield await client.statuses(unique[start : start + ASK_MAX])
+        yield await client.request("get", job_ids=unique[start : start + ASK_MAX])
 
 
 def _letter(view: dict[str, Any]) -> dict[str, Any]:

@@ -76,7 +76,7 @@ def result(
         size = 0
         with scratch_file() as scratch:
             if has_result(ended):
-                suffix = "zip" if (await client.status(job_id))["exec"] else "bin"
+                suffix = "zip" if (await client.request("get", job_ids=[job_id]))[0]["exec"] else "bin"
                 saved = output_file or Path(f"{job_id}.{suffix}")
                 size = await fetch(client, ended, scratch if stdout or extract else saved)
             if saved is not None and (stdout or extract):

@@ -24,6 +24,7 @@ from tasuki.cli.command import PATH, STDIN, Destination, command, connection_opt
 from tasuki.cli.connect import with_client
 from tasuki.cli.output import ExitCode, Output, when
 from tasuki.client import AsyncClient, AsyncJobHandle
+from tasuki.client.aio import SUBMIT_NAMES
 from tasuki.client.logs import LogFollower
 from tasuki.core.job import InputFile, JobSpec
 from tasuki.core.protocol import JobResult
@@ -204,10 +205,15 @@ class _Streaming:
             await follower.close()
 
 
-async def _submit(client: AsyncClient, fields: dict[str, Any], stop: _Interrupts, output: Output) -> AsyncJobHandle | None:
+def _submit_options(fields: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of a JobSpec as `AsyncClient.submit` calls them."""
+    return {SUBMIT_NAMES.get(name, name): value for name, value in fields.items()}
+
+
+async def _submit(client: AsyncClient, fields: dict[str, Any], stop: _Interrupts, output: Output) -> AsyncJobHandle[bytes] | None:
     """Return the job as the server accepted it, or None if the user interrupted and the server did not answer."""
     notice = _connection_notice(client, output)
-    submitting = asyncio.ensure_future(client.submit(**fields))
+    submitting = asyncio.ensure_future(client.submit(**_submit_options(fields)))
     try:
         while not submitting.done() and not stop.count:
             await _sleep_until(submitting, stop)
@@ -223,7 +229,7 @@ async def _submit(client: AsyncClient, fields: dict[str, Any], stop: _Interrupts
 
 
 async def _wait(
-    client: AsyncClient, handle: AsyncJobHandle, ending: asyncio.Future[JobResult], stop: _Interrupts, output: Output
+    client: AsyncClient, handle: AsyncJobHandle[bytes], ending: asyncio.Future[JobResult], stop: _Interrupts, output: Output
 ) -> JobResult | None:
     """Return how the job ended, or None if the user does not want to wait for it any more."""
     loop = asyncio.get_running_loop()
@@ -267,7 +273,7 @@ async def _cancel(client: AsyncClient, job_id: str) -> bool:
     """Cancel the job, and return whether the server accepted that."""
     try:
         async with asyncio.timeout(CANCEL_S):
-            await client.cancel([job_id], "Ctrl-C in tasuki run")
+            await client.cancel(job_id, reason="Ctrl-C in tasuki run")
     except (TimeoutError, Unavailable):
         return False
     return True
@@ -331,8 +337,8 @@ def _explaining_pending(client: AsyncClient, waited_for: Callable[[], str | None
             return
         with suppress(TasukiError):  # only a hint: a user who may not ask why still gets the result
             explanation = await client.explain(job_id)
-            if explanation["state"] == "PENDING" and explanation["because"]:
-                output.hint(f"job {job_id} is PENDING: {explanation['because'][0]}")
+            if explanation.state == "PENDING" and explanation.because:
+                output.hint(f"job {job_id} is PENDING: {explanation.because[0]}")
 
     task = asyncio.ensure_future(explain())
     try:
@@ -398,7 +404,7 @@ async def _submit_one(client: AsyncClient, fields: dict[str, Any], wait: bool, o
     fields = jobspec.located(fields, client)
     job_id = fields["job_id"] or client.new_id()
     try:
-        handle = await client.submit(**{**fields, "job_id": job_id}, watch=wait)
+        handle = await client.submit(**_submit_options({**fields, "job_id": job_id}), watch=wait)
     except asyncio.CancelledError:  # Ctrl-C; the server may have accepted the job all the same
         output.hint(
             f"it is not known whether the job was accepted; see: tasuki status {job_id}; stop it with: tasuki cancel {job_id}"
@@ -425,7 +431,7 @@ async def _submit_many(
     array_id = fields["job_id"] or client.new_id()
     fields = {**jobspec.located(fields, client), "array_id": array_id}
     uploaded: dict[str, InputFile] = {}
-    handles: list[AsyncJobHandle] = []
+    handles: list[AsyncJobHandle[bytes]] = []
     count = 0
     if fields["files"]:  # all of them are looked at before the first job is submitted
         elements = list(elements)
@@ -466,7 +472,9 @@ async def _uploaded(client: AsyncClient, file: str) -> InputFile:
     return InputFile(Path(file).name, sha256=ref.sha256, size_bytes=ref.size_bytes)
 
 
-async def _wait_all(client: AsyncClient, handles: Sequence[AsyncJobHandle], what: str, hint: str, output: Output) -> list[str]:
+async def _wait_all(
+    client: AsyncClient, handles: Sequence[AsyncJobHandle[bytes]], what: str, hint: str, output: Output
+) -> list[str]:
     """Wait for all jobs, and return the states that they ended in; `hint` is shown if the user interrupts."""
     output.hint(f"submitted {what}; waiting for the end")
     notice = _connection_notice(client, output)

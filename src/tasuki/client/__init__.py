@@ -2,6 +2,7 @@
 
     aio        AsyncClient and AsyncJobHandle: submits jobs, asks about them, moves files
     sync       Client and JobHandle: the blocking form, in a thread of its own
+    types      answers of the server, the result of a command, checks of arguments
     logs       reads the output of a command while it runs and after its end
     embedded   starts a server for a data folder that has none
     agents/    AgentsClient: runs commands at node agents, without a server

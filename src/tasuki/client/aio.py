@@ -9,18 +9,36 @@ import os
 import random
 import secrets
 import socket
+import tempfile
 import time
-from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, BinaryIO, Generic, Literal, Self, TypeVar, cast
+
+from msgspec.structs import replace
 
 from tasuki.client.embedded import ensure_server
-from tasuki.client.logs import LogFollower
+from tasuki.client.logs import SPOOL_BYTES, LogFollower
+from tasuki.client.types import (
+    CancelAnswer,
+    CommandResult,
+    Explanation,
+    JobPage,
+    JobStatus,
+    RetryAnswer,
+    WorkerStatus,
+    check_job_ids,
+    check_list,
+    check_specs,
+    check_texts,
+    job_failed,
+    read_answer,
+)
 from tasuki.clocks import now
 from tasuki.config import DataFolder, data_folder, default_url, find_token
-from tasuki.core.address import parse_url
+from tasuki.core.address import parse_url, shown_address
 from tasuki.core.client_machine import (
     Call,
     CallAnswered,
@@ -51,11 +69,12 @@ from tasuki.core.protocol import (
     batches,
 )
 from tasuki.core.reconnect import Connect, believed
+from tasuki.core.store_messages import GroupCounts
+from tasuki.core.subject import DEFAULT_SUBJECT
 from tasuki.errors import (
     ConfigError,
     DeadlineExceeded,
     InvalidInput,
-    JobFailed,
     TasukiError,
     TooLarge,
     Unavailable,
@@ -68,66 +87,143 @@ from tasuki.wire.compression import CODECS
 from tasuki.wire.messages import encode
 
 TICK_S = 0.05
+SUBMIT_NAMES = {"max_retries": "retries"}  # fields of a JobSpec that `submit` calls otherwise
 SUBMITS_AT_ONCE = 32  # frames of up to 1 MiB on their way; all at once, a link would be cut for holding too much
 
+OnFailed = Literal["return", "rerun"]
+T = TypeVar("T")
+R = TypeVar("R")
 
-class AsyncJobHandle:
-    """Awaitable result of one job. The future is made only when somebody waits."""
 
-    __slots__ = ("_client", "_error", "_result", "_waiter", "existed", "holders", "job_id")
+class _AwaitedJob:
+    """One job whose end is awaited, by all handles of it. The future is made only when somebody waits."""
 
-    def __init__(self, job_id: str, client: AsyncClient) -> None:
+    __slots__ = ("error", "existed", "holders", "job_id", "result", "waiter")
+
+    def __init__(self, job_id: str) -> None:
         self.job_id = job_id
         self.existed = False
-        """The server knew this job before."""
         self.holders = 1
-        """Number of submits of this id that share the handle; a refused one must not end the wait of the others."""
-        self._client = client
-        self._result: JobResult | None = None
-        self._error: TasukiError | None = None
-        self._waiter: asyncio.Future[None] | None = None
+        """Number of submits of this id that share the wait; a refused one must not end the wait of the others."""
+        self.result: JobResult | None = None
+        self.error: TasukiError | None = None
+        self.waiter: asyncio.Future[None] | None = None
 
     @property
     def done(self) -> bool:
-        return self._result is not None or self._error is not None
+        return self.result is not None or self.error is not None
 
     def settle(self, result: JobResult | None, error: TasukiError | None = None) -> None:
-        """Set the end of the job. Called by the client."""
-        self._result, self._error = result, error
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+        """Set the end of the job."""
+        self.result, self.error = result, error
+        if self.waiter is not None and not self.waiter.done():
+            self.waiter.set_result(None)
 
-    async def outcome(self, timeout: float | None = None) -> JobResult:
-        """Wait for the end of the job, in any state; DeadlineExceeded after `timeout` seconds."""
+    async def end(self, timeout: float | None) -> JobResult:
         if not self.done:
-            if self._waiter is None or self._waiter.done():
-                self._waiter = asyncio.get_running_loop().create_future()
+            if self.waiter is None or self.waiter.done():
+                self.waiter = asyncio.get_running_loop().create_future()
             try:
                 async with asyncio.timeout(timeout):
-                    await asyncio.shield(self._waiter)
+                    await asyncio.shield(self.waiter)
             except TimeoutError:
                 raise DeadlineExceeded(
                     f"job {self.job_id!r} has not ended within {timeout:g} s; it goes on: ask again with the same id"
                 ) from None
-        if self._error is not None:
-            raise self._error
-        assert self._result is not None
-        return self._result
+        if self.error is not None:
+            raise self.error
+        assert self.result is not None
+        return self.result
 
-    async def result(self, timeout: float | None = None) -> bytes:
-        """Return the result's bytes (of a command: a ZIP); JobFailed if the job ended in another state than SUCCEEDED."""
+
+def _unchanged(data: bytes) -> bytes:
+    return data
+
+
+class AsyncJobHandle(Generic[T]):
+    """One job. `await` it for its result, which is of type T: bytes, unless `decoded_by` says otherwise.
+
+    job = await client.submit(subject="math.square", payload=b"7")
+    print(job.job_id, await job)         # … b'49'
+    """
+
+    __slots__ = ("_client", "_decode", "_job")
+
+    def __init__(self, job: _AwaitedJob, client: AsyncClient, decode: Callable[[bytes], T]) -> None:
+        self._job = job
+        self._client = client
+        self._decode = decode
+
+    def __repr__(self) -> str:
+        state = self._job.result.state if self._job.result is not None else "failed" if self._job.error else "not ended yet"
+        return f"<{type(self).__name__} {self.job_id!r}: {state}>"
+
+    def __await__(self) -> Generator[Any, None, T]:
+        return self.result().__await__()
+
+    @property
+    def job_id(self) -> str:
+        return self._job.job_id
+
+    @property
+    def existed(self) -> bool:
+        """True if the server knew this job before: nothing runs twice."""
+        return self._job.existed
+
+    @property
+    def done(self) -> bool:
+        """True if the end of the job is known here; then `result` and `outcome` do not wait."""
+        return self._job.done
+
+    def decoded_by(self, decode: Callable[[bytes], R]) -> AsyncJobHandle[R]:
+        """Return a handle of the same job whose result is `decode(bytes)`, as in `job.decoded_by(json.loads)`."""
+        return AsyncJobHandle(self._job, self._client, decode)
+
+    async def outcome(self, timeout: float | None = None) -> JobResult:
+        """Wait for the end of the job, in any state; DeadlineExceeded (a TimeoutError) after `timeout` seconds.
+
+        The job goes on after that, and can be asked for again: `client.job(job_id)`.
+        """
+        return await self._job.end(timeout)
+
+    async def result(self, timeout: float | None = None) -> T:
+        """Return what the handler returned; JobFailed if the job ended in another state than SUCCEEDED.
+
+        The bytes of a command's result are a ZIP: `command_result` reads it.
+        """
         ended = await self.outcome(timeout)
         if ended.state is not State.SUCCEEDED:
-            outcome = ended.outcome
-            reason = outcome.message or outcome.error_code or "no reason was given"
-            raise JobFailed(f"job {self.job_id!r} is {ended.state} after attempt {ended.attempt}: {reason}", outcome=ended)
-        return await self._client.result_bytes(ended)
+            raise job_failed(ended)
+        return self._decode(await self._client.result_bytes(ended))
+
+    async def command_result(self, timeout: float | None = None, *, check: bool = True) -> CommandResult:
+        """Return a command's exit code, output and files; JobFailed if it did not succeed, unless check=False."""
+        ended = await self.outcome(timeout)
+        done = CommandResult(ended, await self._client.open_result(ended))
+        if check:
+            done.check()
+        return done
+
+    async def status(self) -> JobStatus:
+        """Return everything that the server knows of the job."""
+        return await self._client.status(self.job_id)
+
+    async def cancel(self, reason: str = "") -> CancelAnswer:
+        """Cancel the job; see AsyncClient.cancel."""
+        return (await self._client.cancel(self.job_id, reason=reason))[self.job_id]
 
 
 class AsyncClient:
-    """Submits jobs and asks about them: `async with AsyncClient(url) as client`.
+    """Client that submits jobs and asks about them.
+
+        async with AsyncClient("tcp://host:7000", token_file="token") as client:
+            done = await client.run("echo", "hi")
+            print(done.stdout)
 
     No `url`: TASUKI_URL, else the server that owns the data folder, else an embedded one that is started for the time being.
+    No token: TASUKI_TOKEN; the unix socket of the same user needs none. The client connects again after a lost connection, to
+    another server if there is one, and repeats what is safe to repeat. A call with an argument of the wrong type raises WrongType
+    (a TypeError) and sends nothing.
     """
 
     def __init__(
@@ -151,7 +247,7 @@ class AsyncClient:
         self._make_id = IdMaker(lambda: time.time_ns() // 1_000_000, os.urandom)
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._tickets = itertools.count(1)
-        self._handles: dict[str, AsyncJobHandle] = {}
+        self._jobs: dict[str, _AwaitedJob] = {}
         self._dials = 0
         self._tasks = BackgroundTasks()
         self._closed = False
@@ -163,6 +259,9 @@ class AsyncClient:
         self.welcome: Welcome | None = None
 
     # ------------------------------------------------------------------------------------------------ life
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {shown_address(self._url or 'of the embedded server')}>"
 
     async def __aenter__(self) -> Self:
         await self.open()
@@ -211,8 +310,8 @@ class AsyncClient:
         closed = Unavailable("this client was closed")
         for ticket in list(self._calls):
             self._answer(ticket, None, closed)
-        for handle in list(self._handles.values()):
-            handle.settle(None, closed)
+        for job in list(self._jobs.values()):
+            job.settle(None, closed)
 
     @property
     def connected(self) -> bool:
@@ -235,11 +334,11 @@ class AsyncClient:
             case Send():
                 self._send(command.message)
             case ResultsArrived():
-                handles = self._handles
+                jobs = self._jobs
                 for item in command.items:
-                    handle = handles.pop(item.job_id, None)
-                    if handle is not None:
-                        handle.settle(item)
+                    job = jobs.pop(item.job_id, None)
+                    if job is not None:
+                        job.settle(item)
             case CallAnswered():
                 self._answer(command.ticket, command.answer, command.error)
             case Connect():
@@ -252,9 +351,9 @@ class AsyncClient:
                     self._ready.set_result(None)
             case WatchRefused():
                 for job_id in command.job_ids:
-                    handle = self._handles.pop(job_id, None)
-                    if handle is not None:
-                        handle.settle(None, command.error)
+                    job = self._jobs.pop(job_id, None)
+                    if job is not None:
+                        job.settle(None, command.error)
             case Failed():
                 self._blobs.close(command.error)
                 if not self._ready.done():
@@ -310,43 +409,133 @@ class AsyncClient:
         else:
             future.set_result(body)
 
-    async def request(self, verb: str, **params: Any) -> Any:
-        """Make a request of the protocol by name (docs/wire.md lists them)."""
+    async def request(self, verb: str, /, **params: Any) -> Any:
+        """Make a request of the protocol by name (docs/wire.md lists them), and return the answer as it came."""
         return await self._ask(lambda msg_id: Request(msg_id, verb, params))
 
-    # ------------------------------------------------------------------------------------------------ jobs
+    # ------------------------------------------------------------------------------------------------ submitting
 
     def new_id(self) -> str:
         """Return a new, time-ordered job_id."""
         return self._make_id()
 
     def new_ids(self, count: int) -> list[str]:
+        """Return `count` new job_ids, in order."""
         return self._make_id.many(count)
 
     async def submit(
         self,
         *,
-        job_id: str | None = None,
+        subject: str = DEFAULT_SUBJECT,
+        exec: str = "",
+        args: list[str] | tuple[str, ...] = (),
+        env: Mapping[str, str] | None = None,
+        payload: bytes = b"",
         files: Iterable[InputFile | str | os.PathLike[str]] = (),
-        on_failed: str = "return",
+        cwd: str | os.PathLike[str] = "",
+        job_id: str | None = None,
+        timeout_s: float | None = None,
+        retries: int = 3,
+        max_losses: int = 3,
+        backoff_s: float | None = None,
+        priority: int = 5,
+        not_before: float | None = None,
+        not_after: float | None = None,
+        permanent_exit_codes: list[int] | tuple[int, ...] = (),
+        retry_exit_codes: list[int] | tuple[int, ...] = (),
+        headers: Mapping[str, str] | None = None,
+        array_id: str | None = None,
+        delay_first_loss: bool = False,
+        on_failed: OnFailed = "return",
         watch: bool = True,
-        **fields: Any,
-    ) -> AsyncJobHandle:
-        """Submit one job, named by keyword as in JobSpec. The same job_id and body again gives the same job."""
-        inputs = tuple([await self._input(file) for file in files])
-        fields["args"] = tuple(fields.get("args", ()))
-        spec = JobSpec(job_id=job_id or self.new_id(), files=inputs, **fields)
+    ) -> AsyncJobHandle[bytes]:
+        """Submit one job, and return when it is durable: for a handler by `subject`, or a command by `exec`.
+
+            job = await client.submit(subject="math.square", payload=b"7", retries=5)
+            job = await client.submit(exec="render", args=["--fast"], files=["scene.blend"], timeout_s=60)
+
+        `retries` counts further tries after failures, `timeout_s` limits one attempt; the other fields are those of JobSpec. A
+        path among `files` is uploaded and found by the program as in/NAME; `cwd` is for your own programs on this machine. The
+        same `job_id` and body again is the same job: nothing runs twice. `on_failed` and `watch`: see `submit_many`.
+        """
+        spec = JobSpec(
+            job_id=self.new_id() if job_id is None else job_id,
+            subject=subject,
+            exec=exec,
+            args=tuple(check_list("args", args)),
+            env=dict(check_texts("env", env)),
+            payload=payload,
+            cwd=str(Path(cwd).absolute()) if os.fspath(cwd) else "",
+            timeout_s=timeout_s,
+            max_retries=retries,
+            max_losses=max_losses,
+            backoff_s=backoff_s,
+            priority=priority,
+            not_before=not_before,
+            not_after=not_after,
+            permanent_exit_codes=tuple(check_list("permanent_exit_codes", permanent_exit_codes)),
+            retry_exit_codes=tuple(check_list("retry_exit_codes", retry_exit_codes)),
+            headers=dict(check_texts("headers", headers)),
+            array_id=array_id,
+            delay_first_loss=delay_first_loss,
+        )
+        check_specs([spec], SUBMIT_NAMES)  # before anything is uploaded
+        if inputs := [await self._input(file) for file in check_list("files", files)]:
+            spec = replace(spec, files=tuple(inputs))
         return (await self.submit_many([spec], on_failed=on_failed, watch=watch))[0]
 
-    async def submit_many(
-        self, specs: Sequence[JobSpec], *, on_failed: str = "return", watch: bool = True, strict: bool = True
-    ) -> list[AsyncJobHandle]:
-        """Submit many jobs in as few frames as possible; returns when all are durable.
+    async def run(
+        self,
+        exec: str,
+        *args: str,
+        subject: str = DEFAULT_SUBJECT,
+        env: Mapping[str, str] | None = None,
+        payload: bytes = b"",
+        files: Iterable[InputFile | str | os.PathLike[str]] = (),
+        cwd: str | os.PathLike[str] = "",
+        job_id: str | None = None,
+        timeout_s: float | None = None,
+        retries: int = 0,
+        check: bool = True,
+    ) -> CommandResult:
+        """Run a command and return its exit code, output and files; JobFailed if it did not succeed, unless check=False.
 
-        A refused job raises its error (Conflict, InvalidInput, …); with strict=False its handle carries it instead. With
-        on_failed="rerun" a lost connection is Unavailable, and the jobs may run or not; otherwise the request is repeated.
+            print((await client.run("echo", "hi")).stdout)
+
+        `payload` is its standard input. It is submitted like any job: for the other fields, or to wait later, use `submit`.
         """
-        handles = [self._handle(spec.job_id, watch) for spec in specs]
+        job = await self.submit(
+            exec=exec,
+            args=args,
+            subject=subject,
+            env=env,
+            payload=payload,
+            files=files,
+            cwd=cwd,
+            job_id=job_id,
+            timeout_s=timeout_s,
+            retries=retries,
+        )
+        return await job.command_result(check=check)
+
+    async def submit_many(
+        self, specs: Sequence[JobSpec], *, on_failed: OnFailed = "return", watch: bool = True, strict: bool = True
+    ) -> list[AsyncJobHandle[bytes]]:
+        """Submit many jobs in as few frames as possible, and return when all are durable.
+
+            specs = [JobSpec(job_id=f"scene-{n}", subject="render", payload=b"%d" % n) for n in range(1000)]
+            for job in await client.submit_many(specs):
+                print(await job)
+
+        A refused job raises its error (Conflict, InvalidInput, …); with strict=False its handle carries it instead. A job that is
+        there and ended in another state than SUCCEEDED is returned as it is; with on_failed="rerun" it runs again. Then a lost
+        connection is Unavailable, and the jobs may run or not; otherwise the request is repeated. With watch=False the server
+        does not deliver the results: `client.job(job_id)` asks for one.
+        """
+        check_specs(specs)
+        if on_failed not in ("return", "rerun"):
+            raise InvalidInput(f"on_failed must be 'return' or 'rerun', got {str(on_failed)[:40]!r}")
+        jobs = [self._awaited(spec.job_id, watch) for spec in specs]
         calls: list[tuple[int, asyncio.Future[Any]]] = []
         first: TasukiError | None = None
         start = 0
@@ -356,21 +545,21 @@ class AsyncClient:
                 calls.append((start, self._ask_submit(list(some), watch, on_failed)))
                 start += len(some)
             for start, call in calls:
-                first = self._read_exceptions(await call, handles, start) or first
+                first = self._read_exceptions(await call, jobs, start) or first
         except TasukiError:
             for _, other in calls:
                 if not other.cancel() and not other.cancelled():
                     other.exception()  # failed for the same reason; retrieved, so that asyncio does not log it
-            self._drop(handles)
+            self._drop(jobs)
             raise
         if first is not None and strict:
             raise first
-        return handles
+        return [AsyncJobHandle(job, self, _unchanged) for job in jobs]
 
     def _ask_submit(self, specs: list[JobSpec], watch: bool, on_failed: str) -> asyncio.Future[Any]:
         job_ids = tuple(spec.job_id for spec in specs) if watch else ()
         try:
-            if len(specs) == 1 and _large_bytes(specs[0]) > BATCH_BYTES:  # the server could only close the connection
+            if len(specs) == 1 and _large_bytes(specs[0]) > BATCH_BYTES:  # the server could only refuse the frame
                 raise TooLarge(
                     f"job {specs[0].job_id!r} has more than {BATCH_BYTES} bytes of payload, arguments and inline files; "
                     "give large things as files, which are uploaded as blobs"
@@ -382,76 +571,111 @@ class AsyncClient:
         call.add_done_callback(lambda _: self._submits.release())
         return call
 
-    def _read_exceptions(self, accepted: Accepted, handles: list[AsyncJobHandle], start: int) -> TasukiError | None:
+    def _read_exceptions(self, accepted: Accepted, jobs: list[_AwaitedJob], start: int) -> TasukiError | None:
         first: TasukiError | None = None
         for item in accepted.exceptions:
-            handle = handles[start + item.index]
+            job = jobs[start + item.index]
             if item.code:
                 error = from_wire(item.code, item.message, item.details)
                 first = first or error
-                if not self._let_go(handle):
-                    handle = handles[start + item.index] = AsyncJobHandle(handle.job_id, self)
-                handle.settle(None, error)
+                if not self._let_go(job):
+                    job = jobs[start + item.index] = _AwaitedJob(job.job_id)
+                job.settle(None, error)
             else:
-                handle.existed = True
+                job.existed = True
         return first
 
-    def _handle(self, job_id: str, watch: bool) -> AsyncJobHandle:
+    def _awaited(self, job_id: str, watch: bool) -> _AwaitedJob:
         if not watch:
-            return AsyncJobHandle(job_id, self)
-        handle = self._handles.get(job_id)
-        if handle is None:
-            handle = self._handles[job_id] = AsyncJobHandle(job_id, self)
+            return _AwaitedJob(job_id)
+        job = self._jobs.get(job_id)
+        if job is None:
+            job = self._jobs[job_id] = _AwaitedJob(job_id)
         else:
-            handle.holders += 1
-        return handle
+            job.holders += 1
+        return job
 
-    def _let_go(self, handle: AsyncJobHandle) -> bool:
-        """Take away one submit of the handle, which was refused; return if it was the only one."""
-        handle.holders -= 1
-        if handle.holders > 0:
+    def _let_go(self, job: _AwaitedJob) -> bool:
+        """Take away one submit of the job, which was refused; return if it was the only one."""
+        job.holders -= 1
+        if job.holders > 0:
             return False
-        if self._handles.get(handle.job_id) is handle:
-            del self._handles[handle.job_id]
+        if self._jobs.get(job.job_id) is job:
+            del self._jobs[job.job_id]
         return True
 
-    def _drop(self, handles: Iterable[AsyncJobHandle]) -> None:
-        job_ids = [handle.job_id for handle in handles if self._let_go(handle)]
+    def _drop(self, jobs: Iterable[_AwaitedJob]) -> None:
+        job_ids = [job.job_id for job in jobs if self._let_go(job)]
         self._apply(Unwatch(job_ids))
         if self._connection.link is not None:
             self._connection.link.forget(job_ids)
 
-    def job(self, job_id: str) -> AsyncJobHandle:
+    # ------------------------------------------------------------------------------------------------ asking
+
+    def job(self, job_id: str) -> AsyncJobHandle[bytes]:
         """Return a job that was submitted before, by this or another process, to wait for its result."""
-        handle = self._handle(job_id, watch=True)
+        check_job_ids([job_id])
+        job = self._awaited(job_id, watch=True)
         if self._closed:
-            handle.settle(None, Unavailable("this client was closed"))
-        elif not handle.done:
+            job.settle(None, Unavailable("this client was closed"))
+        elif not job.done:
             self._apply(Watch([job_id]))
-        return handle
+        return AsyncJobHandle(job, self, _unchanged)
 
-    async def status(self, job_id: str, *, result: bool = False) -> dict[str, Any]:
+    async def status(self, job_id: str) -> JobStatus:
         """Return everything that the caller may know of a job; NotFound for an unknown id."""
-        return (await self.request("get", job_ids=[job_id], result=result))[0]
+        return (await self.statuses(job_id))[0]
 
-    async def statuses(self, job_ids: Sequence[str]) -> list[dict[str, Any]]:
-        return await self.request("get", job_ids=list(job_ids))
+    async def statuses(self, *job_ids: str) -> list[JobStatus]:
+        """Return up to 1,000 jobs in the order of the ids; NotFound if one is unknown."""
+        return read_answer(await self.request("get", job_ids=check_job_ids(job_ids)), list[JobStatus])
 
-    async def find(self, *, limit: int = 50, cursor: str | None = None, **filter: Any) -> dict[str, Any]:
-        """Return {"jobs", "cursor"}, newest first; filters as in `core.store_messages.Filter`."""
-        return await self.request("find", limit=limit, cursor=cursor, **filter)
+    async def list_jobs(
+        self,
+        *,
+        states: Iterable[State | str] = (),
+        subject: str | None = None,
+        array_id: str | None = None,
+        worker_id: str | None = None,
+        text: str | None = None,
+        limit: int = 50,
+        cursor: str | None = None,
+    ) -> JobPage:
+        """Return the newest jobs, of these states, this subject (`*` and `>` allowed), array or worker, with this text in the id
+        or the error.
 
-    async def cancel(self, job_ids: Sequence[str], reason: str = "") -> dict[str, Any]:
-        """Cancel jobs; return for each id its state, and if a worker was asked to stop it."""
-        return await self._ask(lambda msg_id: CancelJobs(msg_id, list(job_ids), reason))
+            for job in await client.list_jobs(states=["FAILED"], subject="render.>"):
+                print(job.job_id, job.outcome)
 
-    async def requeue(self, job_ids: Sequence[str], reason: str = "") -> dict[str, Any]:
-        """Run finished jobs again. Never repeated: if the connection is lost before the answer, Unavailable is raised and the
-        jobs may run again or not; read their status before another try."""
-        return await self.request("requeue", job_ids=list(job_ids), reason=reason)
+        The `cursor` of a page gives the next one.
+        """
+        chosen = [states] if isinstance(states, str) else states
+        filter = {"subject": subject, "array_id": array_id, "worker_id": worker_id, "text": text}
+        given = {name: value for name, value in filter.items() if value is not None}
+        page = await self.request("find", states=[str(state) for state in chosen], limit=limit, cursor=cursor, **given)
+        return read_answer(page, JobPage)
 
-    async def explain(self, job_id: str) -> dict[str, Any]:
-        return await self.request("explain", job_id=job_id)
+    async def cancel(self, *job_ids: str, reason: str = "") -> dict[str, CancelAnswer]:
+        """Cancel jobs: waiting ones at once, running ones when their worker has stopped them. What has ended stays.
+
+        await client.cancel("nightly-1", "nightly-2", reason="wrong input")
+        """
+        named = check_job_ids(job_ids)
+        return read_answer(await self._ask(lambda msg_id: CancelJobs(msg_id, named, reason)), dict[str, CancelAnswer])
+
+    async def retry(self, *job_ids: str, reason: str = "") -> dict[str, RetryAnswer]:
+        """Run jobs again that have ended, with fresh budgets of retries and losses.
+
+        Never repeated: if the connection is lost before the answer, Unavailable is raised and the jobs may run again or not; read
+        their status before another try.
+        """
+        answer = await self.request("requeue", job_ids=check_job_ids(job_ids), reason=reason)
+        return read_answer(answer, dict[str, RetryAnswer])
+
+    async def explain(self, job_id: str) -> Explanation:
+        """Return why a job waits, where it runs, or how it ended, and what happened to it: `print(await client.explain(id))`."""
+        [named] = check_job_ids([job_id])
+        return read_answer(await self.request("explain", job_id=named), Explanation)
 
     async def logs(
         self, job_id: str, stream: str = "stdout", *, offset: int = 0, follow: bool = True
@@ -461,9 +685,18 @@ class AsyncClient:
         A line marks a place where output was cut out of the middle. A new attempt begins anew. `tasuki.client.logs.LogFollower`
         also knows attempt and offset of each piece.
         """
+        check_job_ids([job_id])
         async with aclosing(LogFollower(self, job_id, stream, offset=offset).parts(follow=follow)) as parts:
             async for part in parts:
                 yield part.text
+
+    async def counts(self, limit: int = 1000) -> dict[str, GroupCounts]:
+        """Count jobs by group and state: of the groups with the most jobs, and of all others as "(other)". For admins."""
+        return read_answer(await self.request("counts", limit=limit), dict[str, GroupCounts])
+
+    async def workers(self) -> list[WorkerStatus]:
+        """Return the connected workers. For admins."""
+        return read_answer(await self.request("workers"), list[WorkerStatus])
 
     def beside(self, url: str, connect_timeout_s: float) -> AsyncClient | None:
         """Return a second client, not open yet, for a server that this one named; None if its address is not to be trusted."""
@@ -471,13 +704,6 @@ class AsyncClient:
         if address is None:
             return None
         return AsyncClient(str(address), token=self._token, tls_ca=self._tls_ca, connect_timeout_s=connect_timeout_s)
-
-    async def counts(self, limit: int = 1000) -> dict[str, dict[str, int]]:
-        """Count jobs by group and state: of the groups with the most jobs, and of all others as "(other)"."""
-        return await self.request("counts", limit=limit)
-
-    async def workers(self) -> list[dict[str, Any]]:
-        return await self.request("workers")
 
     # ------------------------------------------------------------------------------------------------ files and results
 
@@ -508,6 +734,22 @@ class AsyncClient:
         pieces: list[bytes] = []
         await self._blobs.get(outcome.result_ref, ended.job_id, pieces.append)
         return b"".join(pieces)
+
+    async def open_result(self, ended: JobResult) -> BinaryIO | None:
+        """Return the result as a temporary file, which is in memory if it is small; None if there is none."""
+        outcome = ended.outcome
+        if outcome.result is None and outcome.result_ref is None:
+            return None
+        file = cast(BinaryIO, tempfile.SpooledTemporaryFile(SPOOL_BYTES))  # noqa: SIM115 - closed by the caller
+        try:
+            if outcome.result_ref is None:
+                file.write(outcome.result or b"")
+            else:
+                await self._blobs.get(outcome.result_ref, ended.job_id, file.write)
+        except BaseException:
+            file.close()
+            raise
+        return file
 
     async def save_result(self, ended: JobResult, path: str | os.PathLike[str]) -> int:
         """Write the result to a file, verified, and return its size. The file appears whole or not at all."""

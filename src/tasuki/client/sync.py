@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import functools
+import os
 import threading
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Iterator, Sequence
 from concurrent import futures
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar
 
-from tasuki.client.aio import AsyncClient, AsyncJobHandle
+from tasuki.client.aio import AsyncClient, AsyncJobHandle, OnFailed
+from tasuki.client.types import CancelAnswer, CommandResult, JobStatus
 from tasuki.core.job import JobSpec
 from tasuki.core.protocol import JobResult
 from tasuki.errors import Unavailable
 
 T = TypeVar("T")
+R = TypeVar("R")
+P = ParamSpec("P")
+Q = ParamSpec("Q")
 CLOSE_TIMEOUT_S = 5.0
 
 
@@ -48,13 +54,26 @@ class LoopThread:
             raise Unavailable("this client was closed")
         return self._wait(work)
 
-    def _wait(self, work: Coroutine[Any, Any, T]) -> T:
+    def begin(self, work: Coroutine[Any, Any, T]) -> futures.Future[T]:
+        """Run a coroutine there, and return the future of its result."""
+        if self._closing:
+            work.close()
+            raise Unavailable("this client was closed")
+        future = self._begin(work)
+        future.add_done_callback(self._waits.discard)
+        return future
+
+    def _begin(self, work: Coroutine[Any, Any, T]) -> futures.Future[T]:
         with self._lock:
             if self.loop.is_closed():
                 work.close()
                 raise Unavailable("this client was closed")
             future = asyncio.run_coroutine_threadsafe(work, self.loop)
             self._waits.add(future)
+        return future
+
+    def _wait(self, work: Coroutine[Any, Any, T]) -> T:
+        future = self._begin(work)
         try:
             return future.result()
         except futures.CancelledError:
@@ -103,15 +122,70 @@ async def _closed(pieces: AsyncGenerator[bytes, None]) -> None:
     await pieces.aclose()
 
 
-class JobHandle:
-    """One job; `result()` blocks until the job has ended."""
+def _blocking(method: Callable[Concatenate[AsyncClient, P], Coroutine[Any, Any, T]]) -> Callable[Concatenate[Client, P], T]:
+    """Return the blocking form of a method of AsyncClient."""
 
-    __slots__ = ("_handle", "_wait")
+    @_documented_as(method)
+    def call(client: Client, /, *args: P.args, **options: P.kwargs) -> T:
+        return client.wait(method(client.aio, *args, **options))
 
-    def __init__(self, handle: AsyncJobHandle, wait: Callable[[Coroutine[Any, Any, Any]], Any]) -> None:
-        """`wait` runs a coroutine in the client's thread and returns its result."""
+    return call
+
+
+def _handle(
+    method: Callable[Concatenate[AsyncClient, P], Coroutine[Any, Any, AsyncJobHandle[T]]],
+) -> Callable[Concatenate[Client, P], JobHandle[T]]:
+    """Return the blocking form of a method of AsyncClient that returns a handle."""
+
+    @_documented_as(method)
+    def call(client: Client, /, *args: P.args, **options: P.kwargs) -> JobHandle[T]:
+        return JobHandle(client.wait(method(client.aio, *args, **options)), client)
+
+    return call
+
+
+def _in_loop(method: Callable[Concatenate[AsyncClient, P], T]) -> Callable[Concatenate[Client, P], T]:
+    """Return a method of AsyncClient that does not wait, for use from any thread."""
+
+    @_documented_as(method)
+    def call(client: Client, /, *args: P.args, **options: P.kwargs) -> T:
+        async def result() -> T:
+            return method(client.aio, *args, **options)
+
+        return client.wait(result())
+
+    return call
+
+
+def _documented_as(method: Callable[..., Any]) -> Callable[[Callable[Q, T]], Callable[Q, T]]:
+    """Give a function the name, signature and docstring of an asynchronous one, without its `await`."""
+
+    def document(function: Callable[Q, T]) -> Callable[Q, T]:
+        function = functools.wraps(method)(function)
+        function.__doc__ = (method.__doc__ or "").replace("await ", "").replace("AsyncClient", "Client")
+        return function
+
+    return document
+
+
+class JobHandle(Generic[T]):
+    """One job; `result()` blocks until the job has ended. In an event loop, `await` it instead.
+
+    job = client.submit(subject="math.square", payload=b"7")
+    print(job.job_id, job.result(timeout=60))        # … b'49'
+    """
+
+    __slots__ = ("_client", "_handle")
+
+    def __init__(self, handle: AsyncJobHandle[T], client: Client) -> None:
         self._handle = handle
-        self._wait = wait
+        self._client = client
+
+    def __repr__(self) -> str:
+        return repr(self._handle).replace("AsyncJobHandle", "JobHandle")
+
+    def __await__(self) -> Generator[Any, None, T]:
+        return self._client.future(self._handle.result()).__await__()
 
     @property
     def job_id(self) -> str:
@@ -119,38 +193,74 @@ class JobHandle:
 
     @property
     def existed(self) -> bool:
-        """The server knew this job before."""
+        """True if the server knew this job before: nothing runs twice."""
         return self._handle.existed
 
     @property
     def done(self) -> bool:
+        """True if the end of the job is known here; then `result` and `outcome` do not wait."""
         return self._handle.done
 
-    def outcome(self, timeout: float | None = None) -> JobResult:
-        """Wait for the end of the job, in any state."""
-        ended: JobResult = self._wait(self._handle.outcome(timeout))
-        return ended
+    def decoded_by(self, decode: Callable[[bytes], R]) -> JobHandle[R]:
+        """Return a handle of the same job whose result is `decode(bytes)`, as in `job.decoded_by(json.loads)`."""
+        return JobHandle(self._handle.decoded_by(decode), self._client)
 
-    def result(self, timeout: float | None = None) -> bytes:
-        """Return the result's bytes; JobFailed if the job did not succeed, DeadlineExceeded if it takes longer."""
-        data: bytes = self._wait(self._handle.result(timeout))
-        return data
+    def outcome(self, timeout: float | None = None) -> JobResult:
+        """Wait for the end of the job, in any state; DeadlineExceeded (a TimeoutError) after `timeout` seconds."""
+        return self._client.wait(self._handle.outcome(timeout))
+
+    def result(self, timeout: float | None = None) -> T:
+        """Return what the handler returned; JobFailed if the job did not succeed, DeadlineExceeded if it takes longer."""
+        return self._client.wait(self._handle.result(timeout))
+
+    def command_result(self, timeout: float | None = None, *, check: bool = True) -> CommandResult:
+        """Return a command's exit code, output and files; JobFailed if it did not succeed, unless check=False."""
+        return self._client.wait(self._handle.command_result(timeout, check=check))
+
+    def status(self) -> JobStatus:
+        """Return everything that the server knows of the job."""
+        return self._client.wait(self._handle.status())
+
+    def cancel(self, reason: str = "") -> CancelAnswer:
+        """Cancel the job; see Client.cancel."""
+        return self._client.wait(self._handle.cancel(reason))
 
 
 class Client:
-    """Blocking client: `with Client(url) as client`. Takes the arguments of AsyncClient; safe to share between threads."""
+    """Blocking client, with the methods of AsyncClient. Safe to share between threads.
 
-    def __init__(self, url: str | None = None, **options: Any) -> None:
-        self._async = AsyncClient(url, **options)
+        with Client() as client:
+            print(client.run("echo", "hi").stdout)
+
+    No `url`: TASUKI_URL, else the server that owns the data folder, else an embedded one that is started for the time being.
+    No token: TASUKI_TOKEN; the unix socket of the same user needs none. A call with an argument of the wrong type raises
+    WrongType (a TypeError) and sends nothing.
+    """
+
+    def __init__(
+        self,
+        url: str | None = None,
+        *,
+        token: str | None = None,
+        token_file: str | os.PathLike[str] | None = None,
+        client_id: str | None = None,
+        data: str | os.PathLike[str] | None = None,
+        tls_ca: str | None = None,
+        connect_timeout_s: float = 30.0,
+    ) -> None:
+        self._async = AsyncClient(
+            url,
+            token=token,
+            token_file=token_file,
+            client_id=client_id,
+            data=data,
+            tls_ca=tls_ca,
+            connect_timeout_s=connect_timeout_s,
+        )
         self._thread = LoopThread("tasuki-client", self._async.open())
 
-    def wait(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine of the asynchronous client and wait for it; Ctrl-C ends the wait and the work."""
-        return self._thread.wait(work)
-
-    def close(self) -> None:
-        """Close the connection. Jobs go on."""
-        self._thread.close(self._async.close())
+    def __repr__(self) -> str:
+        return repr(self._async).replace("AsyncClient", "Client")
 
     def __enter__(self) -> Self:
         return self
@@ -158,44 +268,65 @@ class Client:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
 
+    def close(self) -> None:
+        """Close the connection. Jobs go on; their results can be asked for later by id."""
+        self._thread.close(self._async.close())
+
     @property
     def aio(self) -> AsyncClient:
-        """The asynchronous client underneath, for calls that have no blocking form: `client.wait(client.aio.…)`."""
+        """The asynchronous client underneath; its methods run in the client's thread: `client.wait(client.aio.…)`."""
         return self._async
 
-    def submit(self, **fields: Any) -> JobHandle:
-        """Submit one job; see AsyncClient.submit."""
-        return JobHandle(self.wait(self._async.submit(**fields)), self.wait)
+    def wait(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine of the asynchronous client and wait for it; Ctrl-C ends the wait and the work."""
+        return self._thread.wait(work)
 
-    def submit_many(self, specs: Sequence[JobSpec], **options: Any) -> list[JobHandle]:
-        """Submit many jobs; see AsyncClient.submit_many."""
-        return [JobHandle(handle, self.wait) for handle in self.wait(self._async.submit_many(specs, **options))]
+    def future(self, work: Coroutine[Any, Any, T]) -> asyncio.Future[T]:
+        """Run a coroutine of the asynchronous client, and return a future for the running loop of the caller."""
+        return asyncio.wrap_future(self._thread.begin(work))
 
-    def job(self, job_id: str) -> JobHandle:
-        """Return a job that was submitted before."""
+    @property
+    def connected(self) -> bool:
+        """True while a server has accepted this client and the connection stands; otherwise the client keeps trying."""
+        return self._async.connected
 
-        async def attach() -> AsyncJobHandle:
+    submit = _handle(AsyncClient.submit)
+    run = _blocking(AsyncClient.run)
+    status = _blocking(AsyncClient.status)
+    statuses = _blocking(AsyncClient.statuses)
+    list_jobs = _blocking(AsyncClient.list_jobs)
+    cancel = _blocking(AsyncClient.cancel)
+    retry = _blocking(AsyncClient.retry)
+    explain = _blocking(AsyncClient.explain)
+    counts = _blocking(AsyncClient.counts)
+    workers = _blocking(AsyncClient.workers)
+    request = _blocking(AsyncClient.request)
+    put_file = _blocking(AsyncClient.put_file)
+    result_bytes = _blocking(AsyncClient.result_bytes)
+    open_result = _blocking(AsyncClient.open_result)
+    save_result = _blocking(AsyncClient.save_result)
+    new_id = _in_loop(AsyncClient.new_id)
+    new_ids = _in_loop(AsyncClient.new_ids)
+
+    @_documented_as(AsyncClient.submit_many)
+    def submit_many(
+        self, specs: Sequence[JobSpec], *, on_failed: OnFailed = "return", watch: bool = True, strict: bool = True
+    ) -> list[JobHandle[bytes]]:
+        handles = self.wait(self._async.submit_many(specs, on_failed=on_failed, watch=watch, strict=strict))
+        return [JobHandle(handle, self) for handle in handles]
+
+    @_documented_as(AsyncClient.job)
+    def job(self, job_id: str) -> JobHandle[bytes]:
+        async def watch() -> AsyncJobHandle[bytes]:
             return self._async.job(job_id)
 
-        return JobHandle(self.wait(attach()), self.wait)
-
-    def status(self, job_id: str) -> dict[str, Any]:
-        return self.wait(self._async.status(job_id))
-
-    def find(self, **filter: Any) -> dict[str, Any]:
-        return self.wait(self._async.find(**filter))
-
-    def cancel(self, *job_ids: str, reason: str = "") -> dict[str, Any]:
-        return self.wait(self._async.cancel(job_ids, reason))
-
-    def requeue(self, *job_ids: str, reason: str = "") -> dict[str, Any]:
-        return self.wait(self._async.requeue(job_ids, reason))
-
-    def explain(self, job_id: str) -> dict[str, Any]:
-        return self.wait(self._async.explain(job_id))
+        return JobHandle(self.wait(watch()), self)
 
     def logs(self, job_id: str, stream: str = "stdout", *, offset: int = 0, follow: bool = True) -> Iterator[bytes]:
-        """Read the output of a command; see AsyncClient.logs. Closing the iterator early leaves the job alone."""
+        """Yield the output of a command as it comes, to the job's end; follow=False: the output so far.
+
+        Closing the iterator early leaves the job alone.
+        """
         pieces = self._async.logs(job_id, stream, offset=offset, follow=follow)
 
         async def following() -> bytes | None:
@@ -207,9 +338,3 @@ class Client:
         finally:
             if not self._thread.closed:
                 self.wait(_closed(pieces))
-
-    def counts(self, limit: int = 1000) -> dict[str, dict[str, int]]:
-        return self.wait(self._async.counts(limit))
-
-    def workers(self) -> list[dict[str, Any]]:
-        return self.wait(self._async.workers())

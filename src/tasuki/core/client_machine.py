@@ -4,6 +4,7 @@ Theory of operation. Every call is kept with its message until it is answered. A
 to repeat is sent again: a submit, because the same id with the same body is the same job; a watch, because it only asks. A
 result that was recorded while the client was away comes back by asking for its job again. A call that retries an ended job is
 sent once: the first time may have counted, and the job may have succeeded since. Its caller learns that the outcome is not known.
+A call that the server could not read is not sent again either: it would end the next connection too.
 
 The client leaves a silent server: after two heartbeats, or a Hello, without an answer. With several servers it leaves sooner,
 since there is another one to connect to.
@@ -28,6 +29,7 @@ WATCH_MAX = 256  # jobs of one watch: small enough that the server reads a few o
 RETRY_AFTER_S = 0.5  # a call that the server answered with "not now"
 FATAL_CODES = frozenset({"UNAUTHORIZED", "FORBIDDEN", "VERSION", "INVALID"})  # of a Hello: it will be no better next time
 AGAIN_CODES = frozenset({"UNAVAILABLE", "OVERLOADED"})
+UNREADABLE_CODES = frozenset({"PROTOCOL", "TOO_LARGE"})  # of a connection: the server could not read one of the calls under way
 ONCE_VERBS = frozenset({"requeue", "token.revoke"})  # saying them twice is not the same as saying them once
 NOT_KNOWN = "it is not known whether the request was carried out; look at the state of what it named before asking again"
 
@@ -276,7 +278,8 @@ class ClientMachine:
         if not message.corr_id:
             if message.code in FATAL_CODES and not self.online:
                 return self._fail(error)
-            return []  # Closed follows, and a new connection
+            # Closed follows, and a new connection.
+            return self._end_said(error) if message.code in UNREADABLE_CODES and self.online else []
         job_ids = self._watches.pop(message.corr_id, None)
         if job_ids is not None:
             if error.retryable:
@@ -319,9 +322,13 @@ class ClientMachine:
         self.online = False
         if self._error is None:
             self._redial.lost(now.monotonic)
-        lost = [msg_id for msg_id, waiting in self._calls.items() if waiting.said and not waiting.lasting]
         error = Unavailable(f"the connection to the server was lost before it answered ({event.reason}); {NOT_KNOWN}")
-        return [CallAnswered(self._calls.pop(msg_id).ticket, error=error) for msg_id in lost]
+        return self._end_said(error, lasting=False)
+
+    def _end_said(self, error: TasukiError, *, lasting: bool = True) -> list[Command]:
+        """Answer calls that were sent with an error: those that are sent once, with `lasting` all of them."""
+        ended = [msg_id for msg_id, one in self._calls.items() if one.said and (lasting or not one.lasting)]
+        return [CallAnswered(self._calls.pop(msg_id).ticket, error=error) for msg_id in ended]
 
     def _ticked(self, now: Now) -> list[Command]:
         due_at = self._redial.due_at

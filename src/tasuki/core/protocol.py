@@ -203,6 +203,15 @@ class JobResult(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     finished_at: float | None = None
     generation: int = 0
 
+    def __repr__(self) -> str:
+        """Return the facts without the result, which may be long."""
+        why = f", {self.outcome.error_code}: {self.outcome.message}" if self.outcome.error_code else ""
+        return f"<JobResult {self.job_id!r}: {self.state} in attempt {self.attempt}{why}>"
+
+    @property
+    def succeeded(self) -> bool:
+        return self.state is State.SUCCEEDED
+
 
 class Results(msgspec.Struct, frozen=True):
     """Jobs that a client watches and that are terminal now."""

@@ -17,7 +17,7 @@ import msgspec
 
 from tasuki.client.agents.node import ASK_S, AgentNode, JobView
 from tasuki.clocks import now
-from tasuki.core.failover.events import JobStatus
+from tasuki.core.failover.events import NodeJobStatus
 from tasuki.core.failover.nodes import RANK_WAIT_S, Capacity, Nodes, NodeState, Ranked, candidates, look_every_s, rendezvous, well
 from tasuki.dispatcher.metrics import DispatcherMetrics
 from tasuki.dispatcher.settings import DispatcherConfig
@@ -37,7 +37,7 @@ class NodeReports(msgspec.Struct, frozen=True):
     """Nodes that did not answer, and why."""
 
     @property
-    def statuses(self) -> dict[str, JobStatus]:
+    def statuses(self) -> dict[str, NodeJobStatus]:
         return {node: view.status for node, view in self.known.items()}
 
     def with_progress(self, node: str) -> str:

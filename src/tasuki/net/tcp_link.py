@@ -123,7 +123,7 @@ class TcpLink(asyncio.Protocol):
         except (UnknownFrame, RefusedRequest) as error:
             if not self._trusted:  # a peer that begins like this speaks another protocol
                 raise
-            if error.msg_id:  # a request of a newer peer, which waits for an answer
+            if error.msg_id:  # its sender waits for an answer, and nobody else is concerned
                 self.send(ErrorMessage(error.msg_id, error.code, error.message))
             return
         self._on_message(self, message)

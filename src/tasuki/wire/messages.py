@@ -258,7 +258,8 @@ _piece_header = _decoder(_PieceHeader)
 def decode(frame: Frame, max_bytes: int, *, from_server: bool = True) -> protocol.Message:
     """Return the message in a frame; ProtocolError if it is malformed or nested too deep, UnknownFrame if its type is unknown.
 
-    A server passes `from_server=False`: frames that only a server sends may hold anything, and are refused undecoded.
+    A server passes `from_server=False`: frames that only a server sends may hold anything, and are refused undecoded; a request
+    that cannot be read is a RefusedRequest if at least its msg_id can be.
     """
     reader = _READERS.get(frame.type)
     if reader is None:
@@ -269,17 +270,30 @@ def decode(frame: Frame, max_bytes: int, *, from_server: bool = True) -> protoco
         if frame.type in _FROM_SERVER:
             raise ProtocolError(f"a {Type(frame.type).name} frame is the server's to send")
         max_bytes = min(max_bytes, _TO_SERVER_MAX_BYTES.get(frame.type, max_bytes))
+    try:
         if len(frame.payload) > max_bytes:
             raise TooLarge(
                 f"a {Type(frame.type).name} frame has {len(frame.payload)} bytes, the limit is {max_bytes}; send several"
             )
-    try:
         if frame.flags & ~BATCH:
             frame = frame._replace(payload=decompress(frame.payload, frame.flags, max_bytes))
         return reader(frame)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         # The text may quote the peer (a wrong enum value), and goes back in a header that has a size limit.
-        raise ProtocolError(f"a {Type(frame.type).name} frame cannot be read: {str(error)[:200]}") from None
+        raise _refusal(
+            frame, ProtocolError(f"a {Type(frame.type).name} frame cannot be read: {str(error)[:200]}"), from_server
+        ) from None
+    except InvalidInput as error:
+        raise _refusal(frame, error, from_server) from None
+
+
+def _refusal(frame: Frame, error: InvalidInput, from_server: bool) -> InvalidInput:
+    """Return the error of a frame that cannot be read: of its one request if its sender waits for an answer to that, else of the
+    connection."""
+    msg_id = 0 if from_server or frame.type in (Type.HELLO_CLIENT, Type.HELLO_WORKER) else _msg_id_of(frame)
+    if not 0 < msg_id <= protocol.NUMBER_MAX:
+        return error
+    return RefusedRequest(error.message, msg_id, InvalidInput.code if isinstance(error, ProtocolError) else error.code)
 
 
 def _msg_id_of(frame: Frame) -> int:
@@ -371,7 +385,7 @@ def _read_request(frame: Frame) -> protocol.Message:
     try:
         return protocol.Request(header.msg_id, header.verb, _params(frame.payload) if frame.payload else {})
     except msgspec.ValidationError as error:
-        raise RefusedRequest(f"{header.verb[:40]}: the parameters cannot be read: {error}", header.msg_id) from None
+        raise InvalidInput(f"{header.verb[:40]}: the parameters cannot be read: {error}") from None
 
 
 def _read_chunk(frame: Frame) -> protocol.Message:

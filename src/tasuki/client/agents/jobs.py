@@ -18,6 +18,7 @@ import msgspec
 from tasuki.client.agents.client import AsyncAgentsClient
 from tasuki.client.agents.node import AgentNode, JobView, NodeJob
 from tasuki.client.agents.transfer import NodeRefused, TransferListener
+from tasuki.client.types import CancelAnswer
 from tasuki.core.backoff import Backoff
 from tasuki.core.failover.agent_protocol import LISTED_MAX, AgentState
 from tasuki.core.failover.events import answers_in_words
@@ -109,8 +110,17 @@ class AgentJobsClient:
 
     # ------------------------------------------------------------------------------------------------ questions
 
-    async def statuses(self, job_ids: Sequence[str]) -> list[dict[str, Any]]:
-        return [await self.status(job_id) for job_id in job_ids]
+    async def request(self, verb: str, /, **params: Any) -> Any:
+        """Answer the requests `get`, `find` and `logs` as a server does."""
+        match verb:
+            case "get":
+                result = params.get("result", False)
+                return [await self.status(job_id, result=result) for job_id in params["job_ids"]]
+            case "find":
+                return await self._find(**params)
+            case _:
+                assert verb == "logs"
+                return await self._logs(**params)
 
     async def status(self, job_id: str, *, result: bool = False) -> dict[str, Any]:
         """Return the view of a job; NotFound, Unavailable. `result`: for a reader that knows only the states of a server."""
@@ -126,7 +136,7 @@ class AgentJobsClient:
         view = _view(job_id, msgspec.json.decode(views[node].body, type=NodeJob))
         return {**view, "state": State.FAILED.value} if result and view["state"] == INTERRUPTED else view
 
-    async def find(self, *, limit: int, cursor: str | None, states: Sequence[str] = (), **others: Any) -> dict[str, Any]:
+    async def _find(self, *, limit: int, cursor: str | None, states: Sequence[str] = (), **others: Any) -> dict[str, Any]:
         """Return the newest jobs of all nodes. Nodes that cannot be asked are logged."""
         if cursor is not None or others:
             raise InvalidInput("node agents list their jobs by --state and --limit alone; the other filters need a server")
@@ -144,10 +154,8 @@ class AgentJobsClient:
         newest = sorted(views, key=lambda job: job["started_at"] or float("inf"), reverse=True)
         return {"jobs": newest[:limit], "cursor": None}
 
-    async def request(self, verb: str, **params: Any) -> dict[str, Any]:
-        """Answer the request `logs` of a LogFollower."""
-        assert verb == "logs"
-        job_id = params["job_id"]
+    async def _logs(self, job_id: str, **params: Any) -> dict[str, Any]:
+        """Answer the request of a LogFollower."""
         view = await self.status(job_id)
         progress = {"progress": view["progress"], "progress_text": view["progress_text"]}
         state = view["state"] if view["state"] != INTERRUPTED else "FAILED"
@@ -178,18 +186,18 @@ class AgentJobsClient:
         result.part.publish(target)
         return result.size_bytes
 
-    async def cancel(self, job_ids: Sequence[str], reason: str) -> dict[str, dict[str, Any]]:
+    async def cancel(self, *job_ids: str, reason: str = "") -> dict[str, CancelAnswer]:
         """Stop jobs that run, at all nodes; what has ended stays. Agents keep no reason."""
         return {job_id: await self._cancel(check_job_id(job_id)) for job_id in job_ids}
 
-    async def _cancel(self, job_id: str) -> dict[str, Any]:
+    async def _cancel(self, job_id: str) -> CancelAnswer:
         answers = await self._ask_all(lambda agent: agent.remove(job_id, only_running=True, answer_s=STOP_S))
         if any(answers.given.values()):
-            return {"state": "CANCELED", "requested": False}
+            return CancelAnswer(State.CANCELED)
         state = (await self.status(job_id))["state"]
         if state in _UNDER_WAY:
             raise Unavailable(f"job {job_id} goes on, it could not be stopped: {answers_in_words(answers.problems)}")
-        return {"state": state, "requested": False}
+        return CancelAnswer(state)
 
     async def _ask_all(self, question: Callable[[AgentNode], Awaitable[T]]) -> _NodeAnswers:
         nodes = self._client.agents

@@ -21,7 +21,7 @@ from tasuki.client.agents.transfer import Download, DownloadedResult, NodeRedire
 from tasuki.clocks import now
 from tasuki.core.address import Address, parse_url
 from tasuki.core.failover.agent_protocol import INPUT_NOT_FOUND
-from tasuki.core.failover.events import TOKEN_STATUSES, JobStatus, Refusal, not_trusted
+from tasuki.core.failover.events import TOKEN_STATUSES, NodeJobStatus, Refusal, not_trusted
 from tasuki.core.failover.nodes import Capacity, Nodes
 from tasuki.core.protocol import LOG_PIECE_MAX_BYTES
 from tasuki.errors import ConfigError, ResponseLost, TasukiError, Unavailable, UntrustedCertificate
@@ -49,7 +49,7 @@ LIST_S, LIST_MAX_BYTES = 10.0, 8 * 1024 * 1024
 class JobView(msgspec.Struct, frozen=True):
     """Response to `GET /jobs/{job_id}`."""
 
-    status: JobStatus
+    status: NodeJobStatus
     fraction: float | None = None
     message: str = ""
     started_at: float | None = None
@@ -182,7 +182,7 @@ class AgentNode:
         if job is None:
             raise Unavailable(f"{self.name} answered something that is no job")
         progress = job.progress or _Progress()
-        status = JobStatus(job.state, job.input or "", job.exit_code)
+        status = NodeJobStatus(job.state, job.input or "", job.exit_code)
         return JobView(status, progress.fraction, progress.message or "", job.started_at, job.node or "", answer)
 
     async def jobs(self, query: str) -> list[NodeJob]:

@@ -18,7 +18,7 @@ from tasuki.core.lifecycle import LEASE_MARGIN_S
 from tasuki.core.machine import Closed, Now, Opened, Received, Send, Ticked
 from tasuki.core.protocol import HANDSHAKE_TIMEOUT_S, error_message
 from tasuki.core.store_messages import LeaseHolder, Turn
-from tasuki.errors import DiskFull, ProtocolError, TasukiError, Unauthorized
+from tasuki.errors import DiskFull, ProtocolError, TasukiError, Unauthorized, Unavailable
 
 READS_PER_TURN = 512  # jobs whose rows, with results of up to 64 KiB, are read at once
 SESSIONS_INTERVAL_S = 0.5  # silence, an expired token, an assignment without a sign: all of them are a matter of seconds
@@ -194,7 +194,8 @@ class Broker(BrokerState):
             if session.deliveries:
                 worker_messages.redeliver(self, session, now)
         elif session.identity is not None and silent_s > authentication.IDLE_TIMEOUT_S:
-            return self.hang_up(session.conn, ProtocolError(f"nothing was heard for {silent_s:.0f} s"))
+            # Unavailable, since the peer may send the same requests again; after a ProtocolError it must not.
+            return self.hang_up(session.conn, Unavailable(f"nothing was heard for {silent_s:.0f} s"))
         elif session.identity is None and now.monotonic - session.opened_at > HANDSHAKE_TIMEOUT_S:
             return self.hang_up(session.conn, ProtocolError(f"no Hello within {HANDSHAKE_TIMEOUT_S:g} s"))
         return []

@@ -39,7 +39,7 @@ class FailoverJob(msgspec.Struct, frozen=True):
     silent_s: float = SILENT_S
 
 
-class JobStatus(msgspec.Struct, frozen=True):
+class NodeJobStatus(msgspec.Struct, frozen=True):
     """Status of a job at a node: the part of `GET /jobs/{job_id}` that a plan needs."""
 
     state: str
@@ -165,7 +165,7 @@ class Begin(msgspec.Struct, frozen=True):
 class JobStatusReceived(RequestMessage, frozen=True):
     """A node answered with the status of the job; None: it does not know the job."""
 
-    status: JobStatus | None
+    status: NodeJobStatus | None
 
 
 class JobStatusMissing(RequestMessage, frozen=True):

@@ -25,7 +25,7 @@ from enum import IntEnum, StrEnum
 import msgspec
 
 from tasuki.core.failover.agent_protocol import AgentState
-from tasuki.core.failover.events import JobStatus, Refusal
+from tasuki.core.failover.events import NodeJobStatus, Refusal
 from tasuki.core.job import check_file_name
 from tasuki.errors import InvalidInput, quoted
 
@@ -427,7 +427,7 @@ def well(ranking: Sequence[Ranked]) -> list[Ranked]:
     return answered or [line for line in ranking if line.steady]
 
 
-def authoritative_node(job_id: str, statuses: Mapping[str, JobStatus]) -> str | None:
+def authoritative_node(job_id: str, statuses: Mapping[str, NodeJobStatus]) -> str | None:
     """Return the node whose report about a job counts."""
     ranks = {str(state): rank for rank, state in enumerate(_STATES)}
     in_order = rendezvous(job_id, statuses)

@@ -53,7 +53,7 @@ class FailoverPlan:
         self._began = 0.0
         self._asked: dict[int, str] = {}
         """Nodes that were asked for the job and have not answered, by ticket."""
-        self._found: dict[str, events.JobStatus] = {}
+        self._found: dict[str, events.NodeJobStatus] = {}
         self._looks_until = self._asks_until = 0.0
         self._choosing = False
         self._runs: dict[int, NodeRequest] = {}
@@ -297,7 +297,7 @@ class FailoverPlan:
         run.heard_at = now
         return self._followed(run, event.status, now) if run.kind is RequestKind.FOLLOW else self._watched(run, event.status, now)
 
-    def _followed(self, run: NodeRequest, status: events.JobStatus | None, now: float) -> list[Command]:
+    def _followed(self, run: NodeRequest, status: events.NodeJobStatus | None, now: float) -> list[Command]:
         state = status.state if status is not None else ""
         if state in ("running", "queued"):
             return []
@@ -314,7 +314,7 @@ class FailoverPlan:
         self._pause(run.node, UNKNOWN_PAUSE_S if status is None else 0.0, now)
         return []
 
-    def _watched(self, run: NodeRequest, status: events.JobStatus | None, now: float) -> list[Command]:
+    def _watched(self, run: NodeRequest, status: events.NodeJobStatus | None, now: float) -> list[Command]:
         """Drop a request on a dead connection: the node has given its answer already, or never will."""
         running = status is not None and status.state in ("running", "queued")
         fits = run.kind is not RequestKind.POST or run.answering or running or not run.uploaded

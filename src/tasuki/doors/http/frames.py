@@ -22,7 +22,7 @@ from tasuki.doors.http.context import RequestContext
 from tasuki.doors.http.exchange import disconnected, discreet, wait_of, whole_number
 from tasuki.doors.http.virtual_connection import Listener, TokenConnection, VirtualConnection
 from tasuki.doors.http.worker_sessions import HttpWorkerSession
-from tasuki.errors import InvalidInput, TasukiError, Unauthorized, UnknownFrame, from_wire
+from tasuki.errors import InvalidInput, RefusedRequest, TasukiError, Unauthorized, UnknownFrame, from_wire
 from tasuki.net.tcp_link import encode_answer
 from tasuki.wire.compression import CODECS, decompress
 from tasuki.wire.messages import BATCH, FrameDecoder, decode
@@ -40,7 +40,7 @@ ClientQuestion = protocol.HelloClient | protocol.SubmitJobs | protocol.CancelJob
 
 
 def messages_in(body: bytes) -> list[protocol.Message]:
-    """Decode a whole body, or none of it; an ErrorMessage stands for a request that is newer than this server."""
+    """Decode a whole body, or none of it; an ErrorMessage stands for a request that this server cannot read."""
     decoder = FrameDecoder(protocol.FRAME_MAX_BYTES)
     frames = decoder.feed(body)
     if decoder.partial:
@@ -55,7 +55,7 @@ def messages_in(body: bytes) -> list[protocol.Message]:
         room -= len(frame.payload)
         try:
             message = decode(frame, protocol.FRAME_MAX_BYTES, from_server=False)
-        except UnknownFrame as error:
+        except (UnknownFrame, RefusedRequest) as error:
             if error.msg_id:  # its sender waits for an answer
                 messages.append(protocol.ErrorMessage(error.msg_id, error.code, error.message))
             continue

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from tasuki.core.failover import events
-from tasuki.core.failover.events import FailoverJob, JobEnded, JobStatus, Refusal
+from tasuki.core.failover.events import FailoverJob, JobEnded, NodeJobStatus, Refusal
 from tasuki.core.failover.nodes import BreakerNote, Capacity, Nodes
 from tasuki.core.failover.plan import FailoverPlan
 from tasuki.testing.sim.checker_store import Violation, ViolationFound
@@ -75,12 +75,12 @@ class SimAgent:
             running = self._slots if self.trouble == "full" else len(self._running)
             nodes.seen(self.name, Capacity(running, self._slots), now)
 
-    def status(self, job_id: str) -> JobStatus | None:
+    def status(self, job_id: str) -> NodeJobStatus | None:
         if self.trouble == "confused":
-            return self._world.streams.faults.choice((None, JobStatus("interrupted"), JobStatus("running")))
+            return self._world.streams.faults.choice((None, NodeJobStatus("interrupted"), NodeJobStatus("running")))
         if _Run(job_id, self._life) in self._running:
-            return JobStatus("running")
-        return JobStatus("done") if job_id in self._done else None
+            return NodeJobStatus("running")
+        return NodeJobStatus("done") if job_id in self._done else None
 
     def post(self, job_id: str, answer: Callable[[Refusal | JobEnded | None], None]) -> None:
         """Answer `POST /run`, now or when the program has ended; None: the connection is lost."""
