@@ -599,3 +599,15 @@ def test_a_delete_while_a_refused_upload_is_being_given_up_is_answered_as_always
 
     assert code_of(refused.answer()) == (400, "EXEC_NOT_ALLOWED")
     assert deleting.answer().status_code in (200, 404)
+
+
+def test_a_reader_of_a_log_that_has_left_is_not_waited_for(stage: AgentStage, job_id: str) -> None:
+    running = stage.begin(job_id, "sleep 60")
+    until(lambda: stage.state(job_id) == "running")
+    with stage.raw() as sock:
+        sock.sendall(f"GET /jobs/{job_id}/logs/stdout?wait_s=25 HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
+        until(lambda: stage.agent.jobs._log_reads, what="the log is read")
+
+    until(lambda: not stage.agent.jobs._log_reads, 3.0, "nobody reads the log")
+    stage.http.delete(f"/jobs/{job_id}")
+    assert running.answer().status_code == 409

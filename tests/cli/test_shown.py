@@ -129,6 +129,9 @@ def test_no_service_shows_the_password_of_an_address(read: Callable[[str], objec
     assert SECRET not in told
 
 
+OF_AGENTS = [(word,) for word in ("nodes", "status", "list", "result", "logs", "cancel")]
+
+
 def shows_nothing_evil(text: str) -> bool:
     return CONTROL_CHARACTERS.search(text.replace("\n", "")) is None and "\nfaked" not in text
 
@@ -162,9 +165,10 @@ def test_errors_of_a_hostile_server_are_printed_without_control_characters(
         for words, option, more in PLACES:
             if option == "--to" and words[0] not in {*PROCESS_WORDS, "doctor"}:
                 url = f"http://127.0.0.1:{server.server_port}"
-                done = user.run(*words, "--to", f"agents:{url}" if words == ("nodes",) else url, *json_option, *more)
+                for place in [f"agents:{url}"] * (words in OF_AGENTS) + [url] * (words != ("nodes",)):
+                    done = user.run(*words, "--to", place, *json_option, *more)
 
-                assert shows_nothing_evil(done.stdout + done.stderr), words
+                    assert shows_nothing_evil(done.stdout + done.stderr), (words, place)
     finally:
         server.shutdown()
         thread.join()

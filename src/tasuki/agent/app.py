@@ -42,7 +42,7 @@ from tasuki.core.failover.agent_protocol import (
 )
 from tasuki.core.job import check_job_id
 from tasuki.core.protocol import LogPiece
-from tasuki.doors.http.exchange import json_answer
+from tasuki.doors.http.exchange import CLIENT_GONE, json_answer, unless_left
 from tasuki.doors.listening import bound
 from tasuki.errors import KeeperLost, NotFound, TooLarge
 from tasuki.worker.folder import remove_tree
@@ -248,7 +248,9 @@ class Agent:
             if marker is None:
                 raise NotFound(f"there is no job {job_id} at this node")
             return log_response(LogPiece(0, query.offset, b"", query.offset, query.offset, ended=True), marker.attempt)
-        piece = await self.jobs.read_log(held, query.stream, query.offset, query.wait_s)
+        piece = await unless_left(request, self.jobs.read_log(held, query.stream, query.offset, query.wait_s))
+        if piece is None:
+            return Response(status_code=CLIENT_GONE)
         is_over = piece.ended and self.jobs.held(job_id) is not held  # else its program has not started yet
         return log_response(replace(piece, ended=is_over), held.attempt)
 

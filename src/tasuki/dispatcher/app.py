@@ -48,7 +48,7 @@ from tasuki.dispatcher.node_pool import FIND_S, NodePool, NodeReports
 from tasuki.dispatcher.proxying import NODE_HEADER, ProxiedResponse, StreamedForm
 from tasuki.dispatcher.registry import DispatcherRegistry, refusal_of
 from tasuki.dispatcher.settings import DispatcherConfig, Mode
-from tasuki.doors.http.exchange import json_answer, secret_of
+from tasuki.doors.http.exchange import CLIENT_GONE, json_answer, secret_of, unless_left
 from tasuki.doors.listening import bound
 from tasuki.errors import AgentRefusal, NotFound, TooLarge, Unavailable
 
@@ -296,9 +296,11 @@ class Dispatcher:
         query = parse_log_query(request.path_params["stream"], request.query_params)
         node, _ = await self._find(job_id)
         try:
-            answer = await self.pool.agents[node].read_log(job_id, *query)
+            answer = await unless_left(request, self.pool.agents[node].read_log(job_id, *query))
         except (Unavailable, NodeRefused) as error:
             raise nobody(job_id, {node: str(error)}) from None
+        if answer is None:
+            return Response(status_code=CLIENT_GONE)
         piece = LogPiece(0, answer.offset, answer.data, 0, answer.end, answer.cut_bytes, answer.ended)
         return log_response(piece, answer.attempt)
 

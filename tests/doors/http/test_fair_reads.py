@@ -12,9 +12,11 @@ import httpx
 import pytest
 
 from tasuki.core.broker.events import Query
+from tasuki.core.protocol import HelloClient, Reply, Request, Welcome
 from tasuki.server import server as server_module
 from tasuki.server.queries import answer_query
 from tests.doors.http.stage import Stage
+from tests.server.peers import FakeConnection
 from tests.support.waiting import until
 
 FINDS = 120
@@ -86,3 +88,30 @@ def test_finds_of_two_tokens_take_turns(stage: Stage, brake: Brake) -> None:
 
     assert brake.began[:2] == [f"find token:{greedy_id}", f"find token:{other_id}"]
     assert brake.began.count(f"find token:{greedy_id}") == 10
+
+
+def test_a_token_has_one_find_at_a_time_over_all_its_connections(stage: Stage, brake: Brake) -> None:
+    greedy_id, greedy = stage.create_named_token("client")
+    other_id, other = stage.create_named_token("client")
+    job_id = stage.post("/v1/jobs", {"exec": "x"}, other).json()["job_id"]
+
+    async def find() -> FakeConnection:
+        link = FakeConnection()
+        conn = stage.server.opened(link)
+        stage.server.received(conn, HelloClient(msg_id=1, client_id="greedy", token=greedy))
+        await link.wait_for(Welcome)
+        stage.server.received(conn, Request(2, "find", {}))
+        return link
+
+    links = [stage.run(find()) for _ in range(10)]
+    until(lambda: brake.began, 10.0, "a find is under way")
+    with futures.ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(stage.get, f"/v1/jobs/{job_id}", other)
+        until(lambda: stage.server._readers._threads[0].asked == 2, 10.0, "the other token's read is next")
+        brake.let_go.set()
+        assert asked.result(10.0).status_code == 200
+
+    for link in links:
+        stage.run(link.wait_for(Reply))
+    assert brake.began[:2] == [f"find token:{greedy_id}", f"get token:{other_id}"]
+    assert len(brake.began) == 11

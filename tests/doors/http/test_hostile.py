@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import json
 import socket
 import threading
 import weakref
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -16,6 +18,7 @@ from starlette.requests import Request
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from tasuki.doors.http import exchange, uvicorn_server
+from tasuki.doors.http.context import RequestContext
 from tasuki.doors.http.routes import ROUTES, Route
 from tasuki.errors import Forbidden, Unavailable
 from tests.doors.http.stage import ANSWER, Stage, Worker, path_of
@@ -363,15 +366,38 @@ def test_an_answer_before_the_end_of_the_body_closes_the_connection(
     assert b"\r\nconnection: close\r\n" in answer.lower()
 
 
-def test_a_poll_whose_peer_has_left_ends(stage: Stage) -> None:
+@pytest.mark.parametrize("path", ["/v1/jobs/{}?wait=60", "/v1/jobs/{}/result?wait=60", "/calc/zpe/jobs/{}/result?wait=60"])
+def test_a_poll_whose_peer_has_left_ends(stage: Stage, path: str) -> None:
     job_id = stage.submit()
-    polls = [f"/v1/jobs/{job_id}?wait=60", f"/v1/jobs/{job_id}/result?wait=60", f"/calc/zpe/jobs/{job_id}/result?wait=60"]
-    for path in polls:
-        with socket.create_connection((stage.address.host, stage.address.port)) as sock:
-            sock.sendall(f"GET {path} HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {stage.client}\r\n\r\n".encode())
-            until(lambda: stage.door._under_way == 1)
+
+    with polling(stage, path.format(job_id)):
+        clients = stage.door._http.clients._clients.values()
+        until(lambda: any(job_id in client._listeners for client in clients), what="the request waits for the end of the job")
 
     until(lambda: stage.door._under_way == 0, 3.0, "no request is under way")
+
+
+def test_a_reader_of_a_log_that_has_left_is_not_waited_for(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    async def ask(context: RequestContext, verb: str, **params: Any) -> Any:
+        asked.append(verb)
+        await asyncio.Event().wait()  # as a worker whose program writes nothing
+
+    monkeypatch.setattr(RequestContext, "ask", ask)
+
+    with polling(stage, f"/v1/jobs/{stage.submit()}/logs?wait=25"):
+        until(lambda: asked == ["logs"], what="the worker is asked")
+
+    until(lambda: stage.door._under_way == 0, 3.0, "no request is under way")
+
+
+@contextmanager
+def polling(stage: Stage, path: str) -> Iterator[None]:
+    """Ask for a path, and leave at the end of the block."""
+    with socket.create_connection((stage.address.host, stage.address.port)) as sock:
+        sock.sendall(f"GET {path} HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {stage.client}\r\n\r\n".encode())
+        yield
 
 
 @pytest.mark.parametrize("kind", [kind for kind in attacker.FIRST if kind != "half TLS"])
@@ -397,6 +423,7 @@ def test_the_memory_of_a_connection_is_free_when_it_ends(stage: Stage, kind: str
 
 
 def test_no_token_takes_all_requests_and_health_is_always_answered(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert stage.door._shares.limit <= exchange.REQUESTS_MAX // 4
     monkeypatch.setattr(stage.door._shares, "limit", 2)
     job_id, other = stage.submit(), stage.create_token("client")
     wait = f"/v1/jobs/{job_id}?wait=5"

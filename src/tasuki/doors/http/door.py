@@ -45,7 +45,6 @@ logger = logging.getLogger("tasuki.http")
 TICK_S = 1.0
 CLOSE_TIMEOUT_S = 3
 TOKEN_SHARE = 4  # one in so many requests under way may be of one token
-CLIENT_GONE = 499  # only in the metrics: there was nobody to answer
 
 
 class HttpDoor:
@@ -120,7 +119,7 @@ class HttpDoor:
                 busy = Overloaded(f"this server is {why}; try again")
                 self._http.server.refusals.error(exchange.peer_of(request), busy)
                 return error_answer(busy)
-            began, status = time.monotonic(), CLIENT_GONE
+            began, status = time.monotonic(), exchange.CLIENT_GONE
             self._under_way += counted
             self._http.metrics.began()
             try:

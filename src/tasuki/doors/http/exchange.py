@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager, suppress
 from typing import Annotated, Any, TypeVar
 
@@ -36,6 +36,7 @@ BODY_TIMEOUT_S = 30.0
 REQUESTS_MAX = 4096  # at once, waiting ones included
 WAIT_MAX_S = 60.0
 BATCH_MAX = 512  # items of one request
+CLIENT_GONE = 499  # only in the metrics: there was nobody to answer
 
 JobId = Annotated[str, Meta(min_length=1, max_length=128)]
 
@@ -345,6 +346,17 @@ def disconnected(request: Request) -> Iterator[asyncio.Future[None]]:
         yield left
     finally:
         left.cancel()
+
+
+async def unless_left(request: Request, answer: Coroutine[Any, Any, T]) -> T | None:
+    """Return the answer, or None if the peer leaves before there is one. Only after the body was read."""
+    work = asyncio.ensure_future(answer)
+    try:
+        with disconnected(request) as left:
+            await asyncio.wait((work, left), return_when=asyncio.FIRST_COMPLETED)
+        return work.result() if work.done() else None
+    finally:
+        work.cancel()
 
 
 async def until_disconnected(receive: Receive) -> None:

@@ -14,7 +14,7 @@ from starlette.responses import Response, StreamingResponse
 
 from tasuki.core.job import TERMINAL, InputFile, JobSpec, State
 from tasuki.doors.http.context import STORE_TIMEOUT_S, HttpContext, RequestContext, message_of
-from tasuki.doors.http.exchange import BATCH_MAX, Error, JobId, error_of, number, whole_number
+from tasuki.doors.http.exchange import BATCH_MAX, CLIENT_GONE, Error, JobId, error_of, number, unless_left, whole_number
 from tasuki.errors import InvalidInput, NoResult, NotFinished, TasukiError, Unavailable
 
 LOG_WAIT_MAX_S = 25.0
@@ -207,7 +207,7 @@ class LogResponse(msgspec.Struct, kw_only=True):
     """The servers to ask instead: the job runs there."""
 
 
-async def logs(context: RequestContext) -> LogResponse:
+async def logs(context: RequestContext) -> LogResponse | Response:
     """Read a stream of a command's output from an offset on; with `?wait=25` the answer waits for new output."""
     params: dict[str, Any] = {
         "job_id": context.job_id,
@@ -216,7 +216,9 @@ async def logs(context: RequestContext) -> LogResponse:
         "attempt": whole_number(context.request, "attempt", 0, OFFSET_MAX),
         "wait_s": number(context.request, "wait", 0.0, LOG_WAIT_MAX_S),
     }
-    part = await context.ask("logs", **params)
+    part = await unless_left(context.request, context.ask("logs", **params))
+    if part is None:
+        return Response(status_code=CLIENT_GONE)
     known = {name: part[name] for name in LogResponse.__struct_fields__ if name in part}
     data: bytes = part["data"]
     return LogResponse(**{**known, "data_base64": data, "text": data.decode("utf-8", "replace")})
