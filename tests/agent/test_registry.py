@@ -455,7 +455,7 @@ def test_while_the_registry_is_away_what_runs_goes_on_and_nothing_new_is_taken(
 
         assert code_of(refused) == (503, "UNAVAILABLE")
         assert "registry" in refused.json()["error"]["message"]
-        assert one.state("done") == "done"
+        until(lambda: one.state("done") == "done", what="the registry answers again")
         assert code_of(unrecorded) == (423, "RUNNING"), "nobody is shown what the registry has not taken"
         assert running.answer().status_code == 200
         assert one.run("new", "echo new").status_code == 200

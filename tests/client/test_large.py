@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import io
 import os
@@ -14,7 +13,7 @@ import pytest
 
 from tasuki.core.job import InputFile
 from tasuki.errors import NotFound
-from tests.support.processes import ServerProcess, rss_bytes, start_worker
+from tests.support.processes import ServerProcess, opened, rss_bytes, start_worker
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.e2e
@@ -138,11 +137,7 @@ def test_worker_that_dies_during_its_download_leaves_no_task_behind(server: Serv
     blob = hashlib.sha256(path.read_bytes()).hexdigest()
 
     def is_open() -> bool:
-        for descriptor in Path(f"/proc/{server.pid}/fd").iterdir():
-            with contextlib.suppress(FileNotFoundError):  # closed meanwhile
-                if blob[2:] in descriptor.readlink().name:
-                    return True
-        return False
+        return any(blob[2:] in target.name for target in opened(server.pid))
 
     arguments = ("--subject", "dying.>", "--exec", "copy=/bin/cp {file} out/copy.bin", "--data", str(tmp_path / "worker"))
     with start_worker(server, *arguments, command=True) as worker, server.client() as client:

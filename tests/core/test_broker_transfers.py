@@ -21,7 +21,7 @@ from tasuki.core.protocol import (
     Subscribe,
     Welcome,
 )
-from tasuki.errors import Forbidden, InvalidInput, ProtocolError, Unauthorized
+from tasuki.errors import Forbidden, InvalidInput, ProtocolError, Unauthorized, Unavailable
 from tests.core.broker_stage import TCP, BrokerStage
 
 SHA256 = "0" * 64
@@ -136,4 +136,4 @@ def test_it_ends_with_its_token_and_when_nothing_is_heard(stage: BrokerStage, wo
     stage.pass_time(61.0)
 
     assert isinstance(stage.hung_up[revoked], Unauthorized)
-    assert isinstance(stage.hung_up[silent], ProtocolError)
+    assert isinstance(stage.hung_up[silent], Unavailable)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import select
 import socket
 import ssl
@@ -18,6 +19,7 @@ from tests.agent.stage import AgentStage
 from tests.client.agent_stand_in import Asked, Reply, StandIn, result
 from tests.dispatcher.stage import dispatching, job, tell
 from tests.support.certificates import TestAuthority
+from tests.support.processes import opened
 from tests.support.waiting import until
 
 LIMIT_S = 0.15
@@ -67,13 +69,7 @@ def is_cut_off(sock: socket.socket) -> bool:
 
 def open_results() -> int:
     """How many results the agent has open; it is in this process."""
-    found = 0
-    for link in Path("/proc/self/fd").iterdir():
-        try:
-            found += link.readlink().name.startswith("result.zip")
-        except FileNotFoundError:
-            continue
-    return found
+    return sum(target.name.startswith("result.zip") for target in opened(os.getpid()))
 
 
 def test_who_reads_nothing_of_a_result_is_cut_off_and_the_job_can_be_removed_meanwhile(

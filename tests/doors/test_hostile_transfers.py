@@ -102,14 +102,17 @@ def test_upload_that_is_not_what_was_announced_is_refused_and_not_kept(
 
 
 @pytest.mark.parametrize("number", [-1, 1 << 63, (1 << 64) - 1])
-def test_size_or_offset_that_is_no_number_of_bytes_ends_the_connection(
+def test_size_or_offset_that_is_no_number_of_bytes_is_refused(
     server: ServerProcess, others_are_served: Served, number: int
 ) -> None:
-    for message in (BlobPut(7, "1" * 64, number), BlobGet(7, "1" * 64, "no-such-job", number)):
-        with RawPeer(server.url) as peer:
-            peer.as_client(server.token)
+    with RawPeer(server.url) as peer:
+        peer.as_client(server.token)
+        for message in (BlobPut(7, "1" * 64, number), BlobGet(8, "1" * 64, "no-such-job", number)):
             peer.send(message)
-            assert peer.farewell().code == "PROTOCOL"
+            answer = peer.answer(message.msg_id)
+            assert isinstance(answer, ErrorMessage)
+            assert (answer.corr_id, answer.code) == (message.msg_id, "INVALID")
+        assert peer.alive()
     others_are_served()
 
 

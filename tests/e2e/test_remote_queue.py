@@ -21,6 +21,7 @@ from tasuki.cli import connect
 from tasuki.core.lifecycle import LEASE_MARGIN_S
 from tests.cli.commands import TASUKI, User, environment
 from tests.cli.inside import Inside, inside
+from tests.support.processes import opened
 from tests.support.waiting import until
 
 __all__ = ["inside"]
@@ -122,8 +123,7 @@ def test_a_failure_that_the_program_names_is_the_jobs(tmp_path: Path, redis_url:
 
 def private_folder(pid: int) -> Path:
     """Where the worker's own socket is: it holds a lock there."""
-    opened = [path.readlink() for path in Path(f"/proc/{pid}/fd").iterdir()]
-    [lock] = [path for path in opened if path.parent.name.startswith("tasuki-guest-")]
+    [lock] = [path for path in opened(pid) if path.parent.name.startswith("tasuki-guest-")]
     return lock.parent
 
 

@@ -78,7 +78,7 @@ def test_a_conflict_does_not_disturb_the_wait_for_the_first_submit(
 
 
 def test_an_unknown_id_is_an_error_of_its_own(shared_client: Client) -> None:
-    for ask in (shared_client.status, shared_client.explain, shared_client.cancel, shared_client.requeue):
+    for ask in (shared_client.status, shared_client.explain, shared_client.cancel, shared_client.retry):
         with pytest.raises(NotFound, match="no-such-job"):
             ask("no-such-job")
     with pytest.raises(NotFound, match="no-such-job"):

@@ -59,13 +59,18 @@ def rss_bytes(pid: int) -> int:
     return resident_pages * os.sysconf("SC_PAGE_SIZE")
 
 
-def open_sockets(pid: int) -> int:
-    """Return the number of open sockets of a process; it may open further files of its store at any time."""
-    sockets = 0
+def opened(pid: int) -> list[Path]:
+    """Return the targets of the descriptors of a process."""
+    targets = []
     for descriptor in Path(f"/proc/{pid}/fd").iterdir():
         with contextlib.suppress(FileNotFoundError):  # closed meanwhile
-            sockets += descriptor.readlink().name.startswith("socket:")
-    return sockets
+            targets.append(descriptor.readlink())
+    return targets
+
+
+def open_sockets(pid: int) -> int:
+    """Return the number of open sockets of a process; it may open further files of its store at any time."""
+    return sum(target.name.startswith("socket:") for target in opened(pid))
 
 
 def open_files(pid: int) -> int:

@@ -22,7 +22,7 @@ from tasuki.worker.keeper import preforked
 from tasuki.worker.keeper.plain import PlainSystem
 from tasuki.worker.linux_calls import look
 from tasuki.worker.runner import CommandRunner
-from tests.support.processes import open_files
+from tests.support.processes import open_files, open_sockets
 from tests.support.waiting import until, until_async
 from tests.worker.keeper_stage import ESCAPE, in_s
 from tests.worker.runs import alive, attempt_of, run, run_async, runner_in, text_of
@@ -99,11 +99,7 @@ def _born(pid: int) -> int:
 
 def _serves(pid: int) -> bool:
     """A forked job has the same command line; only the interpreter has a socket of the keeper's."""
-    for link in Path(f"/proc/{pid}/fd").iterdir():
-        with contextlib.suppress(FileNotFoundError):  # it was closed meanwhile
-            if str(link.readlink()).startswith("socket:"):
-                return True
-    return False
+    return open_sockets(pid) > 0
 
 
 @pytest.fixture(params=["warm", "cold"])

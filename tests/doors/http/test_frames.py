@@ -243,7 +243,6 @@ def test_a_poll_whose_asker_has_left_is_over(stage: Stage) -> None:
         (encode(Heartbeat(1)) * (FRAMES_MAX + 1), f"send 1 to {FRAMES_MAX}"),
         (encode(Heartbeat(0)), "msg_id"),
         (encode(Request(1, "watch", {"job_ids": "all"})), "job_ids"),
-        (encode(Request(1, "watch", {"job_ids": [1]})), "parameters"),
         (encode_frame(1, b"\xc1", b""), ""),
         (encode(HelloWorker(msg_id=1, worker_id="w", incarnation="i")), "HelloWorker"),
         (encode(GiveCredit(4)), "GiveCredit"),
@@ -287,6 +286,16 @@ def test_a_request_that_is_newer_than_the_server_has_an_answer_and_the_others_to
     assert [message.corr_id for message in answers] == [8, 9]  # type: ignore[union-attr]
     assert isinstance(answers[0], ErrorMessage)
     assert answers[0].code == "UNKNOWN_FRAME"
+
+
+def test_a_request_that_cannot_be_read_fails_alone(stage: Stage) -> None:
+    unreadable = encode(Request(8, "watch", {"job_ids": [1]}))
+
+    answers = said(stage.call("POST", "/v1/frames", stage.client, content=unreadable + encode(Heartbeat(9))))
+
+    assert [message.corr_id for message in answers] == [8, 9]  # type: ignore[union-attr]
+    assert isinstance(answers[0], ErrorMessage)
+    assert (answers[0].code, "parameters" in answers[0].message) == ("INVALID", True)
 
 
 @pytest.mark.parametrize("query", ["?codec=rot13", "?wait=-1", "?wait=100"])
