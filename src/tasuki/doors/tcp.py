@@ -6,11 +6,12 @@ import contextlib
 import os
 import socket
 import ssl
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from tasuki.core.address import Address
-from tasuki.core.protocol import Message, error_message
+from tasuki.core.protocol import error_message
 from tasuki.doors.listening import AcceptedSocket, Connections, ListeningSocket, bound
 from tasuki.errors import ConfigError, Overloaded
 from tasuki.net import TcpLink
@@ -65,13 +66,11 @@ class TcpDoor:
             self._socket.unlink(missing_ok=True)
 
     def _make_link(self, sock: AcceptedSocket) -> TcpLink:
-        return TcpLink(self._message, self._closed, self._opened, on_read=self._server.read, on_trusted=sock.trust)
+        return TcpLink(None, self._closed, self._opened, on_read=self._server.read, on_trusted=sock.trust)
 
     def _opened(self, link: TcpLink) -> None:
         link.tag = self._server.opened(link)
-
-    def _message(self, link: TcpLink, message: Message) -> None:
-        self._server.received(link.tag, message)
+        link.on_message = partial(self._server.received, link.tag)
 
     def _closed(self, link: TcpLink, reason: str) -> None:
         tag: Any = link.tag

@@ -15,6 +15,7 @@ import ssl
 import struct
 from collections import deque
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, cast
 
 from tasuki.core.address import Address
@@ -35,9 +36,11 @@ LINGER_S = 5.0  # how long a peer may take to read the last messages of a closed
 class TcpLink(asyncio.Protocol):
     """One connection. `on_message` gets every message, `on_closed` the end, once."""
 
+    on_message: Callable[[Message], None]
+
     def __init__(
         self,
-        on_message: Callable[[TcpLink, Message], None],
+        on_message: Callable[[TcpLink, Message], None] | None,
         on_closed: Callable[[TcpLink, str], None],
         on_opened: Callable[[TcpLink], None] | None = None,
         *,
@@ -45,11 +48,14 @@ class TcpLink(asyncio.Protocol):
         on_trusted: Callable[[str], None] = lambda owner: None,
         max_bytes: int = UNAUTHENTICATED_FRAME_MAX_BYTES,
     ) -> None:
+        """Without an `on_message`, `on_opened` sets the attribute."""
         self.codec: str | None = None
         self.blobs = None  # blobs travel as messages
         self.peer = Peer("tcp")
         self.tag: Any = None
-        self._on_message, self._on_closed, self._on_opened = on_message, on_closed, on_opened
+        if on_message is not None:
+            self.on_message = partial(on_message, self)
+        self._on_closed, self._on_opened = on_closed, on_opened
         self._on_read, self._on_trusted = on_read, on_trusted
         self._decoder = FrameDecoder(max_bytes)
         self._from_server = on_opened is None  # a door wants to know of each new link, a caller has it in hand
@@ -126,7 +132,7 @@ class TcpLink(asyncio.Protocol):
             if error.msg_id:  # its sender waits for an answer, and nobody else is concerned
                 self.send(ErrorMessage(error.msg_id, error.code, error.message))
             return
-        self._on_message(self, message)
+        self.on_message(message)
 
     def _watch_frame(self) -> None:
         if self._decoder.partial and self._frame_timer is None and not self._closed:

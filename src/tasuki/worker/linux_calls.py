@@ -216,3 +216,12 @@ def write_file(path: Path | str, text: str) -> None:
         os.write(descriptor, text.encode())
     finally:
         os.close(descriptor)
+
+
+def counter(path: Path, name: str) -> int:
+    """Return the number in the line `name number` of a file of the kernel; 0 if there is none."""
+    try:
+        lines = path.read_text().splitlines()
+    except OSError:  # the controller is not there
+        return 0
+    return next((int(line.split()[1]) for line in lines if line.startswith(f"{name} ")), 0)

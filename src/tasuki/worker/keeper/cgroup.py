@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 
 from tasuki.worker.keeper.protocol import Limits
-from tasuki.worker.linux_calls import look, write_file
+from tasuki.worker.linux_calls import counter, look, write_file
 
 PREFIX = "tasuki-"
 CONTROLLERS = ("memory", "pids")
@@ -216,12 +216,3 @@ def remove(path: Path) -> None:
     for leaf in [*path.glob("*/"), path]:
         with contextlib.suppress(OSError):
             leaf.rmdir()
-
-
-def counter(path: Path, name: str) -> int:
-    """Return the number in the line `name number` of a file of the kernel; 0 if there is none."""
-    try:
-        lines = path.read_text().splitlines()
-    except OSError:  # the controller is not there
-        return 0
-    return next((int(line.split()[1]) for line in lines if line.startswith(f"{name} ")), 0)

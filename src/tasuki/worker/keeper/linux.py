@@ -34,7 +34,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from tasuki.worker import linux_calls
-from tasuki.worker.keeper.cgroup import ControlGroup, JobGroup, NoCgroup, counter, kill_group_of
+from tasuki.worker.keeper.cgroup import ControlGroup, JobGroup, NoCgroup, kill_group_of
 from tasuki.worker.keeper.plain import ExitedProcess, PlainSystem, Usage, signal_group
 from tasuki.worker.keeper.preforked import WarmInterpreters, check_texts, start_process
 from tasuki.worker.keeper.protocol import EndReason, NotSpawned, Prepare, Ready, Spawn, Spawned
@@ -87,7 +87,7 @@ class LinuxSystem(PlainSystem):
         self._oom_score = str(min(1000, int(Path("/proc/self/oom_score_adj").read_text()) + OOM_SCORE_ABOVE))
         self._group: ControlGroup | None = None
         self._no_group = "switched off"
-        self._oom_kills = counter(VMSTAT, "oom_kill")
+        self._oom_kills = linux_calls.counter(VMSTAT, "oom_kill")
         if cgroup:
             try:
                 self._group = ControlGroup.join(incarnation, worker_pid)
@@ -304,7 +304,7 @@ class LinuxSystem(PlainSystem):
 
     def _machine_oom(self) -> bool:
         """Return whether the kernel has killed a process for lack of memory since the last call."""
-        before, self._oom_kills = self._oom_kills, counter(VMSTAT, "oom_kill")
+        before, self._oom_kills = self._oom_kills, linux_calls.counter(VMSTAT, "oom_kill")
         return self._oom_kills > before
 
     def close(self) -> None:
