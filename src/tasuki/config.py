@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 import re
 import secrets
+import socket
 import stat
 import sys
 from collections.abc import Iterable
@@ -37,6 +38,11 @@ OTHERS_READ = stat.S_IRGRP | stat.S_IROTH
 TCP_LISTEN = "0A"  # in /proc/net/tcp
 OWN_COMMAND = (sys.executable, "-P", "-m", "tasuki")
 """Starts this installation. With -P: Python would else look for modules in the current folder before any other."""
+
+
+def host_name() -> str:
+    """Return the first part of the host's name, without characters that an id may not have."""
+    return re.sub(r"[^A-Za-z0-9_-]", "-", socket.gethostname().split(".")[0])[:40] or "server"
 
 
 def parse_listen(text: str, default_port: int = DEFAULT_PORT) -> Address:

@@ -13,9 +13,9 @@ import pytest
 from msgspec.structs import replace
 
 from tasuki import Client
-from tasuki.cli.connect import GUEST_PREFIX, LOCK_NAME, _private_folder
 from tasuki.config import DataFolder, check_folder, data_folder, find_token, user_key
 from tasuki.core.job import InputFile, JobSpec, is_marked, mark
+from tasuki.doors.guest import GUEST_PREFIX, LOCK_NAME, private_folder
 from tasuki.errors import ConfigError
 from tests.cli.commands import DEADLINE_S, TASUKI, User, running
 from tests.support.waiting import until
@@ -54,7 +54,7 @@ def test_a_pipe_that_another_user_put_among_the_temporary_folders_is_not_waited_
     planted.chmod(0o777)
     (left / LOCK_NAME).touch()
 
-    with _private_folder() as made:
+    with private_folder() as made:
         assert mode_of(made) == 0o700
 
     assert (planted.exists(), left.exists()) == (True, False)

@@ -29,6 +29,7 @@ from tasuki.config import (
     fault_point,
     find_token,
     forget_tokens,
+    host_name,
     parse_http,
     parse_size,
 )
@@ -193,7 +194,7 @@ def agent_config(
         raise ConfigError(f"--node {node[:80]!r} must be one line without control characters, as in n1.example.com")
     return AgentConfig(
         data=data_folder(data).root,
-        node=node or process.host_name(),
+        node=node or host_name(),
         execs=execs,
         default_exec=choose_default(execs, default_exec),
         slots=slots if slots is not None else slots_of_this_machine(),
@@ -368,7 +369,7 @@ def dispatcher(
     The first SIGTERM or Ctrl-C lets what is under way end, the second cuts it off; jobs go on at their nodes in any case. SIGHUP
     makes it read --tls-cert and --tls-key again.
     """
-    _configure_log("a dispatcher", log_level, log_format, output, process.host_name())
+    _configure_log("a dispatcher", log_level, log_format, output, host_name())
     listener = HttpListener.of(parse_http(listen, DISPATCHER_PORT), tls, config.tokens, drain_timeout)
 
     async def main() -> int:
@@ -475,4 +476,4 @@ def make_dispatcher_registry(shared: RegistryOptions) -> DispatcherRegistry:
         server = process.server_config(nowhere, lease_ttl_s=shared.lease_ttl_s)
         return StoreClient(places, server, duties=False)
 
-    return DispatcherRegistry(connect, name=process.host_name(), ttl_s=shared.lease_ttl_s)
+    return DispatcherRegistry(connect, name=host_name(), ttl_s=shared.lease_ttl_s)

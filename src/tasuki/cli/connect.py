@@ -14,11 +14,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import shutil
 import sys
-import tempfile
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, TypeVar, cast
 
@@ -31,7 +29,6 @@ from tasuki.config import (
     TOKEN_MAX_CHARS,
     DataFolder,
     check_app,
-    check_folder,
     data_folder,
     default_url,
     find_token,
@@ -54,7 +51,6 @@ logger = logging.getLogger("tasuki.direct")
 CONNECT_TIMEOUT_S = 5.0  # a person waits for the answer; a script sees exit code 5 and may try again
 LISTENING_NAME = "listening"
 STORE_SCHEMES = ("redis://", "rediss://", "redis+sentinel://", "rediss+sentinel://", "postgresql://", "postgres://")
-GUEST_PREFIX, LOCK_NAME = "tasuki-guest-", "lock"
 LEADER_WAIT_S = 15.0  # longer than a takeover: a new leader may be on its way
 
 
@@ -232,42 +228,21 @@ async def guest(address: StoreAddress, *, lease_ttl_s: float = LEASE_TTL_S) -> A
     """Take part in a store while the block lasts; yields the address of the guest's socket."""
 
     from tasuki.cli.process import server_config
-    from tasuki.doors.tcp import TcpDoor
+    from tasuki.doors.guest import open_guest
     from tasuki.server.assembly import make_guest
 
-    with _private_folder() as folder:
+    def make(folder: Path) -> Server:
         config = server_config(folder, lease_ttl_s=lease_ttl_s)
-        server, _ = make_guest(guest_places(address, folder), config, candidate=False)
-        await server.start()
-        door = TcpDoor(server)
+        return make_guest(guest_places(address, folder), config, candidate=False)[0]
+
+    async with open_guest(make) as (url, server):
         watching = asyncio.ensure_future(_warn_without_leader(server))
         try:
-            yield str(await door.listen_unix(folder / "socket"))
+            yield url
         finally:
             watching.cancel()
             with suppress(asyncio.CancelledError):
                 await watching
-            await door.close()
-            await server.stop()
-
-
-@contextmanager
-def _private_folder() -> Iterator[Path]:
-    """Make a folder for this user only. Folders of processes that were killed are removed: nobody holds their lock."""
-    import fcntl
-
-    for left in Path(tempfile.gettempdir()).glob(f"{GUEST_PREFIX}*"):
-        with suppress(OSError, ConfigError):  # another user's, or gone meanwhile
-            check_folder(left)
-            with (left / LOCK_NAME).open() as lock:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(left, ignore_errors=True)
-    with tempfile.TemporaryDirectory(prefix=GUEST_PREFIX) as name:
-        folder = Path(name)
-        with (folder / "lock.new").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            (folder / "lock.new").rename(folder / LOCK_NAME)
-            yield folder
 
 
 async def _warn_without_leader(server: Server) -> None:

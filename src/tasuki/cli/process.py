@@ -5,10 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import re
 import secrets
 import signal
-import socket
 import sys
 import time
 from collections.abc import Callable, Coroutine, Iterable
@@ -17,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tasuki.cli.output import ExitCode, encode_json, visible, write_line
+from tasuki.config import host_name
 from tasuki.errors import ConfigError
 from tasuki.event_loop import loop_factory
 
@@ -148,11 +147,6 @@ def run_loop(main: Coroutine[Any, Any, int]) -> int:
 
 
 # ---------------------------------------------------------------------------------------------------- names
-
-
-def host_name() -> str:
-    """Return the first part of the host's name, without characters that an id may not have."""
-    return re.sub(r"[^A-Za-z0-9_-]", "-", socket.gethostname().split(".")[0])[:40] or "server"
 
 
 def http_installed() -> bool:

@@ -1,10 +1,34 @@
-"""The Django app: models and migrations, the one source of the SQL schema, for the standalone server and for a user's project.
+"""The Django app: models and migrations, the one source of the SQL schema, for the standalone server and for a user's project;
+and, in a project, its jobs.
 
-The SQL store imports it, so it imports nothing of tasuki but `core` and `errors`. This file imports nothing: `django.setup()` has
-to come first.
+The SQL store imports `models` and `standalone`, so these import nothing of tasuki but `core` and `errors`. This file imports
+nothing: `django.setup()` has to come first. The public names below are loaded when they are first used.
 
-    models       the tables
-    fields       field types, storage parameters of PostgreSQL's tables
-    standalone   Django without a project; migrations and their version check
-    apps         the app's configuration
+    models        the tables
+    fields        field types, storage parameters of PostgreSQL's tables
+    standalone    Django without a project; migrations and their version check
+    apps          the app's configuration
+    conf          the setting TASUKI, the router
+    checks        system checks
+    enqueueing    jobs in the caller's transaction
+    task_backend  Django's Tasks
+    logs          logs as rows
+    node          the worker of a project, `manage.py tasuki_worker`
 """
+
+from importlib import import_module
+
+_HOME = {
+    "TasukiBackend": "tasuki.django.task_backend",
+    "TasukiRouter": "tasuki.django.conf",
+}
+
+
+def __getattr__(name: str) -> object:
+    """Load a public name from its home, and keep it here so that the next use is a plain attribute."""
+    home = _HOME.get(name)
+    if home is None:
+        raise AttributeError(f"module 'tasuki.django' has no attribute {name!r}")
+    value: object = getattr(import_module(home), name)
+    globals()[name] = value
+    return value

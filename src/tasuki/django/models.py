@@ -167,6 +167,22 @@ class Incident(Row):
     reason = models.TextField(db_default="")
 
 
+class LogChunk(Row):
+    """A part of the log of an attempt in a Django project: output of a management command, or the traceback of a task."""
+
+    shown = "{0.stream} of attempt {0.attempt} from {0.offset} on"
+    id = RowIdField(primary_key=True)
+    job = models.ForeignKey(JobRun, on_delete=models.CASCADE, related_name="log_chunks", db_constraint=False)
+    attempt = models.IntegerField()
+    stream = NameField(max_length=8)
+    """stdout, stderr, or errors: the exceptions of a task."""
+    offset = models.BigIntegerField(db_default=0)
+    """Position of the first byte in the stream as the job wrote it; bytes between two chunks were cut."""
+    at = UnixTimeField()
+    data = models.BinaryField()
+    """The bytes, compressed by zlib."""
+
+
 class JobBlob(Row):
     """Reference of a job to an input or result blob; written in the job's transaction, so that collection cannot come before."""
 

@@ -27,7 +27,7 @@ BUSY_TIMEOUT_S = 5.0
 CACHED_STATEMENTS = 256  # all statements in all their batch sizes; Python's default of 128 would compile some again and again
 
 MIGRATING_TABLE = "tasuki_migrating"
-SCHEMA_VERSION = 6
+SCHEMA_VERSION = 7
 OLDEST_CODE = 4
 MEMBER_ALIVE_S = 30.0  # a server that beat within this time is taken to be alive
 
@@ -88,6 +88,11 @@ def register_postgresql(parameters: Mapping[str, Any]) -> str:
     return _add(f"tasuki:postgresql:{next(_numbers)}", settings)
 
 
+def register_copy(alias: str, settings: dict[str, Any]) -> str:
+    """Make a database of the project known under a second alias, with other settings; return that alias."""
+    return _add(f"tasuki:{alias}", settings)
+
+
 def _add(alias: str, settings: dict[str, Any]) -> str:
     from django.db import connections
 
@@ -127,6 +132,25 @@ def migrate(alias: str = "default") -> list[str]:
             executor.migrate(targets, plan)
         _write_version(connection)
         return [migration.name for migration, _backwards in plan]
+
+
+def check_tables(alias: str) -> None:
+    """ConfigError unless the tables are those of this code: in a project its own `migrate` makes them."""
+    from django.db import connections
+
+    connection = connections[alias]
+    _check_code(connection)
+    if _plan(connection)[2]:
+        raise ConfigError("tasuki's tables are missing, or older than this code; run: python manage.py migrate")
+
+
+def write_version(alias: str) -> None:
+    """Record the version of the tables after a project's own `migrate`, unless that stopped at an older one."""
+    from django.db import connections
+
+    connection = connections[alias]
+    if not _plan(connection)[2]:
+        _write_version(connection)
 
 
 def _plan(connection: BaseDatabaseWrapper) -> tuple[MigrationExecutor, list[tuple[str, str]], list[tuple[Migration, bool]]]:

@@ -160,6 +160,8 @@ class StorageLocations(NamedTuple):
     """With Redis: settings that may lose jobs are refused."""
     template: JobSpec | None = None
     """With Redis: jobs that come without a server are as this one; None: as those over HTTP by default."""
+    migrates: bool = True
+    """With PostgreSQL: the tables are brought up to date; False: the owner of the database does that."""
 
 
 def make_server(places: StorageLocations, config: ServerConfig, fault: Callable[[str], None] = lambda point: None) -> Server:
@@ -186,7 +188,7 @@ def _open_shared(
     else:
         from tasuki.stores.sql.store import SqlStore
 
-        store = SqlStore.open_postgresql(places.store, fault=fault, lock_ttl_s=places.lock_ttl_s)
+        store = SqlStore.open_postgresql(places.store, fault=fault, lock_ttl_s=places.lock_ttl_s, migrates=places.migrates)
     if folder is not None:
         ensure_admin_token(store, folder.token_file)
     return store

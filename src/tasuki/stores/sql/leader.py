@@ -114,7 +114,7 @@ def prune(tx: Transaction, *, before: float, epoch: int, limit: int = 256) -> in
         group, state = found[row_id]
         tx.count(group, state, -1)
     tx.write_collected()
-    for name in ("prune_jobs", "prune_incidents", "prune_blobs"):
+    for name in ("prune_jobs", "prune_incidents", "prune_logs", "prune_blobs"):
         session.change(name, (session.listed(doomed),))
     # Only pruning empties a group: its counters are deleted, those of many shards added up.
     _add_up(tx, "take_counters", session.listed(sorted({found[row_id][0] for row_id in doomed})))

@@ -83,7 +83,7 @@ class PostgresDatabase:
 
     features = FEATURES
 
-    def __init__(self, url: str, *, shard: int | None = None, lock_ttl_s: float = LOCK_TTL_S) -> None:
+    def __init__(self, url: str, *, shard: int | None = None, lock_ttl_s: float = LOCK_TTL_S, migrates: bool = True) -> None:
         from django.db import connections
 
         from tasuki.django import standalone
@@ -103,17 +103,20 @@ class PostgresDatabase:
         self._wrapper.inc_thread_sharing()
         try:
             with self.translated():
-                self._open()
+                self._open(migrates)
         except BaseException:
             self.close()
             raise
 
-    def _open(self) -> None:
+    def _open(self, migrates: bool) -> None:
         from tasuki.django import standalone
 
         self._wrapper.ensure_connection()
         check_server(self._wrapper.connection, name_of(self._given))
-        standalone.migrate(self._alias)
+        if migrates:
+            standalone.migrate(self._alias)
+        else:
+            standalone.check_tables(self._alias)
         check_rights(self._wrapper.connection, name_of(self._given))
         self._start_session()
         self.connection.execute(

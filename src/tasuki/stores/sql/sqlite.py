@@ -325,6 +325,26 @@ class SqliteReadOnly:
         self._connection.close()
 
 
+class FileWatch:
+    """Looks whether others have changed a file. For the calling thread, which it never blocks."""
+
+    def __init__(self, path: Path) -> None:
+        self._connection = sqlite3.connect(f"{path.as_uri()}?mode=ro", uri=True, isolation_level=None, timeout=0.0)
+        self._seen = 0
+
+    def has_changed(self) -> bool:
+        """Return whether the file was changed since the last call that returned True, or since the first."""
+        try:
+            ((found,),) = self._connection.execute("PRAGMA data_version")
+        except sqlite3.OperationalError:  # locked at this moment, by one who changes it
+            return False
+        before, self._seen = self._seen, found
+        return before not in (0, found)
+
+    def close(self) -> None:
+        self._connection.close()
+
+
 def _tune(connection: sqlite3.Connection) -> None:
     for setting in (
         "journal_mode = WAL",

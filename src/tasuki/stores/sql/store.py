@@ -285,15 +285,17 @@ class SqlStore(SqlReads):
         fault: Callable[[str], None] | None = None,
         shard: int | None = None,
         lock_ttl_s: float = LOCK_TTL_S,
+        migrates: bool = True,
     ) -> SqlStore:
-        """Open a database that several servers may share, its tables created or brought up to date.
+        """Open a database that several servers may share, its tables created or brought up to date, or only checked.
 
         `url` is an address or any other connection string of libpq. `clock`: another than the database's, for tests.
         `lock_ttl_s`: of the leader's lock; no transaction may hang for as long as half of it.
         """
         from tasuki.stores.sql.postgres import PostgresDatabase
 
-        return cls(PostgresDatabase(url, shard=shard, lock_ttl_s=lock_ttl_s), clock=clock, random=random, fault=fault)
+        database = PostgresDatabase(url, shard=shard, lock_ttl_s=lock_ttl_s, migrates=migrates)
+        return cls(database, clock=clock, random=random, fault=fault)
 
     @classmethod
     def in_django(cls, alias: str = "default", *, clock: Clock | None = None) -> SqlStore:

@@ -437,6 +437,9 @@ DELETE FROM tasuki_jobrun WHERE id = ANY($1::bigint[])
 -- name: prune_incidents
 DELETE FROM tasuki_incident WHERE job_id = ANY($1::bigint[])
 
+-- name: prune_logs
+DELETE FROM tasuki_logchunk WHERE job_id = ANY($1::bigint[])
+
 -- name: prune_blobs
 DELETE FROM tasuki_jobblob WHERE job_id = ANY($1::bigint[])
 

@@ -308,6 +308,9 @@ DELETE FROM tasuki_jobrun WHERE id IN (SELECT value FROM json_each(?1))
 -- name: prune_incidents
 DELETE FROM tasuki_incident WHERE job_id IN (SELECT value FROM json_each(?1))
 
+-- name: prune_logs
+DELETE FROM tasuki_logchunk WHERE job_id IN (SELECT value FROM json_each(?1))
+
 -- name: prune_blobs
 DELETE FROM tasuki_jobblob WHERE job_id IN (SELECT value FROM json_each(?1))
 

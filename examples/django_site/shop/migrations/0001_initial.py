@@ -1,0 +1,24 @@
+from django.db import migrations, models
+
+
+class Migration(migrations.Migration):
+    initial = True
+    dependencies = []
+    operations = [
+        migrations.CreateModel(
+            name="Order",
+            fields=[
+                ("id", models.BigAutoField(auto_created=True, primary_key=True, serialize=False, verbose_name="ID")),
+                ("customer", models.CharField(max_length=100)),
+                ("total", models.IntegerField()),
+            ],
+        ),
+        migrations.CreateModel(
+            name="Invoice",
+            fields=[
+                ("id", models.BigAutoField(auto_created=True, primary_key=True, serialize=False, verbose_name="ID")),
+                ("text", models.TextField()),
+                ("order", models.OneToOneField(on_delete=models.deletion.CASCADE, to="shop.order")),
+            ],
+        ),
+    ]

@@ -1,0 +1,61 @@
+"""The setting `TASUKI` of a project, and the router that keeps tasuki's tables in one of its databases."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+from django.conf import settings
+from django.db import connections
+
+from tasuki.errors import ConfigError
+
+APP_LABEL = "tasuki"
+VENDORS = ("postgresql", "sqlite")
+
+
+class ProjectSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The keys of `TASUKI`; all have defaults."""
+
+    database: str = "default"
+    """Alias of the database that has the tables: jobs are rows of transactions on it."""
+    worker_database: str = ""
+    """Alias of the same database for workers, if `database` goes through a pooler; empty: the same alias."""
+    commands: tuple[str, ...] = ()
+    """Management commands of other apps that jobs may run, besides those of the project's own apps."""
+    blobs: str = ""
+    """Place of results above 64 KiB: s3://bucket/prefix, or a folder that all nodes share. Empty: none."""
+
+
+def project_settings() -> ProjectSettings:
+    """Return the project's settings, or raise ConfigError that names the wrong key."""
+    given = getattr(settings, "TASUKI", {})
+    if not isinstance(given, Mapping):
+        raise ConfigError(f"TASUKI in the settings must be a dict, got {type(given).__name__}")
+    try:
+        found = msgspec.convert(dict(given), ProjectSettings)
+    except msgspec.ValidationError as error:
+        raise ConfigError(
+            f"TASUKI in the settings: {error}; its keys are {', '.join(ProjectSettings.__struct_fields__)}"
+        ) from error
+    for alias in (found.database, found.worker_database or found.database):
+        if alias not in connections.databases:
+            raise ConfigError(
+                f"TASUKI names the database {alias!r}, which is not in DATABASES ({', '.join(connections.databases)})"
+            )
+        if (vendor := connections[alias].vendor) not in VENDORS:
+            raise ConfigError(f"TASUKI names the database {alias!r} on {vendor}; tasuki needs PostgreSQL or SQLite")
+    return found
+
+
+class TasukiRouter:
+    """Keeps tasuki's tables in the database that `TASUKI` names; for DATABASE_ROUTERS of a project with several databases."""
+
+    def db_for_read(self, model: Any, **_hints: Any) -> str | None:
+        return project_settings().database if model._meta.app_label == APP_LABEL else None
+
+    db_for_write = db_for_read
+
+    def allow_migrate(self, db: str, app_label: str, **_hints: Any) -> bool | None:
+        return db == project_settings().database if app_label == APP_LABEL else None

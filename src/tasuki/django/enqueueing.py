@@ -1,0 +1,109 @@
+"""Jobs of a project: rows of the caller's own transaction, and the hint to the nodes after its commit.
+
+A job is inserted by the connection of the calling thread, so it is there exactly if the transaction is committed. On PostgreSQL
+one NOTIFY for each transaction then wakes the nodes; on SQLite they see by themselves that the file was changed. A hint that is
+lost costs a second: nodes also look by themselves.
+
+Subjects of a project's jobs begin with the queue, which is their group: `<queue>.task.<function>`, `<queue>.command.<command>`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from django.db import connections, transaction
+
+from tasuki.core.cluster_messages import Hint, split
+from tasuki.core.job import IdMaker, JobSpec, body_hash, check_spec
+from tasuki.core.store_messages import Submission, Submitted
+from tasuki.django.conf import project_settings
+from tasuki.errors import InvalidInput, TasukiError
+from tasuki.stores.sql.store import SqlStore
+
+SUBMITTER = "django"
+DEFAULT_QUEUE = "default"
+TASK, COMMAND = "task", "command"
+_QUEUE = re.compile(r"[A-Za-z0-9_-]{1,64}")
+# A commit that notifies waits for no disk: it writes nothing.
+_NOTIFY = "SELECT set_config('synchronous_commit', 'off', true), pg_notify('tasuki_hint', piece) FROM unnest(%s::text[]) AS piece"
+
+
+class _PerThread(threading.local):
+    def __init__(self) -> None:
+        self.stores: dict[str, SqlStore] = {}
+        self.new_ids = IdMaker(lambda: time.time_ns() // 1_000_000, os.urandom)
+
+
+_own = _PerThread()
+
+
+def store_of(alias: str) -> SqlStore:
+    """Return the store on the calling thread's connection to a database of the project."""
+    if alias not in _own.stores:
+        _own.stores[alias] = SqlStore.in_django(alias)
+    return _own.stores[alias]
+
+
+def project_store() -> SqlStore:
+    """Return the store on the calling thread's connection to the database that `TASUKI` names."""
+    return store_of(project_settings().database)
+
+
+def new_ids(count: int) -> list[str]:
+    """Return ids for new jobs: 36 characters, in the order of time."""
+    return _own.new_ids.many(count)
+
+
+def subject_of(queue: str, kind: str, name: str) -> str:
+    """Return the subject of a project's job."""
+    if _QUEUE.fullmatch(queue) is None:
+        raise InvalidInput(f"queue {queue[:80]!r} must be 1 to 64 characters of A-Z a-z 0-9 _ -")
+    return f"{queue}.{kind}.{name}"
+
+
+def enqueue_jobs(specs: Sequence[JobSpec]) -> list[Submitted]:
+    """Insert jobs in the calling thread's transaction; they start after its commit. Raises the first refusal, Conflict too."""
+    submissions = [Submission(check_spec(spec), SUBMITTER, body_hash(spec)) for spec in specs]
+    if not submissions:
+        return []
+    alias = project_settings().database
+    answers: list[Submitted] = []
+    for answer in store_of(alias).enqueue(submissions):
+        if isinstance(answer, TasukiError):
+            raise answer
+        assert isinstance(answer, Submitted)  # without input files no blob can be missing
+        answers.append(answer)
+    if connections[alias].vendor == "postgresql":
+        _hint_after_commit(alias, {spec.subject for spec in specs})
+    return answers
+
+
+class _HintNodes:
+    """Tells the nodes, after the commit, which subjects have new jobs."""
+
+    def __init__(self, alias: str) -> None:
+        self.alias = alias
+        self.subjects: set[str] = set()
+
+    def __call__(self) -> None:
+        pieces = [piece.decode() for piece in split(Hint(ready=tuple(self.subjects)))]
+        with connections[self.alias].cursor() as cursor:
+            cursor.execute(_NOTIFY, [pieces])
+
+
+def _hint_after_commit(alias: str, subjects: Iterable[str]) -> None:
+    """Send one hint for all jobs of a transaction."""
+    connection: Any = connections[alias]
+    for savepoints, function, *_ in connection.run_on_commit:
+        # One that was added inside no other savepoints than those of now is called whenever this job is committed.
+        if isinstance(function, _HintNodes) and savepoints <= set(connection.savepoint_ids):
+            function.subjects.update(subjects)
+            return
+    hint = _HintNodes(alias)
+    hint.subjects.update(subjects)
+    transaction.on_commit(hint, using=alias, robust=True)

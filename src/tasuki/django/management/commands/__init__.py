@@ -1,0 +1,1 @@
+"""`manage.py tasuki_*`: thin around the modules of the app."""

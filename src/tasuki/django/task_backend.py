@@ -1,0 +1,282 @@
+"""Django's Tasks on tasuki: `TASKS = {"default": {"BACKEND": "tasuki.django.TasukiBackend"}}`.
+
+For `django.tasks` (Django 6.0 and newer) and, on Django 5.2, for the package `django-tasks`, which has the same interface.
+A task is a job without a program: its payload names the function and has the arguments as JSON, its result is the return value as
+JSON. `run_task` calls the function in a process of the node; each attempt that raises leaves its traceback as a row of the log.
+
+Django knows four states of a task: READY (also a retry that waits), RUNNING, FAILED and SUCCESSFUL. A task that was canceled or
+skipped is FAILED there.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import traceback
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+import msgspec
+from django.db import DatabaseError, close_old_connections, reset_queries
+from django.utils.module_loading import import_string
+
+from tasuki.core.job import Job, JobSpec, State
+from tasuki.core.lifecycle import ATTEMPT_STEP
+from tasuki.django.enqueueing import DEFAULT_QUEUE, TASK, enqueue_jobs, new_ids, project_store, subject_of
+from tasuki.django.logs import read_log, write_log
+from tasuki.errors import ConfigError, TasukiError
+from tasuki.worker.attempt import HandlerJob
+
+logger = logging.getLogger("tasuki.django")
+_PACKAGE = "django.tasks" if find_spec("django.tasks") else "django_tasks"
+try:
+    _base: Any = import_module(f"{_PACKAGE}.base")
+except ImportError as error:
+    raise ConfigError("Django 5.2 has no tasks of its own; install them with: pip install django-tasks") from error
+_backends: Any = import_module(f"{_PACKAGE}.backends.base")
+_exceptions: Any = import_module(f"{_PACKAGE}.exceptions")
+_signals: Any = import_module(f"{_PACKAGE}.signals")
+InvalidTask: Any = getattr(_exceptions, "InvalidTask", None) or _exceptions.InvalidTaskError
+Status: Any = _base.TaskResultStatus
+
+ERRORS = "errors"
+"""Stream of the log with the tracebacks of a task's attempts."""
+FAILED_ATTEMPTS = ("failed", "lost", "dead_lettered", "orphaned")  # kinds of incidents that end an attempt
+# Django's priorities, -100 to 100, in the ten bands of a store: the highest of each band, and the band.
+_BANDS = ((-80, 0), (-60, 1), (-40, 2), (-20, 3), (-1, 4), (0, 5), (25, 6), (50, 7), (75, 8), (100, 9))
+
+
+class TaskCall(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The payload of a task's job."""
+
+    function: str
+    args: list[Any] = []
+    kwargs: dict[str, Any] = {}
+    backend: str = "default"
+    priority: int = 0
+    takes_context: bool = False
+
+
+_encode = msgspec.json.Encoder().encode
+_decode = msgspec.json.Decoder(TaskCall).decode
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TasukiTask(_base.Task):
+    """A task with tasuki's own options; None: the option of the same name in OPTIONS of the backend, else its default."""
+
+    timeout_s: float | None = None
+    """Limit of one attempt. Default: none."""
+    max_retries: int | None = None
+    """Number of failed attempts that are tried again. Default: 0."""
+    backoff_s: float | None = None
+    """Delay of retry n, from 0: min(300, backoff_s * 2**n). Default: 1."""
+
+    def using(self, **changes: Any) -> TasukiTask:
+        """Return the task with other values, of Django's options or of tasuki's."""
+        own = {name: changes.pop(name) for name in OPTIONS if changes.get(name) is not None}
+        return replace(_base.Task.using(self, **changes), **own)
+
+
+OPTIONS = ("timeout_s", "max_retries", "backoff_s")
+
+
+class TasukiBackend(_backends.BaseTaskBackend):
+    """The backend: a task is a row of the caller's transaction."""
+
+    task_class = TasukiTask
+    supports_defer = True
+    supports_async_task = True
+    supports_get_result = True
+    supports_priority = True
+
+    def __init__(self, alias: str, params: dict[str, Any]) -> None:
+        super().__init__(alias, params)
+        unknown = set(self.options) - set(OPTIONS)
+        if unknown:
+            raise ConfigError(f"TASKS[{alias!r}]: unknown OPTIONS {', '.join(sorted(unknown))}; known are {', '.join(OPTIONS)}")
+
+    def validate_task(self, task: Any) -> None:
+        super().validate_task(task)
+        try:
+            subject_of(task.queue_name, TASK, task.module_path)
+        except TasukiError as error:
+            raise InvalidTask(error.message) from error
+
+    def enqueue(self, task: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Insert the task's job in the calling thread's transaction."""
+        self.validate_task(task)
+        [job_id] = new_ids(1)
+        result = _base.TaskResult(
+            task=task,
+            id=job_id,
+            status=Status.READY,
+            enqueued_at=datetime.now(UTC),
+            started_at=None,
+            last_attempted_at=None,
+            finished_at=None,
+            args=list(args),
+            kwargs=kwargs,
+            backend=self.alias,
+            errors=[],
+            worker_ids=[],
+        )
+        enqueue_jobs([self._spec(result)])
+        _signals.task_enqueued.send(type(self), task_result=result)
+        return result
+
+    def _spec(self, result: Any) -> JobSpec:
+        task = result.task
+        call = TaskCall(task.module_path, result.args, result.kwargs, self.alias, task.priority, task.takes_context)
+        options = {name: getattr(task, name, None) for name in OPTIONS}
+        chosen = {"max_retries": 0, **self.options, **{name: value for name, value in options.items() if value is not None}}
+        return JobSpec(
+            job_id=result.id,
+            subject=subject_of(task.queue_name, TASK, task.module_path),
+            payload=_encode(call),
+            priority=next(band for most, band in _BANDS if task.priority <= most),
+            not_before=task.run_after.timestamp() if task.run_after is not None else None,
+            **chosen,
+        )
+
+    def get_result(self, result_id: str) -> Any:
+        """Return the result as the store has it now, or raise TaskResultDoesNotExist."""
+        store = project_store()
+        [job] = store.get([result_id])
+        if job is None or f".{TASK}." not in job.spec.subject or job.spec.exec:
+            raise _exceptions.TaskResultDoesNotExist(result_id)
+        return _result_of(job, store.incidents(result_id) if job.failures or job.losses else ())
+
+
+# ---------------------------------------------------------------------------------------------------- results
+
+
+def _result_of(job: Job, incidents: Iterable[Any]) -> Any:
+    call = _decode(job.spec.payload)
+    workers = {one.attempt: one.worker_id for one in incidents if one.kind in FAILED_ATTEMPTS}
+    if job.assigned_worker_id and (job.started_at is not None or job.state in (State.RUNNING, State.SUCCEEDED)):
+        workers[job.attempt] = job.assigned_worker_id
+    result = _base.TaskResult(
+        task=_task_of(job.spec, call),
+        id=job.job_id,
+        status=_status_of(job),
+        enqueued_at=_at(job.created_at),
+        started_at=_at(job.started_at),
+        last_attempted_at=_at(job.started_at),
+        finished_at=_at(job.finished_at) if job.state.terminal else None,
+        args=call.args,
+        kwargs=call.kwargs,
+        backend=call.backend,
+        errors=_errors_of(job),
+        worker_ids=[workers[attempt] for attempt in sorted(workers)],
+    )
+    if job.state is State.SUCCEEDED and job.outcome is not None and job.outcome.result:
+        object.__setattr__(result, "_return_value", msgspec.json.decode(job.outcome.result))
+    return result
+
+
+def _status_of(job: Job) -> Any:
+    if job.state is State.SUCCEEDED:
+        return Status.SUCCESSFUL
+    if job.state.terminal:
+        return Status.FAILED
+    return Status.RUNNING if job.state is State.RUNNING else Status.READY
+
+
+def _task_of(spec: JobSpec, call: TaskCall) -> Any:
+    task = import_string(call.function)
+    run_after = _at(spec.not_before)
+    queue, _, _ = spec.subject.partition(".")
+    return replace(task, priority=call.priority, queue_name=queue or DEFAULT_QUEUE, run_after=run_after, backend=call.backend)
+
+
+def _errors_of(job: Job) -> list[Any]:
+    """Return the error of each attempt that raised; of an end without one (lost, timed out, canceled), its reason."""
+    raised = {attempt: msgspec.json.decode(data) for attempt, _, data in read_log(job.job_id, ERRORS)}
+    errors = [_base.TaskError(exception_class_path=path, traceback=text) for path, text in raised.values()]
+    outcome = job.outcome
+    if job.state.terminal and job.state is not State.SUCCEEDED and outcome is not None and job.attempt not in raised:
+        path = "builtins.TimeoutError" if job.state is State.TIMED_OUT else "builtins.RuntimeError"
+        errors.append(_base.TaskError(exception_class_path=path, traceback=f"{outcome.error_code}: {outcome.message}"))
+    return errors
+
+
+def _at(time_s: float | None) -> datetime | None:
+    return None if time_s is None else datetime.fromtimestamp(time_s, UTC)
+
+
+# ---------------------------------------------------------------------------------------------------- in a process of the node
+
+
+def run_task(job: HandlerJob) -> bytes:
+    """Call the function of a task, and return its value as JSON. An exception is the end of the attempt."""
+    close_old_connections()
+    reset_queries()
+    try:
+        result = _begun(job)
+    except Exception as error:
+        _keep_error(job, error)
+        raise
+    try:
+        context = [_base.TaskContext(task_result=result)] if _decode(job.payload).takes_context else []
+        value = _normalize(result.task.call(*context, *result.args, **result.kwargs))
+    except BaseException as error:
+        kept, is_last = _keep_error(job, error)
+        result.errors.append(kept)
+        if is_last:
+            _finish(result, Status.FAILED)
+        raise
+    finally:
+        close_old_connections()
+    object.__setattr__(result, "_return_value", value)
+    _finish(result, Status.SUCCESSFUL)
+    return _encode(value)
+
+
+def _begun(job: HandlerJob) -> Any:
+    """Return the result of a task that begins now."""
+    call, now = _decode(job.payload), datetime.now(UTC)
+    result = _base.TaskResult(
+        task=_task_of(job.spec, call),
+        id=job.job_id,
+        status=Status.RUNNING,
+        enqueued_at=None,
+        started_at=now,
+        last_attempted_at=now,
+        finished_at=None,
+        args=call.args,
+        kwargs=call.kwargs,
+        backend=call.backend,
+        errors=[],
+        worker_ids=[f"pid-{os.getpid()}"] * (job.attempt % ATTEMPT_STEP),
+    )
+    _signals.task_started.send_robust(type(result.task.get_backend()), task_result=result)
+    return result
+
+
+def _normalize(value: Any) -> Any:
+    home = "django.utils.json" if _PACKAGE == "django.tasks" else "django_tasks.utils"
+    return import_module(home).normalize_json(value)
+
+
+def _keep_error(job: HandlerJob, error: BaseException) -> tuple[Any, bool]:
+    """Keep the traceback of this attempt; return it, and whether the task is not tried again."""
+    kind = type(error)
+    path, text = f"{kind.__module__}.{kind.__qualname__}", "".join(traceback.format_exception(error))
+    is_last = job.spec.max_retries == 0
+    try:
+        row = write_log(job.job_id, job.attempt, ERRORS, _encode([path, text]))
+        is_last = row.failures >= row.max_retries
+    except DatabaseError as problem:  # the outcome is reported by another way
+        logger.warning("the traceback of job %s could not be stored: %s", job.job_id, problem)
+    return _base.TaskError(exception_class_path=path, traceback=text), is_last
+
+
+def _finish(result: Any, status: Any) -> None:
+    object.__setattr__(result, "finished_at", datetime.now(UTC))
+    object.__setattr__(result, "status", status)
+    _signals.task_finished.send_robust(type(result.task.get_backend()), task_result=result)

@@ -1,0 +1,75 @@
+"""Tasks that fail, last, die, and tell what they saw."""
+
+import os
+import time
+from pathlib import Path
+
+from django.db import connection
+from django.dispatch import receiver
+
+try:
+    from django.tasks import signals, task
+except ImportError:  # Django 5.2
+    from django_tasks import signals, task
+
+
+@task
+def add(a, b=0):
+    return a + b
+
+
+@task
+def fail(text):
+    raise LookupError(text)
+
+
+@task(backend="retrying", takes_context=True)
+def fail_until(context, attempt):
+    if context.attempt < attempt:
+        raise LookupError(f"attempt {context.attempt}")
+    return context.attempt
+
+
+@task
+def hold(folder):
+    """Tell that it runs, and wait for a file."""
+    Path(folder, "running").touch()
+    while not Path(folder, "go").exists():
+        time.sleep(0.01)
+    return "done"
+
+
+@task(backend="retrying")
+def die_once(folder):
+    marker = Path(folder, "died")
+    if not marker.exists():
+        marker.touch()
+        os._exit(3)
+    return "alive"
+
+
+@task
+def surroundings():
+    return {
+        "pid": os.getpid(),
+        "in_transaction": connection.in_atomic_block,
+        "usable": connection.is_usable() if connection.connection else None,
+    }
+
+
+@task
+def stamp():
+    return time.time()
+
+
+@task
+def unjsonable():
+    return object()
+
+
+@receiver(signals.task_started)
+@receiver(signals.task_finished)
+def _note(task_result, **_):
+    if folder := os.environ.get("SITE_SIGNALS"):
+        with Path(folder, task_result.id).open("a") as notes:
+            notes.write(f"{task_result.status} {task_result.task.name}\n")

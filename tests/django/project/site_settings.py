@@ -1,0 +1,13 @@
+"""The example's settings, and the app whose tasks and commands the tests look at."""
+
+import os
+
+from settings import *  # noqa: F403
+from settings import INSTALLED_APPS, TASKS
+
+INSTALLED_APPS = [*INSTALLED_APPS, "probes"]
+TASKS = {**TASKS, "retrying": {"BACKEND": "tasuki.django.TasukiBackend", "OPTIONS": {"max_retries": 2, "backoff_s": 0.01}}}
+if "SITE_TASUKI" in os.environ:
+    import json
+
+    TASUKI = json.loads(os.environ["SITE_TASUKI"])
