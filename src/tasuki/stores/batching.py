@@ -48,7 +48,8 @@ def execute_surely(store: Store, turn: Turn, pause: Pause) -> Answers:
     A turn whose commit was interrupted is not repeated before it is known that it was not stored: if it was, the answers that
     were computed in it are the answers. `pause` waits between tries, and says whether to go on.
     """
-    retries = Retries(time.monotonic(), random.random)
+    began = time.monotonic()
+    retries: Retries | None = None
     answers = Answers()
     was_stored: Callable[[], bool] | None = None
     while True:
@@ -63,6 +64,7 @@ def execute_surely(store: Store, turn: Turn, pause: Pause) -> Answers:
             return answers
         except TurnInterrupted as error:
             was_stored = error.was_stored or was_stored
+            retries = retries or Retries(began, random.random)
             wait_s = retries.wait_s(error.why, time.monotonic())
             if wait_s is None or not pause(wait_s):
                 raise

@@ -82,8 +82,10 @@ def submit(state: BrokerState, client: ClientSession, identity: Identity, messag
     submissions: list[Submission] = []
     rejected: list[protocol.Acceptance] = []
     indexes: list[int] | None = None  # place in the message of each submission; None: all of the message
+    size_bytes = 0
     for index, spec in enumerate(message.specs):
-        spec = routed(spec)
+        if spec.subject.startswith(SUBMIT):
+            spec = routed(spec)
         try:
             check_spec(spec)
             if identity.scope:
@@ -105,10 +107,11 @@ def submit(state: BrokerState, client: ClientSession, identity: Identity, messag
         kind = command_kind if spec.exec else JobKind.HANDLER
         if subjects.setdefault(spec.subject, kind) is not kind:
             subjects[spec.subject] = None
-        builder.size_bytes += len(spec.payload)
+        size_bytes += len(spec.payload)
         if spec.args or spec.env or spec.files or spec.headers:
-            builder.size_bytes += ENTRY_BYTES * (len(spec.args) + len(spec.env) + len(spec.files) + len(spec.headers))
+            size_bytes += ENTRY_BYTES * (len(spec.args) + len(spec.env) + len(spec.files) + len(spec.headers))
         submissions.append(Submission(spec, submitter, body_hash(spec)))
+    builder.size_bytes += size_bytes
     verb = "rerun" if message.on_failed == "rerun" else "submit"
     reply = partial(_submitted, state, client, message, rejected, indexes)
     builder.ask(verb, submissions, reply, partial(state.tell_failure, client.conn, message.msg_id))

@@ -23,7 +23,7 @@ from tasuki.core.broker.client_messages import ask_ends, transferred
 from tasuki.core.broker.events import Command, LogFenced
 from tasuki.core.broker.state import CHOICE_MIN, Account, BrokerState, Delivery, WorkerSession
 from tasuki.core.broker.turn_builder import OnAnswers, TurnBuilder, TurnEffects
-from tasuki.core.job import TERMINAL, Outcome, Progress
+from tasuki.core.job import EMPTY_SHA256, TERMINAL, Outcome, Progress
 from tasuki.core.machine import Now, Send
 from tasuki.core.store_messages import (
     Answers,
@@ -147,7 +147,7 @@ def _finished(state: BrokerState, worker: WorkerSession, message: protocol.JobsF
 
 def _hashed(outcome: Outcome) -> Outcome:
     """Return an outcome whose `result_sha256` is the hash of its inline result; a failure if it says another one."""
-    sha256 = hashlib.sha256(outcome.result or b"").hexdigest()
+    sha256 = hashlib.sha256(outcome.result).hexdigest() if outcome.result else EMPTY_SHA256
     if outcome.result_sha256 == sha256:
         return outcome
     if outcome.result_sha256 is None:

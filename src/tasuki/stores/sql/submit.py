@@ -7,7 +7,7 @@ from collections.abc import Container, Sequence
 from itertools import chain
 from typing import Any
 
-from tasuki.core.job import HANDLER_BACKOFF_S, JobSpec, Outcome, State, differing_fields
+from tasuki.core.job import JobSpec, Outcome, State, differing_fields
 from tasuki.core.lifecycle import Event, after, attempt_again, cancel_is_immediate, not_after_again
 from tasuki.core.store_messages import Canceled, MissingBlobs, Requeued, Submission, Submitted, kind_of, storable_text
 from tasuki.core.subject import group_of
@@ -17,7 +17,7 @@ from tasuki.stores.sql.database import LEADER_SCOPE, NOTHING_STORED, SqlSession,
 from tasuki.stores.sql.rows import READY, JobRow, decode_spec, encode_spec, job_of, outcome_of, ready_value
 from tasuki.stores.store import Answered
 
-_PLAIN = (5, 3, 3, HANDLER_BACKOFF_S)  # the values of submit_plain, in the order of _is_plain
+_PLAIN = (5, 3, 3)  # the values of submit_plain, in the order of _is_plain; its backoff is HANDLER_BACKOFF_S
 
 
 def submit(tx: Transaction, submissions: Sequence[Submission], *, on_failed: str = "return") -> list[Answered]:
@@ -216,7 +216,8 @@ def _is_plain(spec: JobSpec) -> bool:
         and spec.not_after is None
         and spec.array_id is None
         and not spec.exec
-        and (spec.priority, spec.max_retries, spec.max_losses, spec.retry_backoff_s) == _PLAIN
+        and spec.backoff_s is None
+        and (spec.priority, spec.max_retries, spec.max_losses) == _PLAIN
     )
 
 
