@@ -167,7 +167,7 @@ def test_an_import_against_an_arrow_is_seen(path: str, text: str) -> None:
         ("worker/run.py", "from tasuki.stores.store import Store"),
         ("django/models.py", "from tasuki.core.job import State"),
         ("cli/up.py", "def up():\n    from tasuki.django import standalone"),
-        ("cli/sim.py", "def sim():\n    from tasuki.testing.sim.run import run_seed"),
+        ("cli/sim.py", "def sim():\n    from tasuki.testing.sim.run import check_seed"),
         ("__main__.py", "from tasuki.cli.main import main"),
     ],
 )

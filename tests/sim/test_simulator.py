@@ -13,7 +13,7 @@ from tasuki.core.store_messages import Report, ReportAnswer, ReportStatus, Submi
 from tasuki.stores.memory.records import MemoryJob
 from tasuki.stores.memory.store import Answered, MemoryStore
 from tasuki.testing.sim.history import AnyLine, EndedEvent, FaultEvent, HealedEvent, RowEvent
-from tasuki.testing.sim.run import check_seed, plan_of, run_plan, run_seed
+from tasuki.testing.sim.run import check_seed, plan_of, run_plan
 from tasuki.testing.sim.world import HotLoop, SimOptions, World
 
 SEEDS = (1, 3, 5, 6)
@@ -21,17 +21,17 @@ SMALL = SimOptions(jobs=12, chaos_s=6.0, faults=4)
 
 
 def test_the_same_seed_gives_the_same_trace() -> None:
-    assert run_seed(1).trace_hash == run_seed(1).trace_hash
+    assert check_seed(1).trace_hash == check_seed(1).trace_hash
 
 
 def test_another_seed_gives_another_trace() -> None:
-    assert run_seed(1).trace_hash != run_seed(2).trace_hash
+    assert check_seed(1).trace_hash != check_seed(2).trace_hash
 
 
 @pytest.mark.parametrize("hash_seed", ["0", "4711"])
 def test_the_hash_seed_of_the_process_does_not_matter(hash_seed: str) -> None:
-    here = [run_seed(seed).trace_hash for seed in SEEDS]
-    program = f"from tasuki.testing.sim.run import run_seed\nfor seed in {SEEDS}: print(run_seed(seed).trace_hash)"
+    here = [check_seed(seed).trace_hash for seed in SEEDS]
+    program = f"from tasuki.testing.sim.run import check_seed\nfor seed in {SEEDS}: print(check_seed(seed).trace_hash)"
 
     there = subprocess.run(
         [sys.executable, "-c", program],
@@ -49,16 +49,16 @@ def test_watching_changes_nothing() -> None:
     lines: list[AnyLine] = []
     traced: list[str] = []
 
-    watched = run_seed(3, SMALL, lines.append, trace=lambda at, label: traced.append(label))
+    watched = check_seed(3, SMALL, lines.append, trace=lambda at, label: traced.append(label))
 
-    assert watched.trace_hash == run_seed(3, SMALL).trace_hash
+    assert watched.trace_hash == check_seed(3, SMALL).trace_hash
     assert len(lines) == watched.lines
     assert len(traced) == watched.lines + watched.events
 
 
 @pytest.mark.parametrize("seed", [1, 3])
 def test_sqlite_under_its_own_statements_gives_the_trace_of_the_memory_store(seed: int) -> None:
-    assert run_seed(seed, SimOptions(store="sqlite")).trace_hash == run_seed(seed).trace_hash
+    assert check_seed(seed, SimOptions(store="sqlite")).trace_hash == check_seed(seed).trace_hash
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -72,7 +72,7 @@ def test_a_seed_does_enough_to_count_and_breaks_nothing(seed: int) -> None:
 def test_the_chaos_ends_and_then_everything_comes_to_its_end() -> None:
     lines: list[AnyLine] = []
 
-    outcome = run_seed(5, None, lines.append)
+    outcome = check_seed(5, None, lines.append)
 
     [healed] = [place for place, line in enumerate(lines) if isinstance(line, HealedEvent)]
     assert not [line for line in lines[healed:] if isinstance(line, FaultEvent)]
@@ -84,7 +84,7 @@ def test_the_chaos_ends_and_then_everything_comes_to_its_end() -> None:
 
 
 def test_a_part_of_a_plan_can_be_run_by_itself() -> None:
-    options = run_seed(2).options
+    options = check_seed(2).options
     plan = plan_of(2, options)
 
     outcome = run_plan(2, options, replace(plan, faults=plan.faults[:3]))
@@ -94,7 +94,7 @@ def test_a_part_of_a_plan_can_be_run_by_itself() -> None:
 
 
 def test_the_text_of_an_outcome_names_the_seed_and_all_that_was_drawn() -> None:
-    text = run_seed(2, SMALL).text()
+    text = check_seed(2, SMALL).text()
 
     assert text.startswith("seed 2 [")
     assert all(f" {name}=" in text for name in SimOptions.__struct_fields__)
@@ -148,7 +148,7 @@ def test_a_store_that_breaks_its_promise_is_found_out(broken: type[MemoryStore],
 
 
 def test_a_hot_loop_is_noticed() -> None:
-    outcome = run_seed(1, replace(SMALL, tick_s=0.0))
+    outcome = check_seed(1, replace(SMALL, tick_s=0.0))
 
     assert "events within a second" in outcome.problem
 

@@ -189,19 +189,13 @@ class SubmitterCases(StoreCase):
         assert (job.outcome, job.cancel_requested) == (None, False)
         assert stage.take("a").attempt == 2
 
-    def test_rerun_of_a_succeeded_job_gives_its_result(self, stage: Stage) -> None:
-        stage.ended("a", "SUCCEEDED")
+    def test_rerun_leaves_a_job_alone_that_succeeded_or_runs(self, stage: Stage) -> None:
+        stage.ended("succeeded", "SUCCEEDED")
+        stage.running("running", max_retries=0)
 
-        stage.submit("a", max_retries=0, on_failed="rerun")
-
-        assert (stage.job("a").state, stage.job("a").generation) == (State.SUCCEEDED, 0)
-
-    def test_rerun_of_a_running_job_leaves_it_alone(self, stage: Stage) -> None:
-        stage.running("a")
-
-        stage.submit("a", on_failed="rerun")
-
-        assert (stage.job("a").state, stage.job("a").generation) == (State.RUNNING, 0)
+        for job_id, state in (("succeeded", State.SUCCEEDED), ("running", State.RUNNING)):
+            stage.submit(job_id, max_retries=0, on_failed="rerun")
+            assert (stage.job(job_id).state, stage.job(job_id).generation) == (state, 0)
 
     def test_without_rerun_a_failed_job_is_returned_as_it_is(self, stage: Stage) -> None:
         stage.ended("a", "FAILED")
@@ -213,7 +207,7 @@ class SubmitterCases(StoreCase):
         assert answer.job.state is State.FAILED
 
     # -- cancel ---------------------------------------------------------------------------------------------------
-    def test_cancel_of_a_waiting_job_is_immediate(self, stage: Stage) -> None:
+    def test_cancel_of_a_waiting_job_is_immediate_and_tells_who_and_why(self, stage: Stage) -> None:
         stage.add("a")
 
         answers = stage.store.cancel(["a"], actor="alice", reason="typo")
@@ -222,12 +216,6 @@ class SubmitterCases(StoreCase):
         assert stage.job("a").state is State.CANCELED
         assert stage.job("a").finished_at == stage.clock.wall()
         assert stage.lease() == []
-
-    def test_cancel_tells_who_and_why(self, stage: Stage) -> None:
-        stage.add("a")
-
-        stage.store.cancel(["a"], actor="alice", reason="typo")
-
         [incident] = stage.store.incidents("a")
         assert (incident.kind, incident.actor, incident.reason) == ("canceled", "alice", "typo")
         assert incident.at == stage.clock.wall()
@@ -248,20 +236,14 @@ class SubmitterCases(StoreCase):
         assert stage.finish(grant).answer is ReportStatus.FENCED
         assert stage.job("a").state is State.CANCELED
 
-    def test_cancel_of_an_assigned_job_is_asked_of_its_worker(self, stage: Stage) -> None:
-        grant = stage.assigned("a", "w7")
+    @pytest.mark.parametrize("state", [State.ASSIGNED, State.RUNNING])
+    def test_cancel_of_a_leased_job_is_asked_of_its_worker(self, stage: Stage, state: State) -> None:
+        grant = stage.assigned("a", "w7") if state is State.ASSIGNED else stage.running("a", "w7")
 
         answers = stage.store.cancel(["a"], actor="alice")
 
-        assert answers == [Canceled(State.ASSIGNED, requested=True, worker_id="w7", lease_id=grant.lease_id)]
-        assert (stage.job("a").state, stage.job("a").cancel_requested) == (State.ASSIGNED, True)
-
-    def test_cancel_of_a_running_job_is_asked_of_its_worker(self, stage: Stage) -> None:
-        grant = stage.running("a", "w7")
-
-        answers = stage.store.cancel(["a"], actor="alice")
-
-        assert answers == [Canceled(State.RUNNING, requested=True, worker_id="w7", lease_id=grant.lease_id)]
+        assert answers == [Canceled(state, requested=True, worker_id="w7", lease_id=grant.lease_id)]
+        assert (stage.job("a").state, stage.job("a").cancel_requested) == (state, True)
         assert stage.kinds("a") == ["cancel_requested"]
 
     def test_a_second_cancel_asks_again_but_is_told_once(self, stage: Stage) -> None:
@@ -420,14 +402,12 @@ class ReaderCases(StoreCase):
     """Cases of get, find, incidents, counts, ready_ahead, blob_owners and tokens."""
 
     # -- get ------------------------------------------------------------------------------------------------------
-    def test_get_gives_none_for_an_unknown_job(self, stage: Stage) -> None:
+    def test_an_unknown_job_is_none_and_has_no_incidents(self, stage: Stage) -> None:
         stage.add("a", "b")
 
         found = stage.store.get(["b", "?", "a", "b"])
 
         assert [job.job_id if job is not None else None for job in found] == ["b", None, "a", "b"]
-
-    def test_incidents_of_an_unknown_job_are_none(self, stage: Stage) -> None:
         assert stage.store.incidents("?") == []
 
     def test_incidents_are_told_in_order_with_their_time(self, stage: Stage) -> None:

@@ -214,23 +214,12 @@ class LeaderCases(StoreCase):
         assert stage.kinds("a") == ["lost"]
         assert stage.take("a", "w2").attempt == 2
 
-    def test_later_losses_are_delayed_like_retries(self, stage: Stage) -> None:
-        stage.running("a", max_losses=5, backoff_s=10.0)
-        stage.lose()
-        delays = []
-        for _ in range(3):
-            stage.take("a")
+    @pytest.mark.parametrize("first", [False, True])
+    def test_later_losses_are_delayed_like_retries_and_the_first_if_the_job_asks_for_it(self, stage: Stage, first: bool) -> None:
+        stage.running("a", max_losses=5, delay_first_loss=first, backoff_s=10.0)
+        if not first:
             stage.lose()
-            not_before = stage.job("a").not_before
-            assert not_before is not None
-            delays.append(not_before - stage.clock.wall())
-            stage.clock.advance(delays[-1])
-            stage.promote()
-
-        assert delays == [10.0, 20.0, 40.0]
-
-    def test_a_job_that_asks_for_it_is_delayed_after_its_first_loss_too(self, stage: Stage) -> None:
-        stage.running("a", max_losses=5, delay_first_loss=True, backoff_s=10.0)
+            stage.take("a")
         delays = []
         for _ in range(3):
             stage.lose()

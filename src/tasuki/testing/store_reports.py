@@ -237,19 +237,13 @@ class ReportCases(StoreCase):
         assert outcome is not None
         assert outcome.result == b"1"
 
-    def test_a_fail_after_the_finish_is_fenced(self, stage: Stage) -> None:
-        grant = stage.running("a")
-        stage.finish(grant)
+    def test_a_report_after_another_kind_of_report_is_fenced(self, stage: Stage) -> None:
+        finished, failed = stage.running("finished"), stage.running("failed")
+        stage.finish(finished)
+        stage.fail(failed)
 
-        assert stage.fail(grant).answer is ReportStatus.FENCED
-        assert stage.job("a").state is State.SUCCEEDED
-
-    def test_a_finish_after_the_fail_is_fenced(self, stage: Stage) -> None:
-        grant = stage.running("a")
-        stage.fail(grant)
-
-        assert stage.finish(grant).answer is ReportStatus.FENCED
-        assert stage.job("a").state is State.PENDING
+        assert (stage.fail(finished).answer, stage.finish(failed).answer) == (ReportStatus.FENCED, ReportStatus.FENCED)
+        assert (stage.job("finished").state, stage.job("failed").state) == (State.SUCCEEDED, State.PENDING)
 
     def test_an_exact_repeat_of_a_fail_uses_no_second_retry(self, stage: Stage) -> None:
         grant = stage.running("a", max_retries=3)

@@ -1,7 +1,7 @@
 """The simulator: production machines of servers, workers and clients on one heap of events that owns time, network, processes,
 clocks, store and disks, in one thread. The same seed gives the same run, to the last event.
 
-`run.run_seed(seed)` draws options and a plan (operations of clients, faults), builds a `System`, and runs it; each event
+`run.check_seed(seed)` draws options and a plan (operations of clients, faults), builds a `System`, and runs it; each event
 becomes a line of the history, which the checker judges. May import everything below `tasuki.cli`; only `tasuki sim` and tests
 import it.
 

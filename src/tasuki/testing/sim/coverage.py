@@ -35,9 +35,9 @@ from tasuki.testing.sim import history
 from tasuki.testing.sim.clients import SimClient
 from tasuki.testing.sim.faults import KINDS
 from tasuki.testing.sim.network import Network
-from tasuki.testing.sim.run import SeedOutcome, check_plan, plan_of
+from tasuki.testing.sim.run import SeedOutcome, check_seed
 from tasuki.testing.sim.workers import SimWorker
-from tasuki.testing.sim.world import SimOptions, derived
+from tasuki.testing.sim.world import SimOptions
 
 # ---------------------------------------------------------------------------------------------------- probes
 
@@ -90,17 +90,17 @@ def _reason(word: str) -> Is:
     return lambda given, _: word in given[2]
 
 
+def _gives_some(_: tuple[Any, ...], answer: Any) -> bool:
+    return bool(answer)
+
+
 _ALL: dict[str, Probe] = {
     # the store
     "turn failed": Probe(TurnBuilder, "failed", "a server's turn was not stored, or it is not known whether it was"),
     "words carried over": Probe(TurnBuilder, "repeat", "what workers said in it stood in the next one", _carries),
-    "duty failed": Probe(
-        Upkeep, "failed", "a leader's turn was not stored", lambda given, _: not isinstance(given[2], StaleEpoch)
-    ),
+    "duty failed": Probe(Upkeep, "failed", "a leader's turn was not stored", lambda call, _: not isinstance(call[2], StaleEpoch)),
     "turn tried again": Probe(Retries, "wait_s", "an interrupted turn", lambda _, answer: answer is not None),
-    "submit refused for space": Probe(
-        client_messages, "submit", "the disk was full", lambda _, answer: isinstance(answer, DiskFull)
-    ),
+    "submit refused for space": Probe(client_messages, "submit", "no room", lambda _, answer: isinstance(answer, DiskFull)),
     # deliveries
     "read back": Probe(worker_messages, "read_back", "the store was asked what a worker holds"),
     "found again": Probe(
@@ -111,9 +111,7 @@ _ALL: dict[str, Probe] = {
     ),
     "delivered twice": Probe(WorkerMachine, "_seen_again", "a worker knew the assignment"),
     "given back unstarted": Probe(WorkerMachine, "_release", "an assignment came too late, or to a worker that drains"),
-    "given back from the line": Probe(
-        WorkerMachine, "_let_go", "what was here ahead of its time", lambda given, _: bool(given[1])
-    ),
+    "given back from the line": Probe(WorkerMachine, "_let_go", "what was here ahead of its time", lambda call, _: bool(call[1])),
     "could not be started": Probe(WorkerMachine, "_gave_back", "a worker had no room for it"),
     "granted to nobody": Probe(
         worker_messages,
@@ -125,19 +123,17 @@ _ALL: dict[str, Probe] = {
     # leases
     "told that it is lost": Probe(WorkerMachine, "_answered", "a heartbeat's answer", lambda given, _: bool(given[1].lost)),
     "heartbeat answered late": Probe(WorkerMachine, "_answered", "after the next one was sent", _answered_late, before=True),
-    "ending saved": Probe(WorkerMachine, "_save_what_waits", "no server had taken it", lambda _, answer: bool(answer)),
+    "ending saved": Probe(WorkerMachine, "_save_what_waits", "no server had taken it", _gives_some),
     # connections
-    "silent server left": Probe(WorkerMachine, "_stale", "it did not answer a heartbeat", lambda _, answer: bool(answer)),
+    "silent server left": Probe(WorkerMachine, "_stale", "it did not answer a heartbeat", _gives_some),
     "worker changed servers": Probe(Network, "_dialed", "it dialed another one than before", _moves(SimWorker)),
     "client changed servers": Probe(Network, "_dialed", "it dialed another one than before", _moves(SimClient)),
-    "worker replaced": Probe(
-        authentication, "_replace_worker", "a new connection of it was there first", lambda _, answer: bool(answer)
-    ),
+    "worker replaced": Probe(authentication, "_replace_worker", "a new connection of it was there first", _gives_some),
     "said again": Probe(
         ClientMachine, "_say", "a client's call whose answer it had not heard", lambda given, _: given[1].said, before=True
     ),
     "watch asked one by one": Probe(
-        ClientMachine, "_watch_refused", "one of several jobs is not there", lambda given, _: len(given[1]) > 1
+        ClientMachine, "_watch_refused", "one of several is lacking", lambda call, _: len(call[1]) > 1
     ),
     "hint of a move": Probe(cluster, "heard", "a worker is elsewhere now", _tells(Hangup)),
     "hint of a cancel": Probe(cluster, "heard", "a job is to be canceled that a worker of ours has", _tells(CancelLeases)),
@@ -404,9 +400,8 @@ class Coverage:
 
 def cover_seed(seed: int, options: SimOptions | None = None) -> tuple[SeedOutcome, Counter[str]]:
     """Run a seed under the checker, and return what it covers."""
-    complete = derived(seed, options or SimOptions(), tuple(KINDS))
     coverage = Coverage()
     with coverage.watching():
-        outcome = check_plan(seed, complete, plan_of(seed, complete), coverage.observe)
+        outcome = check_seed(seed, options, coverage.observe)
     coverage.end(outcome)
     return outcome, +coverage.counts

@@ -90,30 +90,22 @@ def _half_open(system: System, fault: PlannedFault) -> bool:
     return bool(links)
 
 
-def _pairs(system: System, fault: PlannedFault, *, both: bool) -> list[tuple[str, str]]:
+def _pairs(system: System, fault: PlannedFault) -> list[tuple[str, str]]:
     others = (fault.other,) if fault.other else tuple(name for name in system.cast.processes if name != fault.target)
     there = [(fault.target, other) for other in others]
     back = [(other, fault.target) for other in others]
-    return there + back if both else there if fault.amount < 0.5 else back
+    if fault.kind == "partition":
+        return there + back
+    return there if fault.amount < 0.5 else back
 
 
-def _partition(system: System, fault: PlannedFault) -> bool:
-    system.network.cut.update(_pairs(system, fault, both=True))
+def _cut(system: System, fault: PlannedFault) -> bool:
+    system.network.cut.update(_pairs(system, fault))
     return True
 
 
-def _partition_over(system: System, fault: PlannedFault) -> None:
-    system.network.cut.subtract(_pairs(system, fault, both=True))
-    system.network.go_on()
-
-
-def _one_way(system: System, fault: PlannedFault) -> bool:
-    system.network.cut.update(_pairs(system, fault, both=False))
-    return True
-
-
-def _one_way_over(system: System, fault: PlannedFault) -> None:
-    system.network.cut.subtract(_pairs(system, fault, both=False))
+def _cut_over(system: System, fault: PlannedFault) -> None:
+    system.network.cut.subtract(_pairs(system, fault))
     system.network.go_on()
 
 
@@ -372,8 +364,8 @@ SHORT, LONG, OFTEN = (0.5, 3.0), (1.0, 9.0), (0.2, 0.9)
 KINDS: dict[str, FaultKind] = {
     "slow": FaultKind(_processes, _slow, _slow_no_more, LONG, (0.1, 1.5)),
     "half_open": FaultKind(_peers, _half_open, amount=(0.0, 1.0)),
-    "partition": FaultKind(_processes, _partition, _partition_over, LONG, between=_servers),
-    "one_way": FaultKind(_processes, _one_way, _one_way_over, LONG, (0.0, 1.0), between=_servers),
+    "partition": FaultKind(_processes, _cut, _cut_over, LONG, between=_servers),
+    "one_way": FaultKind(_processes, _cut, _cut_over, LONG, (0.0, 1.0), between=_servers),
     "refused": FaultKind(_servers, _refused, _refused_no_more, SHORT, (0.0, 1.0)),
     "reset": FaultKind(_processes, _reset),
     "late": FaultKind(_peers, _late, _late_over, (0.2, 2.0), (0.2, 3.0)),

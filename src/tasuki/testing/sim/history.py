@@ -241,24 +241,23 @@ class ArrivedEvent(HistoryLine, frozen=True):
 # ---------------------------------------------------------------------------------------------------- workers
 
 
-class BeganEvent(HistoryLine, frozen=True):
+class AttemptLine(HistoryLine, frozen=True):
+    """A line about the processes of one attempt."""
+
+    worker_id: str
+    incarnation: str
+    job_id: str
+    attempt: int
+    lease_id: str
+
+
+class BeganEvent(AttemptLine, frozen=True):
     """A process of this attempt runs."""
 
-    worker_id: str
-    incarnation: str
-    job_id: str
-    attempt: int
-    lease_id: str
 
-
-class GoneEvent(HistoryLine, frozen=True):
+class GoneEvent(AttemptLine, frozen=True):
     """No process of this attempt is left. `how`: ended (by itself), stopped (by its worker), killed (with its worker)."""
 
-    worker_id: str
-    incarnation: str
-    job_id: str
-    attempt: int
-    lease_id: str
     how: str
 
 

@@ -17,10 +17,10 @@ from tasuki.stores.store import Store
 from tasuki.testing.sim import history
 from tasuki.testing.sim.world import HostClock, World
 
-_LISTS = tuple(verb.name for verb in VERBS if not verb.leads)
+LISTS = tuple(verb.name for verb in VERBS if not verb.leads)
 _LEADER = tuple(verb.name for verb in VERBS if verb.leads)
 
-_lists = attrgetter(*_LISTS)
+lists_of = attrgetter(*LISTS)
 
 
 class Recorder:
@@ -45,7 +45,7 @@ class Recorder:
         if turn.epoch:
             self._leader(server_id, turn, answers)
         else:
-            self.verbs.update(compress(_LISTS, _lists(turn)))
+            self.verbs.update(compress(LISTS, lists_of(turn)))
             self._workers(turn, answers)
             if turn.cancel or turn.requeue:
                 self._orders(turn, answers)

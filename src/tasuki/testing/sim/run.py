@@ -1,10 +1,10 @@
 """One seed from its first event to the verdict: chaos, then a healed world that must come to its end.
 
-    outcome = run_seed(7)                          # SeedOutcome(seed=7, trace_hash=…, violations=[…], …)
-    outcome = run_seed(7, SimOptions(servers=2))   # options that are not chosen are drawn from the seed
-    outcome = run_plan(7, options, plan)           # with another plan: a seed's, and some of it left out
+    outcome = check_seed(7)                         # SeedOutcome(seed=7, trace_hash=…, violations=[…], …)
+    outcome = check_seed(7, SimOptions(servers=2))  # options that are not chosen are drawn from the seed
+    outcome = check_plan(7, options, plan)          # with another plan: a seed's, and some of it left out
 
-`check_seed` and `check_plan` run under the checker.
+`run_plan` runs without the checker.
 """
 
 from __future__ import annotations
@@ -87,19 +87,6 @@ def plan_of(seed: int, options: SimOptions) -> Plan:
     return Plan(tuple(faults.draw_faults(streams, options)), tuple(clients.draw_operations(streams, options)))
 
 
-def run_seed(
-    seed: int,
-    options: SimOptions | None = None,
-    observe: Callable[[AnyLine], None] | None = None,
-    *,
-    trace: Trace | None = None,
-    make_store: MakeStore | None = None,
-) -> SeedOutcome:
-    """Run a seed with its open options drawn from it; `observe` hears every line of the history as it happens."""
-    complete = derived(seed, options or SimOptions(), tuple(faults.KINDS))
-    return run_plan(seed, complete, plan_of(seed, complete), observe, trace=trace, make_store=make_store)
-
-
 def run_plan(
     seed: int,
     options: SimOptions,
@@ -178,11 +165,16 @@ def _note(system: System, chaos: faults.Faults, outcome: SeedOutcome) -> None:
 
 
 def check_seed(
-    seed: int, options: SimOptions | None = None, *, trace: Trace | None = None, make_store: MakeStore | None = None
+    seed: int,
+    options: SimOptions | None = None,
+    observe: Callable[[AnyLine], None] | None = None,
+    *,
+    trace: Trace | None = None,
+    make_store: MakeStore | None = None,
 ) -> SeedOutcome:
-    """Run a seed under the checker: safety after every event, liveness at the end."""
+    """Run a seed, its open options drawn from it, under the checker: safety after every event, liveness at the end."""
     complete = derived(seed, options or SimOptions(), tuple(faults.KINDS))
-    return check_plan(seed, complete, plan_of(seed, complete), trace=trace, make_store=make_store)
+    return check_plan(seed, complete, plan_of(seed, complete), observe, trace=trace, make_store=make_store)
 
 
 def check_plan(

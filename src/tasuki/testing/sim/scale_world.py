@@ -17,7 +17,6 @@ from bisect import bisect
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from itertools import accumulate, compress
-from operator import attrgetter
 
 import msgspec
 
@@ -27,14 +26,14 @@ from tasuki.core.cluster_messages import Hint, decode
 from tasuki.core.job import TERMINAL, JobSpec, Outcome
 from tasuki.core.machine import Closed, Received, Ticked
 from tasuki.core.protocol import Accepted, HeartbeatAnswer, JobResult, SubmitJobs
-from tasuki.core.store_messages import VERBS, Answers, Grant, ReportStatus, Turn
+from tasuki.core.store_messages import Answers, Grant, ReportStatus, Turn
 from tasuki.core.worker.events import AttemptEnded, Event, Started
 from tasuki.errors import TasukiError
 from tasuki.stores.store import Store
 from tasuki.testing.sim.clients import SimClient
 from tasuki.testing.sim.history import AnyLine, LeadingEvent
 from tasuki.testing.sim.network import Network, NetworkPeer, NetworkServer
-from tasuki.testing.sim.recorder import Recorder
+from tasuki.testing.sim.recorder import LISTS, Recorder, lists_of
 from tasuki.testing.sim.servers import CoordinationNode, SimServer, StoreNode, Task
 from tasuki.testing.sim.workers import SimulatedAttempt, SimWorker
 from tasuki.testing.sim.world import HostClock, Streams, World
@@ -43,10 +42,6 @@ from tasuki.testing.sim.world import HostClock, Streams, World
 
 BUCKET_S = 10.0  # how finely the delays are told apart by the time of their submit
 SAMPLED = "sampled-"  # how the ids of jobs begin that are followed
-
-_LISTS = tuple(verb.name for verb in VERBS if not verb.leads)
-
-_lists = attrgetter(*_LISTS)
 
 
 class Followed(msgspec.Struct):
@@ -72,7 +67,6 @@ class ServerTally(msgspec.Struct):
     """The virtual time during which a turn of the server was at the store."""
     duty_turns: int = 0
     duty_s: float = 0.0
-    leading_s: float = 0.0
 
 
 class Tally(Recorder):
@@ -142,10 +136,10 @@ class Tally(Recorder):
             self._duty(server_id, turn, answers)
             return
         server = self.servers[server_id]
-        lists = _lists(turn)
+        lists = lists_of(turn)
         sizes = list(map(len, lists))
-        self.verbs.update(compress(_LISTS, lists))
-        for name, size in zip(_LISTS, sizes, strict=True):
+        self.verbs.update(compress(LISTS, lists))
+        for name, size in zip(LISTS, sizes, strict=True):
             if size:
                 self.items[name] += size
         server.turns += 1

@@ -257,16 +257,7 @@ class SimWorker(SimProcess, WorkerNode):
             self._over(attempt, "stopped", Outcome(error_code="LEASE_LOST", message="its lease was over before it began"))
             return
         attempt.runs = True
-        self.sim.tell(
-            BeganEvent(
-                at=self.sim.at,
-                worker_id=self.name,
-                incarnation=attempt.incarnation,
-                job_id=grant.job_id,
-                attempt=grant.attempt,
-                lease_id=grant.lease_id,
-            )
-        )
+        self.sim.tell(BeganEvent(**self._facts(attempt)))
         self._notify(Started(grant.lease_id))
         outcome = self.endings.outcome(grant.job_id, grant.attempt, self.name)
         lasts_s = self.endings.lasts_s()
@@ -283,19 +274,13 @@ class SimWorker(SimProcess, WorkerNode):
 
     def _gone(self, attempt: SimulatedAttempt, how: str) -> None:
         if attempt.runs and not attempt.gone:
-            grant = attempt.grant
-            self.sim.tell(
-                GoneEvent(
-                    at=self.sim.at,
-                    worker_id=self.name,
-                    incarnation=attempt.incarnation,
-                    job_id=grant.job_id,
-                    attempt=grant.attempt,
-                    lease_id=grant.lease_id,
-                    how=how,
-                )
-            )
+            self.sim.tell(GoneEvent(**self._facts(attempt), how=how))
         attempt.gone = True
+
+    def _facts(self, attempt: SimulatedAttempt) -> dict[str, Any]:
+        """Return the fields of a history line about this attempt, now."""
+        grant, own = attempt.grant, {"at": self.sim.at, "worker_id": self.name, "incarnation": attempt.incarnation}
+        return {**own, "job_id": grant.job_id, "attempt": grant.attempt, "lease_id": grant.lease_id}
 
     def _notify(self, event: Started | AttemptEnded) -> None:
         """Pass an event of the keeper to the worker, which hears it when it runs."""
