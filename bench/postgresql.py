@@ -2,7 +2,7 @@
 
     python bench/postgresql.py                     everything, Procrastinate on the same PostgreSQL included; recorded
     python bench/postgresql.py --quick             a short look, nothing recorded, no peer
-    python bench/postgresql.py --only store,pairs  some parts; nothing recorded
+    python bench/postgresql.py --only snapshot     some parts (several: store,pairs); recorded under their names
 
 A PostgreSQL of its own, from the wheel, on this machine: its processes share the cores with all others. fsync and
 synchronous_commit are on. Parts:
@@ -333,7 +333,7 @@ def verdict(figures: dict[str, Any]) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a short run without the peer; nothing is recorded")
-    parser.add_argument("--only", default="", metavar="PART,…", help=f"of {', '.join((*PARTS, 'peer'))}; nothing is recorded")
+    parser.add_argument("--only", default="", metavar="PART,…", help=f"of {', '.join((*PARTS, 'peer'))}")
     parser.add_argument("--peers-venv", type=Path, default=None, help="where the peers' environment is or is made")
     parser.add_argument("--no-peers", action="store_true")
     options = parser.parse_args()
@@ -353,7 +353,8 @@ def main() -> None:
         if {"peer", "broker"} <= figures.keys():
             ratio = figures["broker"]["jobs_per_s"] / figures["peer"]["procrastinate"]["jobs_per_s"]
             figures["broker_to_peer"] = round(ratio, 1)
-        record("postgresql", {**figures, "targets": verdict(figures)}, save=not options.quick and not options.only)
+        name = "_".join(("postgresql", *(wanted if options.only else ())))
+        record(name, {**figures, "targets": verdict(figures)}, save=not options.quick)
 
 
 if __name__ == "__main__":

@@ -80,7 +80,7 @@ def test_one_is_shown_with_its_reason_and_its_story(operator: Operator) -> None:
     assert (told["job_id"], told["attempts"], told["story"][-1]["kind"]) == ("shown", 1, "dead_lettered")
     assert "7" in told["reason"]
     assert told["reason"] in text
-    assert "dead_lettered, attempt 1" in text
+    assert "dead lettered, attempt 1" in text
 
 
 def test_a_job_that_is_no_dead_letter_is_not_shown(operator: Operator) -> None:

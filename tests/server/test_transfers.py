@@ -99,6 +99,17 @@ def test_a_blob_that_is_stored_is_not_sent_again(blobs: FolderBlobs) -> None:
     assert replies(run(blobs, work)) == [{"have": True}]
 
 
+@pytest.mark.parametrize("is_direct", [False, True])
+def test_a_stored_blob_that_is_offered_with_another_size_is_corrupt(blobs: FolderBlobs, is_direct: bool) -> None:
+    blobs.put_bytes(DATA)
+
+    async def work(transfers: BlobTransfers, link: FakeConnection) -> None:
+        transfers.begin(link, ReceiveBlob(1, BlobPut(5, SHA256, len(DATA) + 1, direct=is_direct), STORED, ""))
+        await link.until(lambda: bool(link.said))
+
+    assert replies(run(blobs, work)) == ["CORRUPT"]
+
+
 def test_bytes_that_are_there_but_not_recorded_are_taken_again(blobs: FolderBlobs) -> None:
     blobs.put_bytes(DATA)
     link = run(blobs, lambda transfers, link: upload(transfers, link, BlobPut(5, SHA256, len(DATA)), PLACE))

@@ -253,6 +253,30 @@ def test_it_is_counted_after_the_leaders_next_look(zpe: Zpe) -> None:
     assert zpe.stage.found() == ["j3", "j2", "j1"]
 
 
+def test_it_is_counted_though_a_job_of_a_server_stands_before_it(zpe: Zpe) -> None:
+    zpe.push("j1")
+    zpe.stage.add("j2", subject="job.assign.zpe")
+
+    assert (zpe.stage.promote(), zpe.stage.promote()) == (1, 0)
+
+    assert zpe.store.counts()["zpe"].pending == 2
+
+
+def test_more_than_one_look_takes_are_all_counted(zpe: Zpe) -> None:
+    limit, many = 10, 57
+    zpe.push(*(f"j{number}" for number in range(many)))
+    met = []
+
+    while not met or met[-1] == limit:
+        met.append(zpe.store.promote(epoch=zpe.stage.epoch, limit=limit))
+
+    assert sum(met) == zpe.store.counts()["zpe"].pending == many
+    # and: looks go on, and a job that is pushed between known ones later is met too
+    zpe.raw.set("zpe:payload:late", PAYLOAD)
+    zpe.raw.linsert("zpe:queue", "AFTER", "j30", "late")
+    assert sum(zpe.store.promote(epoch=zpe.stage.epoch, limit=limit) for _ in range(8)) == 1
+
+
 def test_a_submit_of_its_id_meets_it(zpe: Zpe) -> None:
     zpe.push("j1")
     same = JobSpec(job_id="j1", subject="job.assign.zpe", payload=PAYLOAD, max_retries=2, max_losses=1)

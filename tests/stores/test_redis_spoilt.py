@@ -140,3 +140,16 @@ def check_honest_jobs_are_done(url: str, acts: list[Action]) -> None:
             assert check_job_id(job.job_id)
             assert is_told or job.state in (State.SUCCEEDED, State.ASSIGNED, State.PENDING), job
         assert all(re.search(r" is a \w+ and must be a ", problem) for problem in problems_of(url))
+
+
+def test_the_check_of_the_keys_reads_a_queue_once_and_does_not_search_it_for_each_job(redis_service: RedisService) -> None:
+    url = redis_service.url()
+    with closing(Zpe(url)) as zpe:
+        zpe.push(*(f"job-{number}" for number in range(50)))
+        zpe.stage.promote()
+        zpe.raw.lrem("zpe:queue", 1, "job-7")
+        zpe.raw.config_resetstat()
+
+        assert problems_of(url) == ["job job-7 waits and is not in zpe:queue: LPUSH zpe:queue job-7"]
+
+        assert zpe.raw.info("commandstats")["cmdstat_lpos"]["calls"] == 2

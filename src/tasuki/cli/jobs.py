@@ -199,7 +199,7 @@ def explain_lines(explanation: dict[str, Any]) -> Iterable[str]:
         yield f"  {plain(sentence)}"
     for incident in explanation["story"]:
         details = " ".join(plain(incident[name]) for name in ("worker_id", "actor", "reason") if incident.get(name))
-        yield f"  {when(incident['at'])}  {incident['kind']}, attempt {incident['attempt']}  {details}".rstrip()
+        yield f"  {when(incident['at'])}  {incident['kind'].replace('_', ' ')}, attempt {incident['attempt']}  {details}".rstrip()
 
 
 @cli.command(

@@ -203,6 +203,9 @@ class BlobTransfers:
         brought = self._shares.has_brought(command.uploader, put.sha256)
         if command.kind is PeerKind.WORKER and not brought:
             place = replace(place, stored=False)
+        if place.stored and place.size_bytes != put.size_bytes:
+            self._refuse(link, put, Corrupt(f"blob {put.sha256} has {place.size_bytes} bytes, not {put.size_bytes}"))
+            return
         if put.direct:
             link.send(Reply(put.msg_id, {"stored": place.stored, "generation": place.generation}))
             return

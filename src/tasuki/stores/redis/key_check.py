@@ -18,6 +18,7 @@ from tasuki.stores.redis.codec import SHARED_TYPES, JobRecord, Place, read_recor
 
 KEYS_MAX = 200_000
 STEP = 500  # keys in one round trip, more or less
+LIST_STEP = 5_000  # entries of a list in one
 
 _TYPES_OF_JOBS = {
     "payload": "string",
@@ -68,6 +69,14 @@ class _AppKeys:
         self._client = client
         self._app = app
         self._own = template_value(template_of(app), f"app:{app}")[1]
+        self._queued = set(self._read_queue())
+
+    def _read_queue(self) -> Iterator[str]:
+        """Yield what is in the app's list, read once: to find each job in it by itself would cost the length of the list each."""
+        begin = 0
+        while page := self._all([("LRANGE", f"{self._app}:queue", begin, begin + LIST_STEP - 1)])[0]:
+            yield from (name.decode(errors="replace") for name in page)
+            begin += LIST_STEP
 
     def look_at(self, names: Sequence[bytes]) -> Iterator[str]:
         """Yield what is wrong with these keys, and with the jobs that they are records of."""
@@ -98,8 +107,11 @@ class _AppKeys:
                 record, place = read_record(packed), _place_of(spec)
             except (msgspec.MsgspecError, TypeError):  # deleted meanwhile, or no record of this version
                 continue
-            if State(record.state) not in TERMINAL:
-                asked.append((job_id, packed, *self._where(job_id, record, place)))
+            if State(record.state) in TERMINAL:
+                continue
+            problem, command = self._where(job_id, record, place)
+            if command[0] != "LPOS" or job_id not in self._queued:
+                asked.append((job_id, packed, problem, command))
         for (job_id, packed, problem, _), there in zip(asked, self._all(command for *_, command in asked), strict=True):
             if there is None:
                 found[job_id] = (packed, problem)

@@ -24,7 +24,8 @@
 --   {app}:incidents:{id}        LIST    msgpack of [at, kind, attempt, worker_id, actor, reason], the oldest first
 --   {app}:queue:{priority}:{group}:{kind}:{subject}  ZSET  all other ready jobs, by seq
 --   {app}:queues:{priority}     ZSET    group, subject and kind of the queues above that hold a job, NUL between; all by 0
---   {app}:walks                 HASH    where a walk over {app}:queues:{priority} goes on that was cut short
+--   {app}:walks                 HASH    where a walk over {app}:queues:{priority} goes on that was cut short; queue: how many
+--                                       entries at the old end of {app}:queue were looked at for jobs without a record
 --   {app}:served                ZSET    groups by their turn in which they were last given a job
 --   {app}:jobs                  ZSET    all jobs by seq, which is their order of submission
 --   {app}:ended                 ZSET    terminal jobs by finished_at

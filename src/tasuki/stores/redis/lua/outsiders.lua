@@ -90,12 +90,12 @@ function outsiders.may_exist()
   return not is_list_empty
 end
 
-local function exists_any(kind, ids)
+local function count(kind, ids)
   local names = {}
   for i, id in ipairs(ids) do
     names[i] = of(kind, id)
   end
-  return count_existing(names) > 0
+  return count_existing(names)
 end
 
 -- Returns the job of an entry. If it does not wait here, the entry is removed.
@@ -110,7 +110,7 @@ end
 -- Returns the job of that id, also an outsider's that has no record yet.
 function outsiders.load(id)
   local job = jobs.load(id)
-  if not job and outsiders.may_exist() and exists_any('payload', { id }) and redis.call('LPOS', key.queue, id) then
+  if not job and outsiders.may_exist() and count('payload', { id }) > 0 and redis.call('LPOS', key.queue, id) then
     job = meet(id)
   end
   return job
@@ -118,7 +118,7 @@ end
 
 -- Returns whether any of these is a job. One question for all: most are new, and then nothing else needs to be asked.
 function outsiders.is_any_known(ids)
-  return exists_any('job', ids) or outsiders.may_exist() and exists_any('payload', ids)
+  return count('job', ids) > 0 or outsiders.may_exist() and count('payload', ids) > 0
 end
 
 -- Returns the jobs at the old end of the list, the oldest first, without the first `skip`. Entries that are no job, do not wait
@@ -151,7 +151,19 @@ function outsiders.peek(skip, count)
   return found
 end
 
--- Gives a record to the jobs pushed since the last call, at most `limit`, so that they are counted. Returns how many.
+-- Returns how many of these entries, the newest first, are jobs that had no record and wait here.
+local function record(ids)
+  local met = 0
+  for i = #ids, 1, -1 do
+    if not jobs.load(ids[i]) then
+      met = met + (meet(ids[i]) and 1 or 0)
+    end
+  end
+  return met
+end
+
+-- Gives a record to jobs that outsiders pushed, so that they are counted: to those above the first known entry, and to those that a
+-- look at the next `limit` entries finds, which goes on at its place ({app}:walks) and begins again at the old end. Returns how many.
 function outsiders.record_new(limit)
   local fresh = {}
   for _, id in ipairs(redis.call('LRANGE', key.queue, 0, limit - 1)) do
@@ -160,9 +172,19 @@ function outsiders.record_new(limit)
     end
     fresh[#fresh + 1] = id
   end
-  local met = 0
-  for i = #fresh, 1, -1 do
-    met = met + (meet(fresh[i]) and 1 or 0)
+  local met = record(fresh)
+  if met < limit then
+    local looked = tonumber(redis.call('HGET', key.walks, 'queue') or 0)
+    local ids = redis.call('LRANGE', key.queue, -(looked + limit), -(looked + 1))
+    if count('job', ids) < #ids then
+      jobs.preload(ids)
+      met = met + record(ids)
+    end
+    if #ids == limit then
+      write('HSET', key.walks, 'queue', looked + limit)
+    elseif looked > 0 then
+      write('HDEL', key.walks, 'queue')
+    end
   end
   if met > 0 then
     queues.came_back_to(queues.own)
