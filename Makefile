@@ -3,6 +3,7 @@
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+DEMO_STAMP := $(VENV)/.installed-server
 
 # The first Python that runs, is new enough, and can make environments. Looked for only when .venv has to be made.
 PYTHON ?= $(shell for candidate in python3 python3.14 python3.13 python3.12 python3.11 python; do \
@@ -27,10 +28,10 @@ SYSTEM_PACKAGES ?= caddy curl haproxy iproute2 keepalived nginx-light nodejs qua
 help: ## List the targets
 	@awk 'BEGIN { FS = ":.*## " } /^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
-demo: $(STAMP) ## Show jobs surviving the death of a worker and of the server
+demo: $(if $(wildcard $(STAMP)),$(STAMP),$(DEMO_STAMP)) ## Show jobs surviving the death of a worker and of the server
 	@$(BIN)/tasuki demo
 
-up: $(STAMP) ## Start a server and local workers here, until Ctrl-C
+up: $(if $(wildcard $(STAMP)),$(STAMP),$(DEMO_STAMP)) ## Start a server and local workers here, until Ctrl-C
 	@$(BIN)/tasuki up
 
 # Compiled once: where Python is told to write no bytecode, each of the thousand processes of the tests would do it for itself,
@@ -78,7 +79,10 @@ clean: ## Remove what the targets above made (not tasuki-data)
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # An environment whose Python was removed or upgraded away is made anew; otherwise only what pyproject.toml asks for changes.
-$(STAMP): pyproject.toml
+# Who only wants to see tasuki run gets half of the packages: `make demo` and `make up` need no test tools.
+$(STAMP): EXTRAS := server,s3,test
+$(DEMO_STAMP): EXTRAS := server
+$(STAMP) $(DEMO_STAMP): pyproject.toml
 	@if ! $(BIN)/python -c '' 2>/dev/null; then \
 		python="$(PYTHON)"; \
 		if [ -z "$$python" ]; then \
@@ -89,6 +93,6 @@ $(STAMP): pyproject.toml
 		echo "Making $(VENV) with $$python"; \
 		"$$python" -m venv --clear $(VENV) || exit 1; \
 	fi
-	@echo "Installing tasuki and its test tools into $(VENV)"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[server,s3,test]'
+	@echo "Installing tasuki[$(EXTRAS)] into $(VENV)"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[$(EXTRAS)]'
 	@touch $@

@@ -69,16 +69,6 @@ def check_app(app: str, option: str = "--app") -> str:
     return app
 
 
-def parse_size(text: str) -> int:
-    """Return the number of bytes of `500GB`, `64MiB` or `1000`."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kKMGT]?)(i?)B?", text.strip())
-    if found is None:
-        raise ConfigError(f"size {text[:40]!r} is not understood; write 500GB, 64MiB or a number of bytes")
-    number, letter, binary = found.groups()
-    power = " KMGT".index(letter.upper() or " ")
-    return int(float(number) * (1024 if binary else 1000) ** power)
-
-
 class DataFolder(msgspec.Struct, frozen=True):
     """The folder of a server, and the paths in it."""
 

@@ -93,28 +93,28 @@ def test_a_wrong_value_is_a_usage_error(declared: Callable[[Any], Any], argument
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        ("--http-lease-ttl 0", "1<=x<=86400"),
-        ("--http-lease-ttl -1", "1<=x<=86400"),
-        ("--http-lease-ttl 0.01", "1<=x<=86400"),
-        ("--http-lease-ttl 86401", "1<=x<=86400"),
-        ("--http-lease-ttl nan", "1<=x<=86400"),
-        ("--lease-ttl 0.5", "1<=x<=86400"),
-        ("--lease-ttl-max 0", "1<=x<=86400"),
-        ("--grace-max -1", "0<=x<=86400"),
-        ("--retention-days 0", "0<x<=36500"),
-        ("--retention-days -3", "0<x<=36500"),
-        ("--retention-days inf", "0<x<=36500"),
-        ("--blob-grace -1", "x>=0"),
-        ("--lead-ttl 0", "0.1<=x<=3600"),
-        ("--app-retries -1", "0<=x<=1000000"),
-        ("--app-timeout 0", "0<x<=31622400"),
+        ("--http-lease-ttl 0", "0 must be at least 1s and at most 1d"),
+        ("--http-lease-ttl -1", "'-1' is not a duration; write 90s, 5m, 1h or 1d"),
+        ("--http-lease-ttl 0.01", "0.01 must be at least 1s and at most 1d"),
+        ("--http-lease-ttl 25h", "25h must be at least 1s and at most 1d"),
+        ("--http-lease-ttl nan", "'nan' is not a duration"),
+        ("--lease-ttl 0.5", "at least 1s"),
+        ("--lease-ttl-max 0", "at least 1s"),
+        ("--grace-max 2d", "at most 1d"),
+        ("--retention 0d", "0d must be more than 0s and at most 36500d"),
+        ("--retention 30", "'30' has no unit; write 30d for days, or s, m or h"),
+        ("--retention inf", "'inf' is not a duration"),
+        ("--blob-grace -1", "'-1' is not a duration"),
+        ("--lead-ttl 0", "at least 0.1s and at most 1h"),
+        ("--app-retries -1", "-1 is not in the range 0<=x<=1000000"),
+        ("--app-timeout 0", "more than 0s and at most 366d"),
     ],
 )
 def test_a_setting_that_cannot_work_is_refused_at_the_start_with_its_range(words: str, told: str) -> None:
     done = CliRunner().invoke(server, ["--no-tcp", "--no-unix", *words.split()])  # it has nothing to listen on: never starts
 
     assert done.exit_code == 2
-    assert f"is not in the range {told}" in done.output
+    assert told in " ".join(done.output.split())
 
 
 @pytest.mark.parametrize(("app", "told"), [("a.b", "letters, digits"), ("zpe=missing.json", "cannot be read")])

@@ -1,6 +1,8 @@
 """`--help`: examples everywhere, and quick because nothing is loaded that it does not need."""
 
 import json
+import os
+import shlex
 import subprocess
 import sys
 
@@ -10,6 +12,7 @@ from tasuki.cli.command import COMMANDS
 from tasuki.cli.main import main
 from tasuki.cli.output import ExitCode, exit_code_table
 
+TASUKI = (sys.executable, "-m", "tasuki")
 HEAVY = (
     "asyncio",
     "django",
@@ -81,10 +84,59 @@ def test_help_loads_nothing_heavy() -> None:
     assert not [name for name in loaded if any(name == heavy or name.startswith(heavy + ".") for heavy in HEAVY)]
 
 
+def test_help_takes_no_more_than_a_tenth_of_a_second() -> None:
+    took_s = []
+    for _ in range(5):  # the best of some, in CPU time: other processes of the machine do not count
+        before = os.times()
+        subprocess.run([sys.executable, "-m", "tasuki", "--help"], stdout=subprocess.DEVNULL, check=True, timeout=60)
+        after = os.times()
+        took_s.append(after.children_user + after.children_system - before.children_user - before.children_system)
+
+    assert min(took_s) <= 0.1
+
+
 def test_a_wrong_word_is_a_usage_error(capsys, monkeypatch) -> None:
     _, code = shown(["rnu"], capsys, monkeypatch)
 
     assert code == ExitCode.USAGE
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_a_shell_completes_words_and_options(shell: str) -> None:
+    script = subprocess.run([*TASUKI, "completion", shell], capture_output=True, text=True, check=True, timeout=60).stdout
+    assert f"_TASUKI_COMPLETE={shell}_complete" in script
+
+    for words, found in (("tasuki can", "cancel"), ("tasuki run --time", "--timeout")):
+        # zsh and bash count the words, fish gives the last one
+        place = words.split()[-1] if shell == "fish" else str(len(words.split()) - 1)
+        environ = {**os.environ, "_TASUKI_COMPLETE": f"{shell}_complete", "COMP_WORDS": words, "COMP_CWORD": place}
+        done = subprocess.run(TASUKI, env=environ, capture_output=True, text=True, check=True, timeout=60)
+        assert found in done.stdout
+
+
+def test_the_script_for_bash_works_in_bash(tmp_path) -> None:
+    (tmp_path / "tasuki").write_text(f'#!/bin/sh\nexec {shlex.join(TASUKI)} "$@"\n')
+    (tmp_path / "tasuki").chmod(0o755)
+    typed = "COMP_WORDS=(tasuki exp); COMP_CWORD=1; _tasuki_completion tasuki"
+    script = f'eval "$(tasuki completion bash)"; {typed}; echo "${{COMPREPLY[@]}}"'
+    environ = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    done = subprocess.run(["bash", "-c", script], env=environ, capture_output=True, text=True, check=True, timeout=60)
+
+    assert done.stdout == "explain\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "missing", "extra"),
+    [(["up", "--no-tcp"], "django", "server"), (["server", "--store", "redis://127.0.0.1:1/0", "--no-tcp"], "redis", "redis")],
+)
+def test_a_bare_install_says_which_extra_is_missing(tmp_path, words: list[str], missing: str, extra: str) -> None:
+    (tmp_path / "sitecustomize.py").write_text(f"import sys\nsys.modules[{missing!r}] = None\n")
+    environ = {**os.environ, "PYTHONPATH": str(tmp_path), "TASUKI_DATA": str(tmp_path / "data"), "HOME": str(tmp_path)}
+    done = subprocess.run([*TASUKI, *words], env=environ, capture_output=True, text=True, timeout=60)
+
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1].endswith(f"pip install 'tasuki[{extra}]'")
+    assert "Traceback" not in done.stderr
 
 
 def test_the_version_is_told(capsys, monkeypatch) -> None:

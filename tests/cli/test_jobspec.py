@@ -17,6 +17,7 @@ from tasuki.cli.jobspec import (
     parse_time,
     read_payload,
 )
+from tasuki.cli.output import when
 from tasuki.errors import InvalidInput, TooLarge
 
 
@@ -90,13 +91,18 @@ def test_a_file_that_is_not_there_is_named(read, tmp_path: Path) -> None:
 def test_a_time_is_given_from_now_on_as_a_date_or_as_a_unix_time() -> None:
     before = time.time()
     assert before + 90 <= (parse_time("--not-after", "+90") or 0) <= time.time() + 90
+    assert before + 5400 <= (parse_time("--not-after", "+1h30m") or 0) <= time.time() + 5400
     assert parse_time("--not-after", "1767225600.5") == 1767225600.5
     assert parse_time("--not-after", "2026-01-31T06:00Z") == datetime(2026, 1, 31, 6, tzinfo=UTC).timestamp()
     assert parse_time("--not-after", "2026-01-31T06:00") == datetime(2026, 1, 31, 6).timestamp()  # noqa: DTZ001 - local time
     assert parse_time("--not-after", None) is None
 
 
-@pytest.mark.parametrize("text", ["", "+", "soon", "+1h", "-5", "2026-13-01"])
+def test_a_time_as_it_is_shown_can_be_typed_in_again() -> None:
+    assert parse_time("--not-before", when(1767225600.0)) == 1767225600.0
+
+
+@pytest.mark.parametrize("text", ["", "+", "soon", "+1year", "-5", "2026-13-01"])
 def test_a_time_that_is_none_is_refused_with_its_option(text: str) -> None:
     with pytest.raises(InvalidInput, match="--not-after"):
         parse_time("--not-after", text)

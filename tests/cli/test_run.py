@@ -40,7 +40,8 @@ def test_the_embedded_server_works_off_what_was_submitted_before_it_leaves(user:
     user.run_process("submit", "--array", "1-3", "--job-id", "batch", "sleep", "0.5", PYTHONPATH=str(user.home))
 
     until(lambda: not (user.data / "socket").exists(), DEADLINE_S, "the socket is gone")
-    assert {view["state"] for view in user.json("list", "--json")["jobs"]} == {"SUCCEEDED"}
+    views = user.json("status", "--json", *(f"batch.{number}" for number in (1, 2, 3)))
+    assert {view["state"] for view in views} == {"SUCCEEDED"}
 
 
 def test_two_at_once_share_one_embedded_server(user: User) -> None:
@@ -138,7 +139,7 @@ def test_the_same_id_gives_the_stored_result_without_a_second_run(served: Served
     assert log.read_text() == "ran\n"
     assert first.stderr == ""
     assert re.fullmatch(
-        r"job only-once does not run again: this is its stored result, of \d{4}-\d\d-\d\d \d\d:\d\d:\d\d; "
+        r"job only-once does not run again: this is its stored result, of \d{4}-\d\d-\d\d \d\d:\d\d:\d\d[+-]\d\d:\d\d; "
         r"to run it again: tasuki retry only-once\n",
         second.stderr,
     )
@@ -226,6 +227,22 @@ def test_a_program_or_folder_that_is_not_there_is_said_with_the_way_out(served: 
     assert says in done.stderr
 
 
+def test_a_shell_in_the_folder_of_a_canceled_job_lives_on(served: Served, tmp_path: Path) -> None:
+    user, _ = served
+    os.mkfifo(tmp_path / "started")
+    shell = subprocess.Popen(["sh", "-c", "read line"], cwd=user.home, stdin=subprocess.PIPE)
+    user.run("submit", "--job-id", "beside-a-shell", "sh", "-c", f"sleep 600 & echo go > {tmp_path}/started; wait")
+    read_fifo(tmp_path / "started")
+
+    user.run("cancel", "beside-a-shell")
+    ended = user.run("result", "--json", "beside-a-shell")
+    is_alive = shell.poll() is None
+    shell.communicate(b"\n")
+
+    assert json.loads(ended.stdout)["state"] == "CANCELED"
+    assert (is_alive, shell.returncode) == (True, 0)
+
+
 @pytest.mark.parametrize(
     ("words", "says"), [(["--cwd", ".", "true"], "--cwd '.': only your own jobs"), (["./x"], "'./x' is a path on this machine")]
 )
@@ -237,6 +254,66 @@ def test_a_job_that_goes_over_the_network_has_no_folder_of_the_user(served: Serv
     assert says in done.stderr
     with Client(server.url, token=(user.data / "token").read_text().strip()) as client, pytest.raises(Forbidden, match="cwd"):
         client.submit(exec="true", cwd="/")
+
+
+# ---------------------------------------------------------------------------------------------------- output that fails
+
+
+@pytest.mark.parametrize(
+    ("target", "says"),
+    [
+        ("no/such/folder/x.zip", "there is no folder 'no/such/folder'; make it with: mkdir -p no/such/folder"),
+        (".", "is a folder; name a file in it, as in -o result.zip"),
+        ("/proc/x.zip", "you may not write to the folder '/proc'"),
+    ],
+)
+def test_a_result_file_that_cannot_be_written_is_noticed_before_the_job_is_submitted(
+    user: User, monkeypatch: pytest.MonkeyPatch, target: str, says: str
+) -> None:
+    monkeypatch.setattr("tasuki.cli.result.os.access", lambda path, mode: str(path) != "/proc")  # root may write anywhere
+    for word in ("run", "result"):
+        done = user.run(word, "-o", target, "true")
+
+        assert (done.returncode, done.stdout) == (125 if word == "run" else 2, "")
+        assert says in done.stderr
+    assert not user.data.exists()
+
+
+def test_a_device_as_the_result_file_is_written_to_and_not_replaced(served: Served) -> None:
+    user, _ = served
+    done = user.run("run", "-o", "/dev/null", "echo", "hello")
+
+    assert (done.stdout, done.stderr, done.returncode) == ("hello\n", "", 0)
+    assert not Path("/dev/null").is_file()
+
+
+def test_output_to_a_full_disk_is_told_in_one_line_and_the_job_ends(served: Served) -> None:
+    user, _ = served
+    words = ("run --job-id no-room yes", "status no-room", "--help", "list --help")
+    told = []
+    for word in words:
+        with Path("/dev/full").open("w") as full:
+            done = subprocess.run(
+                [*TASUKI, *word.split()], env=user.environ, stdout=full, stderr=subprocess.PIPE, text=True, timeout=DEADLINE_S
+            )
+        told.append((done.returncode, done.stderr.splitlines()[-1:]))
+
+    run, status, help_of_all, help_of_list = told
+    assert run[0] == 125
+    assert run[1][0].startswith("tasuki: DISK_FULL: cannot write 'the output': No space left on device")
+    assert status[0] == 5
+    assert help_of_all == help_of_list == (1, ["tasuki: ERROR: the output cannot be written: No space left on device"])
+    assert user.json("status", "--json", "no-room")[0]["state"] == "CANCELED"
+
+
+def test_closed_streams_are_no_streams(served: Served) -> None:
+    user, _ = served
+    for word in ("run echo hello", "list", "--help", "run --json true"):
+        for closed in (">&-", "<&-", "2>&-"):
+            script = f"{TASUKI[0]} -m tasuki {word} {closed}"
+            done = subprocess.run(["sh", "-c", script], env=user.environ, capture_output=True, text=True, timeout=DEADLINE_S)
+
+            assert (done.returncode, done.stderr) == (0, ""), script
 
 
 def test_json_tells_the_end_of_the_job(served: Served) -> None:
@@ -371,7 +448,7 @@ def test_a_job_that_waits_says_why_and_ctrl_c_ends_even_without_a_server(user: U
 def test_a_data_folder_that_cannot_be_made_is_told_in_one_line(user: User, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for folder in (str(tmp_path / "file"), "/proc/x", "/proc"):
-        done = user.run_process("list", TASUKI_DATA=folder)
+        done = user.run_process("submit", "true", TASUKI_DATA=folder)
 
         assert done.returncode == 2
         assert done.stderr.startswith("tasuki: CONFIG: the data folder ")

@@ -47,7 +47,7 @@ def test_without_a_token_a_stranger_stays_outside(served: Served, tmp_path) -> N
 
 def test_the_list_shows_no_secret_and_no_hash(served: Served) -> None:
     user, _ = served
-    made = user.json("token", "create", "--kind", "worker", "--scope", "render.>", "--expires-days", "1", "--json")
+    made = user.json("token", "create", "--kind", "worker", "--scope", "render.>", "--expires", "1d", "--json")
     rows = {row["token_id"]: row for row in user.json("token", "list", "--json")}
     row = rows[made["token_id"]]
 
@@ -76,7 +76,7 @@ def test_an_unknown_token_cannot_be_revoked(served: Served) -> None:
     assert user.run("token", "revoke", "no-such-token").returncode == 3
 
 
-@pytest.mark.parametrize("flags", [("--kind", "root"), ("--expires-days", "0"), ("--scope", "a..b")])
+@pytest.mark.parametrize("flags", [("--kind", "root"), ("--expires", "0d"), ("--expires", "90"), ("--scope", "a..b")])
 def test_a_token_that_makes_no_sense_is_refused(served: Served, flags: tuple[str, ...]) -> None:
     user, _ = served
     done = user.run("token", "create", *flags)

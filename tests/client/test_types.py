@@ -224,7 +224,7 @@ def test_a_handle_of_the_blocking_client_can_be_awaited_in_a_loop_of_the_caller(
 
 def test_the_callers_own_time_out_is_a_timeout_error(client: Client) -> None:
     job = client.submit(subject="nobody.takes")
-    with pytest.raises(TimeoutError, match=r"has not ended within 0\.1 s") as late:
+    with pytest.raises(TimeoutError, match=r"has not ended within 0\.1s") as late:
         job.result(timeout=0.1)
     assert isinstance(late.value, DeadlineExceeded)
     assert isinstance(late.value, TasukiError)

@@ -127,13 +127,13 @@ def test_the_server_gives_out_nothing_at_the_moment() -> None:
 
 def test_it_waits_for_a_time_that_its_submitter_named() -> None:
     waiting = job(not_before=NOW + 30, asked_not_before=NOW + 30)
-    assert "another 30.0 s: its submitter said so" in because(waiting, worker())
+    assert "another 30s: its submitter said so" in because(waiting, worker())
     assert why(waiting, worker()) == "NOT_BEFORE"
 
 
 def test_it_waits_for_its_retry_and_why() -> None:
     waiting = job(not_before=NOW + 10, failures=1, attempt=1, outcome=Outcome(error_code="EXIT_CODE", message="exit code 3"))
-    assert "another 10.0 s: retry 1 of 3 after exit code 3" in because(waiting, worker())
+    assert "another 10s: retry 1 of 3 after exit code 3" in because(waiting, worker())
     answer = told(waiting, worker())
     assert (answer["facts"]["why"], answer["facts"]["retries"], answer["facts"]["wait_s"]) == (
         "RETRY_DELAY",
@@ -144,7 +144,7 @@ def test_it_waits_for_its_retry_and_why() -> None:
 
 def test_it_waits_after_it_was_lost_again() -> None:
     waiting = job(not_before=NOW + 10, losses=2, attempt=2)
-    assert "another 10.0 s: attempt 2 was lost, loss 2 of 3." in because(waiting, worker())
+    assert "another 10s: attempt 2 was lost, loss 2 of 3." in because(waiting, worker())
     assert why(waiting, worker()) == "LOSS_DELAY"
 
 
@@ -154,7 +154,7 @@ def test_a_time_that_has_passed_holds_nothing_up() -> None:
 
 def test_it_will_soon_be_too_late() -> None:
     answer = told(job(not_after=NOW + 20), worker(credit=0))
-    assert answer["because"][1] == "If it still waits in 20.0 s, it is too late to start, and skipped."
+    assert answer["because"][1] == "If it still waits in 20s, it is too late to start, and skipped."
     assert (answer["facts"]["why"], answer["facts"]["not_after"]) == ("BUSY", NOW + 20)
 
 
@@ -327,13 +327,13 @@ def test_where_the_time_went_of_a_job_that_ran_late() -> None:
         "running_s": 6.0,
         "longest": "held_back",
     }
-    assert "It waited 30.0 s for its time to come (the longest), 12.0 s for a worker, 2.0 s to be started." in answer["because"]
+    assert "It waited 30s for its time to come (the longest), 12s for a worker, 2s to be started." in answer["because"]
 
 
 def test_a_job_that_still_waits_counts_until_now() -> None:
     answer = told(job(), worker(credit=0), now_wall=NOW + 75)
     assert spans(answer) == {"in_line_s": 75.0, "longest": "in_line"}
-    assert "It waited 75.0 s for a worker." in answer["because"]
+    assert "It waited 75s for a worker." in answer["because"]
     assert answer["facts"]["times"]["ready_at"] == NOW
 
 

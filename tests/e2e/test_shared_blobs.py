@@ -182,7 +182,7 @@ def test_what_no_job_needs_any_more_is_deleted_from_s3(
     tmp_path: Path, postgres: PostgresService, postgres_url: str, s3: S3Service, s3_url: str, ledger: Ledger
 ) -> None:
     # given: a server that keeps ended jobs for a second, and blobs that no job needs for less
-    keep = ("--retention-days", str(1 / 86400), "--blob-grace", str(GRACE_S), "--lead-ttl", "1")
+    keep = ("--retention", "1s", "--blob-grace", str(GRACE_S), "--lead-ttl", "1")
     prefix = prefix_of(s3_url)
     path, _ = file_of(tmp_path, MIB)
     with start_server(tmp_path, *keep, store=postgres_url, blobs=s3_url, env=s3.environment) as server, server.client() as client:

@@ -6,6 +6,7 @@ import os
 import re
 import runpy
 import shlex
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -158,6 +159,15 @@ def test_make_targets_in_the_documents_exist() -> None:
 
     assert {"demo", "test"} <= used
     assert used <= targets
+
+
+@pytest.mark.parametrize(("target", "extras"), [("demo", "server"), ("test", "server,s3,test")])
+def test_a_fresh_clone_installs_only_what_its_first_target_needs(tmp_path: Path, target: str, extras: str) -> None:
+    shutil.copy(ROOT / "Makefile", tmp_path)
+    (tmp_path / "pyproject.toml").touch()
+    planned = subprocess.run(["make", "-n", target], cwd=tmp_path, capture_output=True, text=True, check=True).stdout
+
+    assert re.findall(r"--editable '\.\[(.*)\]'", planned) == [extras]
 
 
 # ---------------------------------------------------------------------------------------------------- numbers and tables

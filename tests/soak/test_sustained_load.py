@@ -63,7 +63,7 @@ def test_a_thousand_jobs_a_second_do_not_become_dearer(tmp_path: Path, minutes: 
     windows: list[Window] = []
     with (
         PostgresService(**SETTINGS) as postgres,
-        start_server(tmp_path, "--retention-days", str(KEPT_S / 86_400), store=(url := postgres.database())) as server,
+        start_server(tmp_path, "--retention", f"{KEPT_S}s", store=(url := postgres.database())) as server,
         start_worker(server, "--slots", "500"),
         server.client() as client,
     ):

@@ -21,7 +21,7 @@ from tasuki.cli import command as cli
 from tasuki.cli import process
 from tasuki.cli.connect import StoreAddress, guest_places, is_store
 from tasuki.cli.output import ExitCode, Output
-from tasuki.cli.worker import allowed_execs, check_drain_timeout, log_caps
+from tasuki.cli.worker import allowed_execs, log_caps
 from tasuki.config import (
     check_app,
     data_folder,
@@ -31,12 +31,12 @@ from tasuki.config import (
     forget_tokens,
     host_name,
     parse_http,
-    parse_size,
 )
 from tasuki.core.address import AGENT_PORT, Address, parse_agents, parse_url, shown_address
 from tasuki.core.failover.agent_protocol import TIMEOUT_S
 from tasuki.core.failover.events import LIMIT_S
 from tasuki.core.lifecycle import LEASE_TTL_S
+from tasuki.core.units import parse_size
 from tasuki.dispatcher.settings import KEEP_INPUTS_DAYS, UPLOAD_MAX_BYTES, DispatcherConfig, Mode
 from tasuki.doors.listening import ServerCertificate
 from tasuki.errors import ConfigError
@@ -57,6 +57,7 @@ DISPATCHER_PORT = 7091
 DEFAULT_LISTEN = f"127.0.0.1:{DISPATCHER_PORT}"
 REGISTRY_APP = "tasuki-agents"  # not that of servers, which may use the same Redis
 LEASE_TTL_RANGE_S = (1.0, 3600.0)
+DAY_S = 86_400
 
 
 # ---------------------------------------------------------------------------------------------------- options of both
@@ -94,9 +95,6 @@ class RegistryOptions(NamedTuple):
             shown = shown_address(registry)
             raise ConfigError(f"--registry {shown!r} is no registry; use redis://host:6379/0 or postgresql://user@host/database")
         check_app(app, "--registry-app")
-        least, most = LEASE_TTL_RANGE_S
-        if not least <= lease_ttl <= most:
-            raise ConfigError(f"--lease-ttl must be {least:g} to {most:g} seconds, got {lease_ttl:g}")
         if advertise is not None:
             places = parse_url(advertise)
             if len(places) != 1 or not places[0].http or places[0].path:
@@ -136,9 +134,9 @@ registry_options = cli.options(
         default=REGISTRY_APP,
         help="With --registry redis://…: the prefix of its keys, as of the others.",
     ),
-    cli.number(
+    cli.duration(
         "--lease-ttl",
-        metavar="SECONDS",
+        type=cli.Duration(*LEASE_TTL_RANGE_S),
         default=LEASE_TTL_S,
         help="With --registry: how long a node that is silent keeps its jobs.",
     ),
@@ -157,11 +155,6 @@ def _tokens(token_file: str | None, no_token: bool, address: Address, data: Path
     return (ensure_agent_token(data_folder(data)),) if address.loopback else ()
 
 
-def _check_timeout(timeout_s: float) -> None:
-    if not 0 < timeout_s < float("inf"):
-        raise ConfigError(f"--timeout must be above 0 seconds, got {timeout_s:g}")
-
-
 # ---------------------------------------------------------------------------------------------------- agent
 
 
@@ -176,7 +169,7 @@ def agent_config(
     node: str | None,
     timeout: float,
     max_upload: str | None,
-    keep_days: float,
+    keep: float,
     log_head: str,
     log_tail: str,
     data: Path | None,
@@ -184,9 +177,6 @@ def agent_config(
     """Return the settings of an agent, checked."""
     if slots is not None and slots < 1:
         raise ConfigError(f"--slots must be 1 or more, got {slots}")
-    _check_timeout(timeout)
-    if not 0 < keep_days < float("inf"):
-        raise ConfigError(f"--keep-days must be above 0, got {keep_days:g}")
     execs = allowed_execs(config, exec_)
     if not execs:
         raise ConfigError("an agent needs a program to run: give --exec NAME='PROGRAM {file}', or --config FILE")
@@ -200,7 +190,7 @@ def agent_config(
         slots=slots if slots is not None else slots_of_this_machine(),
         timeout_s=timeout,
         max_upload_bytes=parse_size(max_upload) if max_upload else None,
-        keep_days=keep_days,
+        keep_days=keep / DAY_S,
         tokens=_tokens(token_file, no_token, parse_http(listen, AGENT_PORT), data),
         log_caps=log_caps(log_head, log_tail),
     )
@@ -212,7 +202,7 @@ def agent_config(
         "tasuki agent --exec pricer='/opt/pricer/run {file}'      # on http://127.0.0.1:7090",
         "tasuki agent --listen 0.0.0.0:7090 --tls-cert cert.pem --tls-key key.pem --token-file tokens --slots 4 "
         "--exec pricer='/opt/pricer/run {file}' --data /var/lib/tasuki",
-        "tasuki agent --config execs.toml --default-exec pricer --timeout 300 --log-format json",
+        "tasuki agent --config execs.toml --default-exec pricer --timeout 5m --log-format json",
         "TASUKI_REGISTRY=redis://db:6379/1 tasuki agent --results s3://bucket/results --exec pricer='/opt/pricer/run {file}'",
     ],
 )
@@ -223,11 +213,16 @@ def agent_config(
 @cli.exec_options
 @cli.option("--default-exec", metavar="NAME", help="For requests that name none. Default: the only one, if it is.")
 @cli.option("--node", metavar="NAME", help="How others call this agent. Default: the host's name.")
-@cli.number(
-    "--timeout", metavar="SECONDS", default=TIMEOUT_S, help="Time limit of a job; a request may ask for less, not for more."
+@cli.duration(
+    "--timeout",
+    type=cli.Duration(above=True),
+    default=TIMEOUT_S,
+    help="Time limit of a job; a request may ask for less, not for more.",
 )
 @cli.option("--max-upload", metavar="SIZE", help="Largest upload, as 20GB. Default: a quarter of the space that is free.")
-@cli.number("--keep-days", metavar="DAYS", default=KEEP_DAYS, help="How long results are kept.")
+@cli.duration(
+    "--keep", type=cli.Duration(above=True, with_unit=True), default=KEEP_DAYS * DAY_S, help="How long results are kept."
+)
 @cli.option("--inputs", metavar="WHERE", help="Fetch inputs from here: s3://bucket/prefix, a folder, or http://dispatcher.")
 @registry_options
 @cli.option("--advertise", metavar="URL", help="With --registry: where other agents reach this one. Default: as --listen.")
@@ -307,9 +302,6 @@ def dispatcher_config(
     """Return the settings of a dispatcher, checked."""
     if mode not in set(Mode):
         raise ConfigError(f"--mode must be proxy or redirect, got {mode[:40]!r}")
-    _check_timeout(timeout)
-    if not 0 <= keep_inputs < float("inf"):
-        raise ConfigError(f"--keep-inputs must be 0 (for ever) or more days, got {keep_inputs:g}")
     tokens = _tokens(token_file, no_token, parse_http(listen, DISPATCHER_PORT), data)
     own = tokens[0] if tokens else ""
     return DispatcherConfig(
@@ -320,7 +312,7 @@ def dispatcher_config(
         agent_tls=client_tls(tls_ca),
         inputs=inputs,
         max_upload_bytes=parse_size(max_upload) if max_upload else UPLOAD_MAX_BYTES,
-        keep_inputs_days=keep_inputs,
+        keep_inputs_days=keep_inputs / DAY_S,
         limit_s=timeout,
     )
 
@@ -344,11 +336,14 @@ def dispatcher_config(
 @cli.tls_options
 @cli.tls_ca_option
 @cli.option("--max-upload", metavar="SIZE", help="With --inputs: largest upload. Default: 64GB.")
-@cli.number(
-    "--keep-inputs", metavar="DAYS", default=KEEP_INPUTS_DAYS, help="With --inputs: remove those unused for so long; 0: never."
+@cli.duration(
+    "--keep-inputs",
+    type=cli.Duration(with_unit=True),
+    default=KEEP_INPUTS_DAYS * DAY_S,
+    help="With --inputs: remove those unused for so long; 0: never.",
 )
 @registry_options
-@cli.number("--timeout", metavar="SECONDS", default=LIMIT_S, help="How long an agent may take to answer.")
+@cli.duration("--timeout", type=cli.Duration(above=True), default=LIMIT_S, help="How long an agent may take to answer.")
 @cli.drain_option
 @log_format_option
 @cli.log_level_option
@@ -399,7 +394,6 @@ class HttpListener(NamedTuple):
     @classmethod
     def of(cls, address: Address, tls: cli.TlsOptions, tokens: tuple[str, ...], drain_timeout_s: float | None) -> HttpListener:
         """Read the certificate. Raise ConfigError for an address that may not be listened on in this way."""
-        check_drain_timeout(drain_timeout_s)
         if not tokens and not address.loopback:
             raise ConfigError(f"{address} can be reached from other machines: give --token-file, or listen on 127.0.0.1")
         if not tokens:
@@ -451,7 +445,7 @@ def make_agent_registry(shared: RegistryOptions, config: AgentConfig, incarnatio
     from tasuki.agent.results import Peers
     from tasuki.agent.store_registry import ClaimJournal, StoreRegistry
 
-    retention_s = config.keep_days * 86_400.0
+    retention_s = config.keep_days * DAY_S
     server = process.server_config(config.data, lease_ttl_s=shared.lease_ttl_s, retention_s=retention_s, host=config.node)
     places = guest_places(StoreAddress(shared.url, shared.app, shared.results), config.data / "registry")
     return StoreRegistry(

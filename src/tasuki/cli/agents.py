@@ -8,20 +8,16 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import os
-import shutil
-from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
-
-import click
+from typing import TYPE_CHECKING, Any
 
 from tasuki.cli import result
-from tasuki.cli.command import Destination, command, connection_options, flag, number
+from tasuki.cli.command import Destination, Duration, command, connection_options, duration, flag
 from tasuki.cli.connect import are_named, open_agents_client
 from tasuki.cli.output import ExitCode, Output, table
 from tasuki.core.failover.events import WAY_IN
 from tasuki.core.failover.nodes import Ranked
+from tasuki.core.units import shown_duration, shown_size
 from tasuki.errors import InvalidInput
 
 if TYPE_CHECKING:
@@ -76,11 +72,7 @@ async def run_on_agents(
 ) -> int:
     """Run a job on node agents, and return the exit code of `tasuki run`."""
     _check(fields)
-    with ExitStack() as stack:
-        scratch = stack.enter_context(result.scratch_file())
-        stream = None
-        if output_file is not None and _is_stream(output_file):
-            stream, output_file = stack.enter_context(_open_stream(output_file)), None
+    with result.saved_to(output_file) as path:
         async with open_agents_client(place) as client:
             job_id = fields["job_id"] or client.new_id()
             output.progress(f"job {job_id}: looking for a node …")
@@ -95,7 +87,7 @@ async def run_on_agents(
                     fields["exec"],
                     fields["args"],
                     files=fields["files"],
-                    output=output_file or scratch,
+                    output=path,
                     job_id=job_id,
                     known=fields["job_id"] is not None,
                     timeout_s=fields["timeout_s"],
@@ -107,38 +99,7 @@ async def run_on_agents(
             except asyncio.CancelledError:
                 await _cancel(client, job_id, set(client.agents) if fields["job_id"] else nodes, output)
                 return ExitCode.INTERRUPTED
-            if stream is not None and ended.path is not None:
-                _copy(ended.path, stream)
             return _deliver(ended, output)
-
-
-def _is_stream(path: Path) -> bool:
-    """Return whether this is a device, a FIFO or /dev/stdout: to be written into, and never to be replaced."""
-    if not path.exists() or path.is_dir():
-        return False
-    return not path.is_file() or (path.is_symlink() and path.is_relative_to("/dev"))
-
-
-def _open_stream(path: Path) -> BinaryIO:
-    """Open a stream before the run: a FIFO without a reader is found now, and does not block at the end."""
-    flags = os.O_WRONLY | os.O_APPEND | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0)
-    try:
-        descriptor = os.open(path, flags)
-    except OSError as error:
-        raise InvalidInput(
-            f"-o {str(path)!r} cannot be written: {error.strerror}; if it is a FIFO, start its reader first"
-        ) from None
-    os.set_blocking(descriptor, True)
-    return os.fdopen(descriptor, "wb")
-
-
-def _copy(path: Path, stream: BinaryIO) -> None:
-    try:
-        with path.open("rb") as source:
-            shutil.copyfileobj(source, stream)
-        stream.flush()
-    except OSError as error:
-        raise InvalidInput(f"the result cannot be written to -o: {error.strerror}; the same --job-id fetches it again") from None
 
 
 async def _cancel(client: AsyncAgentsClient, job_id: str, nodes: set[str], output: Output) -> None:
@@ -164,8 +125,8 @@ def _describe_progress(progress: RunProgress) -> str:
     if progress.stage == "run":
         done = "" if progress.fraction is None else f" {progress.fraction:.0%}"
         return f"runs at {progress.node}{done} {progress.message}".rstrip()
-    total = f" of {progress.total_bytes}" if progress.total_bytes is not None else ""
-    return f"{progress.stage} {progress.done_bytes}{total} bytes, {progress.node}"
+    total = f" of {shown_size(progress.total_bytes)}" if progress.total_bytes is not None else ""
+    return f"{progress.stage} {shown_size(progress.done_bytes)}{total}, {progress.node}"
 
 
 def _deliver(ended: AgentResult, output: Output) -> int:
@@ -220,7 +181,7 @@ def _describe(ended: AgentResult) -> dict[str, Any]:
     ],
 )
 @flag("--watch", help="Again and again, until Ctrl-C.")
-@number("--interval", metavar="SECONDS", type=click.FloatRange(min=0.1), default=2.0, help="With --watch.")
+@duration("--interval", type=Duration(0.1), default=2.0, help="With --watch.")
 @connection_options("Node agents: agents:http://n1:7090,http://n2:7090. Default: TASUKI_URL.", "AGENTS")
 def nodes(output: Output, watch: bool, interval: float, place: Destination) -> int:
     """A node that failed is left out for 30 s, and until three health checks in a row were good.
@@ -251,7 +212,7 @@ def _node_lines(ranking: list[Ranked]) -> list[str]:
     def cells(node: Ranked) -> tuple[object, ...]:
         breaker = str(node.breaker)
         if breaker != "closed":
-            breaker = f"{breaker}, {node.left_out_s:.0f} s, {node.good_checks} good"
+            breaker = f"{breaker}, {shown_duration(node.left_out_s)}, {node.good_checks} good"
         return node.node, node.standing.name.lower(), node.running, node.limit, breaker, node.last_answer
 
     return table(("NODE", "STANDING", "RUNNING", "LIMIT", "BREAKER", "SAID"), map(cells, ranking))

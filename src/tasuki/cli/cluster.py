@@ -11,7 +11,19 @@ import secrets
 import time
 from typing import Any
 
-from tasuki.cli.command import Destination, argument, command, connection_options, flag, group, number, option, several
+from tasuki.cli.command import (
+    Destination,
+    Duration,
+    argument,
+    command,
+    connection_options,
+    duration,
+    flag,
+    group,
+    number,
+    option,
+    several,
+)
 from tasuki.cli.connect import with_client
 from tasuki.cli.output import Output, table, when
 from tasuki.client import AsyncClient
@@ -31,7 +43,7 @@ worker_id_argument = argument("worker_id", metavar="WORKER", help="As tasuki wor
 @command("servers", examples=["tasuki servers", "tasuki servers --to tcp://a:7000 --json"])
 @connection_options()
 def servers(output: Output, place: Destination) -> None:
-    rows = with_client(place, lambda client: client.request("servers"))
+    rows = with_client(place, lambda client: client.request("servers"), embedded=False)
 
     def cells(row: dict[str, Any]) -> tuple[object, ...]:
         addresses = " ".join(row["addresses"]) or "unix socket only"
@@ -43,7 +55,7 @@ def servers(output: Output, place: Destination) -> None:
 @command("workers", examples=["tasuki workers", "tasuki workers --json"])
 @connection_options()
 def workers(output: Output, place: Destination) -> None:
-    rows = with_client(place, lambda client: client.request("workers"))
+    rows = with_client(place, lambda client: client.request("workers"), embedded=False)
     output.show(rows, lambda: _worker_lines(rows))
 
 
@@ -60,13 +72,10 @@ def _worker_lines(rows: list[dict[str, Any]]) -> list[str]:
 
 @command("stats", examples=["tasuki stats", "tasuki stats --watch", "tasuki stats --watch --interval 10 --json >> stats.jsonl"])
 @flag("--watch", help="Again and again, until Ctrl-C.")
-@number("--interval", metavar="SECONDS", default=1.0, help="Between two looks.")
+@duration("--interval", type=Duration(above=True), default=1.0, help="Between two looks.")
 @number("--groups", metavar="N", type=int, default=1000, help="Groups with the most jobs to show; all others are one, (other).")
 @connection_options()
 def stats(output: Output, watch: bool, interval: float, groups: int, place: Destination) -> None:
-    if not interval > 0:
-        raise InvalidInput(f"--interval must be above 0, got {interval:g}")
-
     async def work(client: AsyncClient) -> None:
         while True:
             counts, workers = await asyncio.gather(client.request("counts", limit=groups), client.request("workers"))
@@ -80,7 +89,7 @@ def stats(output: Output, watch: bool, interval: float, groups: int, place: Dest
                 return
             await asyncio.sleep(interval)
 
-    with_client(place, work)
+    with_client(place, work, embedded=False)
 
 
 def _stats_lines(groups: dict[str, dict[str, int]], workers: list[dict[str, Any]]) -> list[str]:
@@ -111,7 +120,7 @@ def attach(output: Output, worker_id: str, place: Destination) -> None:
 
 
 def _change(verb: str, worker_id: str, place: Destination, output: Output, **params: Any) -> None:
-    answer = with_client(place, lambda client: client.request(verb, worker_id=worker_id, **params))
+    answer = with_client(place, lambda client: client.request(verb, worker_id=worker_id, **params), embedded=False)
     result = f"is {verb}ed" if answer["changed"] else f"was {verb}ed before"
     output.show(answer, lambda: [f"worker {worker_id} {result}"])
 
@@ -127,22 +136,19 @@ label_option = option("--label", metavar="TEXT", default="", help="For people.")
     parent=token,
     examples=[
         "tasuki token create --kind client --label 'report host' > client.token",
-        "tasuki token create --kind worker --scope 'render.eu.>' --expires-days 90 > worker.token",
+        "tasuki token create --kind worker --scope 'render.eu.>' --expires 90d > worker.token",
     ],
 )
 @option("--kind", metavar="|".join(TOKEN_KINDS), default="client", help="What its bearer may be.")
 @label_option
 @several("--scope", metavar="PATTERN", help="Subjects that it may use, * and > allowed. Several times.")
-@number("--expires-days", metavar="DAYS", help="Valid so long. Default: until revoked.")
+@duration("--expires", type=Duration(above=True, with_unit=True), help="Valid so long. Default: until revoked.")
 @connection_options()
-def create(output: Output, kind: str, label: str, scope: tuple[str, ...], expires_days: float | None, place: Destination) -> None:
+def create(output: Output, kind: str, label: str, scope: tuple[str, ...], expires: float | None, place: Destination) -> None:
     """Make a token. The secret is printed on stdout, this once."""
     if kind not in TOKEN_KINDS:
         raise InvalidInput(f"--kind must be one of {', '.join(TOKEN_KINDS)}, got {kind[:40]!r}")
-    if expires_days is not None and not expires_days > 0:
-        raise InvalidInput(f"--expires-days must be above 0, got {expires_days:g}")
-    valid_s = None if expires_days is None else expires_days * 86400.0
-    token_id = _make(output, place, kind, valid_s, label=label, scope=list(scope))
+    token_id = _make(output, place, kind, expires, label=label, scope=list(scope))
     output.hint(f"token {token_id} ({kind}) made; this is the only time that it is shown")
 
 
@@ -186,7 +192,7 @@ def _make(output: Output, place: Destination, kind: str, valid_s: float | None, 
         "expires_at": None if valid_s is None else now + valid_s,
         **fields,
     }
-    with_client(place, lambda client: client.request("token.create", **row))
+    with_client(place, lambda client: client.request("token.create", **row), embedded=False)
     output.show({"token_id": token_id, "kind": kind, "token": secret, "expires_at": row["expires_at"]}, lambda: [secret])
     return token_id
 
@@ -195,7 +201,7 @@ def _make(output: Output, place: Destination, kind: str, valid_s: float | None, 
 @connection_options()
 def list_tokens(output: Output, place: Destination) -> None:
     """List all tokens, without their secrets."""
-    rows = with_client(place, lambda client: client.request("token.list"))
+    rows = with_client(place, lambda client: client.request("token.list"), embedded=False)
 
     def cells(row: dict[str, Any]) -> tuple[object, ...]:
         is_expired = row["expires_at"] is not None and row["expires_at"] <= time.time()
@@ -217,7 +223,7 @@ def revoke(output: Output, token_id: str | None, worker_id: str | None, place: D
     if (token_id is None) == (worker_id is None):
         raise InvalidInput("say which: a token's ID, or --worker-id ID")
     verb, params = ("token.revoke", {"token_id": token_id}) if token_id else ("worker.revoke", {"worker_id": worker_id})
-    answer = with_client(place, lambda client: client.request(verb, **params))
+    answer = with_client(place, lambda client: client.request(verb, **params), embedded=False)
     revoked = [token_id] if token_id else answer["revoked"]
     output.show(answer, lambda: [f"token {one} is revoked" for one in revoked])
 
@@ -227,7 +233,7 @@ def revoke(output: Output, token_id: str | None, worker_id: str | None, place: D
 @connection_options()
 def audit(output: Output, limit: int, place: Destination) -> None:
     """List who made and revoked which token, and when. The newest first."""
-    rows = with_client(place, lambda client: client.request("token.audit", limit=limit))
+    rows = with_client(place, lambda client: client.request("token.audit", limit=limit), embedded=False)
 
     def cells(row: dict[str, Any]) -> tuple[object, ...]:
         return when(row["at"]), row["actor"], row["action"], row["target"], row["detail"]

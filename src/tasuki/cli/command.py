@@ -15,52 +15,73 @@ import math
 import os
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import click
 
 from tasuki.cli.output import ExitCode, Output, exit_code_for
+from tasuki.core.units import parse_duration, shown_duration
 from tasuki.errors import ConfigError, TasukiError
 
 if TYPE_CHECKING:
     from tasuki.core.address import Address
     from tasuki.doors.listening import ServerCertificate
 
-COMMANDS: dict[str, tuple[str, str]] = {
-    "run": ("run.run", "Run one job: print its output, exit with its code."),
-    "submit": ("run.submit", "Submit jobs; return when they are durable."),
-    "status": ("jobs.status", "Show the state of jobs, and how they ended."),
-    "list": ("jobs.list_jobs", "List jobs, newest first."),
-    "explain": ("jobs.explain", "Explain why a job is in its state, and what happened to it."),
-    "result": ("result.result", "Wait for a job's end and save its result."),
-    "logs": ("result.logs", "Print what a command writes, while it runs and afterwards."),
-    "cancel": ("jobs.cancel", "Stop jobs."),
-    "retry": ("jobs.retry", "Run jobs again that have ended."),
-    "dead": ("jobs.dead", "List, show and retry dead letters."),
-    "stats": ("cluster.stats", "Count jobs by group and state, and list the workers."),
-    "servers": ("cluster.servers", "List the servers that are alive on this store."),
-    "workers": ("cluster.workers", "List the workers that are connected to any server."),
-    "nodes": ("agents.nodes", "List node agents, the best first, and those that are left out."),
-    "detach": ("cluster.detach", "Give a worker no more work."),
-    "attach": ("cluster.attach", "Give a detached worker work again."),
-    "up": ("up.up", "Start a server and local workers here."),
-    "server": ("server.server", "Start a server; with --store, one of several."),
-    "worker": ("worker.worker", "Run jobs until a signal."),
-    "agent": ("agent.agent", "Run programs for clients that send files over HTTP."),
-    "dispatcher": ("agent.dispatcher", "Send jobs to node agents that have a free slot."),
-    "duties": ("store.duties", "Do a leader's duties once, for servers that scale to zero."),
-    "token": ("cluster.token", "Make, list and revoke tokens."),
-    "dev-cert": ("dev_cert.dev_cert", "Make a CA and a server's certificate, for development."),
-    "doctor": ("doctor.doctor", "Check Python, SQLite, the data folder, its server and store."),
-    "migrate": ("store.migrate", "Bring the tables of a store up to date."),
-    "backup": ("store.backup", "Save the SQLite store of a data folder."),
-    "restore": ("store.restore", "Restore a backup into a data folder."),
-    "compact": ("store.compact", "Give unused space of a SQLite store back to the disk."),
-    "demo": ("demo.demo", "Show jobs surviving the death of a worker and of the server."),
-    "sim": ("sim.sim", "Simulate whole systems under faults, and check the invariants."),
+SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
+    "Run jobs": {
+        "run": ("run.run", "Run one job: print its output, exit with its code."),
+        "submit": ("run.submit", "Submit jobs; return when they are durable."),
+        "demo": ("demo.demo", "Show jobs surviving the death of a worker and of the server."),
+    },
+    "Look at jobs": {
+        "status": ("jobs.status", "Show the state of jobs, and how they ended."),
+        "list": ("jobs.list_jobs", "List jobs, newest first."),
+        "explain": ("jobs.explain", "Explain why a job is in its state, and what happened to it."),
+        "result": ("result.result", "Wait for a job's end and save its result."),
+        "logs": ("result.logs", "Print what a command writes, while it runs and afterwards."),
+        "cancel": ("jobs.cancel", "Stop jobs."),
+        "retry": ("jobs.retry", "Run jobs again that have ended."),
+        "dead": ("jobs.dead", "List, show and retry dead letters."),
+    },
+    "Servers and workers": {
+        "up": ("up.up", "Start a server and local workers here."),
+        "server": ("server.server", "Start a server; with --store, one of several."),
+        "worker": ("worker.worker", "Run jobs until a signal."),
+        "stats": ("cluster.stats", "Count jobs by group and state, and list the workers."),
+        "servers": ("cluster.servers", "List the servers that are alive on this store."),
+        "workers": ("cluster.workers", "List the workers that are connected to any server."),
+        "detach": ("cluster.detach", "Give a worker no more work."),
+        "attach": ("cluster.attach", "Give a detached worker work again."),
+        "token": ("cluster.token", "Make, list and revoke tokens."),
+        "dev-cert": ("dev_cert.dev_cert", "Make a CA and a server's certificate, for development."),
+    },
+    "Node agents, without a server": {
+        "agent": ("agent.agent", "Run programs for clients that send files over HTTP."),
+        "dispatcher": ("agent.dispatcher", "Send jobs to node agents that have a free slot."),
+        "nodes": ("agents.nodes", "List node agents, the best first, and those that are left out."),
+    },
+    "Operate": {
+        "doctor": ("doctor.doctor", "Check Python, SQLite, the data folder, its server and store."),
+        "duties": ("store.duties", "Do a leader's duties once, for servers that scale to zero."),
+        "migrate": ("store.migrate", "Bring the tables of a store up to date."),
+        "backup": ("store.backup", "Save the SQLite store of a data folder."),
+        "restore": ("store.restore", "Restore a backup into a data folder."),
+        "compact": ("store.compact", "Give unused space of a SQLite store back to the disk."),
+        "completion": ("completion.completion", "Print the completion script of a shell."),
+        "sim": ("sim.sim", "Simulate whole systems under faults, and check the invariants."),
+    },
 }
-"""word -> (module and name below tasuki.cli, first line of its help)"""
+"""Words of each part of `tasuki --help`: word -> (module and name below tasuki.cli, first line of its help)"""
+COMMANDS = {word: entry for section in SECTIONS.values() for word, entry in section.items()}
+
+EXTRAS = {
+    "server": ("django", "fastapi", "jsonschema", "prometheus_client", "psycopg", "uvicorn"),
+    "redis": ("redis", "hiredis"),
+    "s3": ("boto3", "botocore"),
+}
+"""extra of the package -> modules that it brings"""
 
 STDIN = "-"
 HELP_NAMES = {"help_option_names": ["-h", "--help"]}
@@ -82,14 +103,31 @@ class _Text(click.types.StringParamType):
         return super().convert(value, param, ctx)
 
 
-class Range(click.FloatRange):
-    """Numbers between two limits. NaN, which is neither below nor above a limit, is refused too."""
+class Duration(click.ParamType):
+    """A duration in seconds, from `least` to `most`: 90s, 5m, 1h, 1d, or a number of seconds.
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        number = super().convert(value, param, ctx)
-        if math.isnan(number):
-            self.fail(f"{number} is not in the range {self._describe_range()}.", param, ctx)
-        return number
+    `above`: `least` itself is refused. `with_unit`: so is a plain number, of an option whose usual unit is the day.
+    """
+
+    name = "duration"
+
+    def __init__(self, least: float = 0.0, most: float = math.inf, *, above: bool = False, with_unit: bool = False) -> None:
+        self.least, self.most, self.above, self.with_unit = least, most, above, with_unit
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        if not isinstance(value, str):
+            return float(value)
+        try:
+            seconds = parse_duration(value)
+        except ConfigError as error:
+            self.fail(error.message, param, ctx)
+        if self.with_unit and seconds and value.strip()[-1].isdigit():
+            self.fail(f"{value[:40]!r} has no unit; write {value[:40]}d for days, or s, m or h", param, ctx)
+        if not self.least <= seconds <= self.most or (self.above and seconds == self.least):
+            limits = f"{'more than' if self.above else 'at least'} {shown_duration(self.least)}"
+            limits += f" and at most {shown_duration(self.most)}" if self.most < math.inf else ""
+            self.fail(f"{value[:40]} must be {limits}", param, ctx)
+        return seconds
 
 
 TEXT = _Text()
@@ -100,7 +138,7 @@ def option(*names: str, **settings: Any) -> Callable[[Function], Function]:
     """Declare an option whose help shows its default and its environment variable; its type is text by default."""
     if not {"type", "is_flag"} & settings.keys() and isinstance(settings.get("default"), str | None):
         settings["type"] = TEXT
-    return click.option(*names, show_default=True, show_envvar=True, **settings)
+    return click.option(*names, **{"show_default": True, "show_envvar": True, **settings})
 
 
 def argument(name: str, *, metavar: str, help: str, **settings: Any) -> Callable[[Function], Function]:
@@ -116,6 +154,13 @@ def flag(*names: str, help: str, **settings: Any) -> Callable[[Function], Functi
 def number(name: str, *, metavar: str, help: str, type: Any = float, **settings: Any) -> Callable[[Function], Function]:
     """Declare an option whose value is a number."""
     return option(name, metavar=metavar, help=help, type=type, **settings)
+
+
+def duration(name: str, *, help: str, type: Duration | None = None, **settings: Any) -> Callable[[Function], Function]:
+    """Declare an option whose value is a duration."""
+    if isinstance(settings.get("default"), int | float):
+        settings["show_default"] = shown_duration(settings["default"])
+    return option(name, metavar="DURATION", help=help, type=type or Duration(), **settings)
 
 
 def several(*names: str, help: str, **settings: Any) -> Callable[[Function], Function]:
@@ -157,9 +202,7 @@ exec_options = options(
     several("--exec", "exec_", metavar="NAME=TEMPLATE", help="Allow a program: {file}, {files}, {args} are filled in. Several."),
     option("--config", metavar="FILE", type=PATH, help="TOML file with [exec.NAME] tables."),
 )
-drain_option = number(
-    "--drain-timeout", metavar="SECONDS", help="After SIGTERM, how long running jobs may take. Default: no limit."
-)
+drain_option = duration("--drain-timeout", help="After SIGTERM, how long running jobs may take. Default: no limit.")
 log_size_options = options(
     option(
         "--log-head",
@@ -297,7 +340,7 @@ def given_options(context: click.Context, *sources: str) -> dict[str, Any]:
 
 
 def _run_framed(function: Callable[..., int | None], given: dict[str, Any], exit_code: Callable[[TasukiError], int]) -> int:
-    """Call a command and return its exit code. A TasukiError is shown as one line; any other exception is a bug and is raised."""
+    """Call a command and return its exit code. An expected error is shown as one line; any other is a bug and is raised."""
     output = Output(json=given.pop("json"), quiet=given.pop("quiet", False))
     try:
         return function(output, **given) or ExitCode.OK
@@ -306,15 +349,36 @@ def _run_framed(function: Callable[..., int | None], given: dict[str, Any], exit
         return exit_code(error)
     except KeyboardInterrupt:
         return ExitCode.INTERRUPTED
-    except BrokenPipeError:
-        # The reader (`| head`) has seen enough. Python would complain once more when it flushes at the end.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except BrokenPipeError:  # the reader (`| head`) has seen enough
+        drop_output()
         return ExitCode.OK
+    except ModuleNotFoundError as error:
+        missing = missing_extra(error)
+        if missing is None:
+            raise
+        output.error(missing)
+        return exit_code(missing)
     except OSError as error:
         from tasuki.blobs.files import disk_full_or
 
-        found = disk_full_or(error, error.filename or "the disk")
-        if isinstance(found, OSError):
-            raise
-        output.error(found)
-        return exit_code(found)
+        where = error.filename or "the output"
+        found = disk_full_or(error, where)
+        shown = TasukiError(f"{where} cannot be used: {error.strerror or error}") if isinstance(found, OSError) else found
+        drop_output()
+        output.error(shown)
+        return exit_code(shown)
+
+
+def drop_output() -> None:
+    """Send what is left of the output to nobody: Python would complain once more when it flushes at the end."""
+    with suppress(OSError, ValueError):  # stdout is not a file
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def missing_extra(error: ModuleNotFoundError) -> ConfigError | None:
+    """Return an error that says how to install a package that is not part of the bare install; None for any other module."""
+    package = (error.name or "").partition(".")[0]
+    extra = next((extra for extra, packages in EXTRAS.items() if package in packages), None)
+    if extra is None:
+        return None
+    return ConfigError(f"this needs {package}, which is not installed; install it with: pip install 'tasuki[{extra}]'")

@@ -24,7 +24,7 @@ from tasuki.blobs.files import durable_write
 from tasuki.cli.command import STDIN, Destination
 from tasuki.cli.output import when
 from tasuki.client import AsyncClient
-from tasuki.client.embedded import owner_files, read_owner
+from tasuki.client.embedded import answers, owner_files, read_owner
 from tasuki.config import (
     TOKEN_MAX_CHARS,
     DataFolder,
@@ -38,7 +38,7 @@ from tasuki.core.address import AGENTS, Address, parse_agents, parse_url, shown_
 from tasuki.core.apps import DEFAULT_APP
 from tasuki.core.election import LOCK_TTL_S
 from tasuki.core.lifecycle import LEASE_TTL_S
-from tasuki.errors import ConfigError
+from tasuki.errors import ConfigError, Unavailable
 
 if TYPE_CHECKING:
     from tasuki.client.agents.client import AsyncAgentsClient
@@ -54,8 +54,13 @@ STORE_SCHEMES = ("redis://", "rediss://", "redis+sentinel://", "rediss+sentinel:
 LEADER_WAIT_S = 15.0  # longer than a takeover: a new leader may be on its way
 
 
-def with_client(place: Destination, work: Callable[[AsyncClient], Awaitable[T]], *, agents: bool = False) -> T:
-    """Connect, await `work(client)`, disconnect, and return its result. `agents`: the jobs may be those of node agents."""
+def with_client(
+    place: Destination, work: Callable[[AsyncClient], Awaitable[T]], *, agents: bool = False, embedded: bool = True
+) -> T:
+    """Connect, await `work(client)`, disconnect, and return its result.
+
+    `agents`: the jobs may be those of node agents. `embedded`: without a server, one is started for the time of the command.
+    """
 
     async def main() -> T:
         url = place.to or default_url()
@@ -71,6 +76,11 @@ def with_client(place: Destination, work: Callable[[AsyncClient], Awaitable[T]],
             async with guest(address) as socket, AsyncClient(socket, connect_timeout_s=CONNECT_TIMEOUT_S) as client:
                 return await work(client)
         url, token = find_server(place)
+        if url is None and not embedded and not answers(data_folder(place.data).socket):
+            raise Unavailable(
+                f"no server runs on the data folder {data_folder(place.data).root}; start one with: tasuki up, or name another "
+                "with --to URL or --data FOLDER"
+            )
         client = AsyncClient(url, token=token, data=place.data, tls_ca=place.tls_ca, connect_timeout_s=CONNECT_TIMEOUT_S)
         async with client:
             return await work(client)

@@ -161,7 +161,7 @@ def _find(
                 break
         return jobs, following
 
-    return with_client(place, work, agents=True)
+    return with_client(place, work, agents=True, embedded=False)
 
 
 # ---------------------------------------------------------------------------------------------------- cancel, explain, retry

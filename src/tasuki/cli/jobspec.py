@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 import click
 
-from tasuki.cli.command import PATH, STDIN, argument, gather, number, option, options, several
-from tasuki.core.job import BODY_INLINE_MAX_BYTES
-from tasuki.errors import InvalidInput, TooLarge
+from tasuki.cli.command import PATH, STDIN, Duration, argument, duration, gather, number, option, options, several
+from tasuki.core.job import BODY_INLINE_MAX_BYTES, BUDGET_MAX, TIMEOUT_MAX_S
+from tasuki.core.units import parse_duration
+from tasuki.errors import ConfigError, InvalidInput, TooLarge
 
 if TYPE_CHECKING:
     from tasuki.client import AsyncClient
@@ -152,10 +153,16 @@ def job_options(*, retries: int) -> Callable[[Callable[..., Any]], Callable[...,
         ),
         several("--env", metavar="NAME=VALUE", help="For the job; the exec must allow the name. Several times."),
         option("--payload-file", metavar="FILE", help="Standard input of the job, or a handler's payload; - for stdin."),
-        number("--timeout", metavar="SECONDS", help="Time limit of one attempt."),
-        number("--retries", metavar="N", type=int, default=retries, help="How often a failure is tried again."),
-        number("--priority", metavar="0-9", type=int, default=5, help="Higher first."),
-        option("--not-before", metavar="TIME", help="Do not start before: +SECONDS, 2026-01-31T06:00, or a Unix time."),
+        duration("--timeout", type=Duration(0, TIMEOUT_MAX_S, above=True), help="Time limit of one attempt."),
+        number(
+            "--retries",
+            metavar="N",
+            type=click.IntRange(0, BUDGET_MAX),
+            default=retries,
+            help="How often a failure is tried again.",
+        ),
+        number("--priority", metavar="0-9", type=click.IntRange(0, 9), default=5, help="Higher first."),
+        option("--not-before", metavar="TIME", help="Do not start before: +90s, +1h30m, 2026-01-31T06:00, or a Unix time."),
         option("--not-after", metavar="TIME", help="Do not start after: a job that still waits then is SKIPPED."),
         option("--permanent-exit", metavar="CODES", help="Exit codes not worth a retry, as in 3,4. Default: the exec's own."),
         option("--retry-exit", metavar="CODES", help="The only exit codes worth a retry. Default: the exec's own."),
@@ -175,15 +182,15 @@ def parse_env(pairs: Sequence[str]) -> dict[str, str]:
 
 
 def parse_time(option: str, text: str | None) -> float | None:
-    """Return the Unix time of `+90` (seconds from now), a Unix time, or 2026-01-31T06:00 (local, unless it names its zone)."""
+    """Return the Unix time of `+1h` (from now), a Unix time, or 2026-01-31T06:00 (local, unless it names its zone)."""
     if text is None:
         return None
     try:
         if text.startswith("+"):
-            return time.time() + float(text[1:])
+            return time.time() + parse_duration(text[1:])
         return float(text) if _NUMBER.fullmatch(text) else datetime.fromisoformat(text).timestamp()
-    except ValueError:
-        raise InvalidInput(f"{option} {text[:40]!r} is not a time; write +SECONDS, 2026-01-31T06:00, or a Unix time") from None
+    except (ValueError, ConfigError):
+        raise InvalidInput(f"{option} {text[:40]!r} is not a time; write +90s, +1h, 2026-01-31T06:00, or a Unix time") from None
 
 
 def parse_codes(option: str, text: str | None) -> tuple[int, ...]:

@@ -6,13 +6,17 @@ The modules of all commands would take longer to import than everything else tha
 from __future__ import annotations
 
 import gc
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
 
 import click
 
-from tasuki.cli.command import COMMANDS, HELP_NAMES
-from tasuki.cli.output import exit_code_table, visible
+from tasuki.cli.command import COMMANDS, HELP_NAMES, SECTIONS, drop_output, missing_extra
+from tasuki.cli.output import ExitCode, exit_code_table, tell
 
 UNIX_MODULES = ("fcntl", "grp", "pwd", "resource", "termios")
 ANYWHERE = ("run --to agents:…", "nodes")
@@ -44,21 +48,49 @@ class _LazyGroup(click.Group):
         try:
             command: click.Command = getattr(import_module(f"tasuki.cli.{module}"), name)
         except ModuleNotFoundError as error:
+            missing = missing_extra(error)
+            if missing is not None:
+                raise click.UsageError(missing.message) from None
             if error.name not in UNIX_MODULES:
                 raise
             raise click.UsageError(f"tasuki {cmd_name} needs Linux; clients run here too: {', '.join(ANYWHERE)}") from None
         return command
 
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        with _one_line_errors():
+            return super().parse_args(ctx, args)
+
     def invoke(self, ctx: click.Context) -> Any:
-        try:
+        with _one_line_errors():
             return super().invoke(ctx)
-        except click.ClickException as error:  # click prints it, and quotes the argument
-            error.message = visible(error.message)  # type: ignore[misc]
-            raise
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        with formatter.section("Commands"):
-            formatter.write_dl([(word, summary) for word, (_, summary) in COMMANDS.items()])
+        width = max(map(len, COMMANDS))
+        for title, words in SECTIONS.items():
+            with formatter.section(title):
+                formatter.write_dl([(word.ljust(width), summary) for word, (_, summary) in words.items()])
+
+
+class _WrongWords(click.ClickException):
+    """Wrong options or arguments, told in one line."""
+
+    exit_code = ExitCode.USAGE
+
+    def show(self, file: Any = None) -> None:
+        tell(f"tasuki: USAGE: {self.message}")
+
+
+@contextmanager
+def _one_line_errors() -> Iterator[None]:
+    """Tell click's errors, which quote the arguments, in one line that ends with the way to the help."""
+    try:
+        yield
+    except (click.exceptions.NoArgsIsHelpError, _WrongWords):
+        raise
+    except click.UsageError as error:
+        path = error.ctx.command_path if error.ctx is not None else "tasuki"
+        said = " ".join(error.format_message().split()).rstrip(".")
+        raise _WrongWords(f"{said}; see: {path} --help") from None
 
 
 @click.command(cls=_LazyGroup, help=HELP, epilog=EPILOG, invoke_without_command=True, context_settings=HELP_NAMES)
@@ -78,4 +110,12 @@ def main() -> None:
     """Run the `tasuki` script, or `python -m tasuki`."""
     # A collection after every 700 new containers takes 20 of the 300 ms of a server's start, and 6 % of its time under load.
     gc.set_threshold(50_000, 20, 50)
-    root(prog_name="tasuki")
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:  # closed by the shell (`>&-`): the next file to be opened would take its number
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), "w" if number else "r"))
+    try:
+        root(prog_name="tasuki")
+    except OSError as error:  # of the help, which no command prints
+        tell(f"tasuki: ERROR: the output cannot be written: {error.strerror or error}")
+        drop_output()
+        sys.exit(ExitCode.FAILED)

@@ -17,6 +17,7 @@ from __future__ import annotations
 import enum
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from typing import Any
 
 from tasuki.errors import (
@@ -101,7 +102,7 @@ class Output:
         """Print a remark for people to stderr."""
         if not self.json and not self.quiet:
             self.end_progress()
-            print(visible(text), file=sys.stderr)
+            tell(text)
 
     def progress(self, text: str) -> None:
         """Replace the line of progress, if stderr is a terminal that a person looks at."""
@@ -124,9 +125,9 @@ class Output:
         self.end_progress()
         if self.json:
             body = {"error": {"code": error.code, "message": error.message, "details": error.details()}}
-            print(visible(encode_json(body)), file=sys.stderr)
+            tell(encode_json(body))
         else:
-            print(visible(f"tasuki: {error.code}: {error.message}"), file=sys.stderr)
+            tell(f"tasuki: {error.code}: {error.message}")
 
 
 def encode_json(data: Any) -> str:
@@ -134,6 +135,12 @@ def encode_json(data: Any) -> str:
     import msgspec
 
     return msgspec.json.encode(data).decode()
+
+
+def tell(text: str) -> None:
+    """Print a line to stderr. If that fails, nobody can be told."""
+    with suppress(OSError):
+        print(visible(text), file=sys.stderr, flush=True)
 
 
 def write_line(line: str) -> None:
@@ -163,12 +170,12 @@ def plain(value: object) -> str:
 
 
 def when(unix_time: float | None) -> str:
-    """Return the local time, to the second; of a number that is no time, the number."""
+    """Return the local time with its zone, as in 2026-01-31 06:00:00+09:00; of a number that is no time, the number."""
     if unix_time is None:
         return "-"
     from datetime import UTC, datetime
 
     try:
-        return datetime.fromtimestamp(unix_time, UTC).astimezone().strftime("%Y-%m-%d %H:%M:%S")
+        return datetime.fromtimestamp(int(unix_time), UTC).astimezone().isoformat(" ")
     except (OverflowError, ValueError, OSError):
         return f"{unix_time:g}"

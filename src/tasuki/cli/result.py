@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import os
+import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from tasuki.cli.command import PATH, Destination, argument, command, connection_options, flag, number, option
+from tasuki.cli.command import PATH, Destination, argument, command, connection_options, duration, flag, number, option
 from tasuki.cli.connect import with_client
 from tasuki.cli.output import ExitCode, Output, encode_json, write_line
 from tasuki.client import AsyncClient
@@ -36,7 +38,7 @@ ENDED_ITSELF = frozenset({"EXIT_CODE", "SIGNAL", "OOM", "PROCESS_LIMIT", "CPU_LI
     "result",
     examples=[
         "tasuki result JOB                          # waits for the end, saves JOB.zip (of a handler: JOB.bin)",
-        "tasuki result JOB -o out.zip --timeout 60",
+        "tasuki result JOB -o out.zip --timeout 1m",
         "tasuki result JOB --extract ./out          # a new folder with logs and output files",
         "tasuki result --stdout JOB | wc -c",
     ],
@@ -45,7 +47,7 @@ ENDED_ITSELF = frozenset({"EXIT_CODE", "SIGNAL", "OOM", "PROCESS_LIMIT", "CPU_LI
 @option("--output", "-o", "output_file", metavar="FILE", type=PATH, help="Save it here; - for stdout.")
 @option("--extract", metavar="FOLDER", type=PATH, help="Unpack the ZIP into this new folder.")
 @flag("--stdout", help="Write the bytes to stdout.")
-@number("--timeout", metavar="SECONDS", help="How long to wait for the job's end. Default: no limit.")
+@duration("--timeout", help="How long to wait for the job's end. Default: no limit.")
 @connection_options()
 def result(
     output: Output,
@@ -66,6 +68,8 @@ def result(
         raise InvalidInput("choose one of --output, --extract and --stdout")
     if stdout and output.json:
         raise InvalidInput("--stdout writes the result itself; it cannot stand with --json")
+    if not stdout and extract is None:
+        check_target(output_file or Path(f"{job_id}.zip"))
 
     async def work(client: AsyncClient) -> int:
         from tasuki.blobs.zip.writer import extract_zip
@@ -78,7 +82,7 @@ def result(
             if has_result(ended):
                 suffix = "zip" if (await client.request("get", job_ids=[job_id]))[0]["exec"] else "bin"
                 saved = output_file or Path(f"{job_id}.{suffix}")
-                size = await fetch(client, ended, scratch if stdout or extract else saved)
+                size = await client.save_result(ended, scratch if stdout or extract else saved)
             if saved is not None and (stdout or extract):
                 with scratch.open("rb") as source:
                     if extract is not None:
@@ -111,11 +115,62 @@ def has_result(ended: JobResult) -> bool:
     return ended.outcome.result_ref is not None or ended.outcome.result is not None
 
 
-async def fetch(client: AsyncClient, ended: JobResult, path: Path) -> int:
-    """Save the result in a folder that exists, and return its size in bytes."""
-    if not path.parent.is_dir():
-        raise InvalidInput(f"the folder of {str(path)!r} does not exist; make it first, or choose another file")
-    return await client.save_result(ended, path)
+@contextmanager
+def saved_to(output_file: Path | None) -> Iterator[Path]:
+    """Yield the path where a result is to be saved: `output_file`, or a temporary file that is copied to it if it is a stream.
+
+    Raise InvalidInput, before anybody waits for the result, if it could not be saved there.
+    """
+    if output_file is not None and not _is_stream(output_file):
+        check_target(output_file)
+        yield output_file
+        return
+    with ExitStack() as stack:
+        scratch = stack.enter_context(scratch_file())
+        stream = stack.enter_context(_open_stream(output_file)) if output_file is not None else None
+        yield scratch
+        if stream is not None and scratch.exists():
+            _copy(scratch, stream)
+
+
+def _is_stream(path: Path) -> bool:
+    """Return whether this is a device, a FIFO or /dev/stdout: to be written into, and never to be replaced."""
+    if not path.exists() or path.is_dir():
+        return False
+    return not path.is_file() or (path.is_symlink() and path.is_relative_to("/dev"))
+
+
+def _open_stream(path: Path) -> BinaryIO:
+    """Open a stream before the run: a FIFO without a reader is found now, and does not block at the end."""
+    flags = os.O_WRONLY | os.O_APPEND | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0)
+    try:
+        descriptor = os.open(path, flags)
+    except OSError as error:
+        raise InvalidInput(
+            f"-o {str(path)!r} cannot be written: {error.strerror}; if it is a FIFO, start its reader first"
+        ) from None
+    os.set_blocking(descriptor, True)
+    return os.fdopen(descriptor, "wb")
+
+
+def _copy(path: Path, stream: BinaryIO) -> None:
+    try:
+        with path.open("rb") as source:
+            shutil.copyfileobj(source, stream)
+        stream.flush()
+    except OSError as error:
+        raise InvalidInput(f"the result cannot be written to -o: {error.strerror}; the same --job-id fetches it again") from None
+
+
+def check_target(path: Path) -> None:
+    """Raise InvalidInput if a file cannot be made here."""
+    folder = path.parent
+    if not folder.is_dir():
+        raise InvalidInput(f"-o {str(path)!r}: there is no folder {str(folder)!r}; make it with: mkdir -p {folder}")
+    if path.is_dir():
+        raise InvalidInput(f"-o {str(path)!r} is a folder; name a file in it, as in -o {path / 'result.zip'}")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise InvalidInput(f"-o {str(path)!r}: you may not write to the folder {str(folder.absolute())!r}; choose another file")
 
 
 def copy_logs(source: BinaryIO, stdout: Callable[[bytes], Any], stderr: Callable[[bytes], Any]) -> None:

@@ -20,7 +20,7 @@ from typing import Any
 import click
 
 from tasuki.cli import agents, jobspec, result
-from tasuki.cli.command import PATH, STDIN, Destination, command, connection_options, flag, number, option, quiet_option
+from tasuki.cli.command import PATH, STDIN, Destination, command, connection_options, duration, flag, option, quiet_option
 from tasuki.cli.connect import with_client
 from tasuki.cli.output import ExitCode, Output, when
 from tasuki.client import AsyncClient, AsyncJobHandle
@@ -28,6 +28,7 @@ from tasuki.client.aio import SUBMIT_NAMES
 from tasuki.client.logs import LogFollower
 from tasuki.core.job import InputFile, JobSpec
 from tasuki.core.protocol import JobResult
+from tasuki.core.units import shown_duration
 from tasuki.errors import InvalidInput, TasukiError, Unavailable
 
 PROGRESS_S = 0.5
@@ -51,7 +52,7 @@ def _not_stdout(context: click.Context, parameter: click.Parameter, output_file:
         "echo hello | tasuki run cat",
         "tasuki run ./script.sh                        # your own jobs run in the current folder",
         "tasuki run -o result.zip sh -c 'sort data.csv > $TASUKI_OUT/sorted.csv'      # the result has what is in $TASUKI_OUT",
-        "tasuki run --timeout 60 --file data.csv wc in/data.csv      # with --file in a folder of its own, as on other machines",
+        "tasuki run --timeout 1m --file data.csv wc in/data.csv      # with --file in a folder of its own, as on other machines",
         "tasuki run --job-id nightly-2026-01-31 backup /srv        # again with this id: the stored result, no second run",
         "tasuki run --to tcp://host:7000 --token-file token --subject render.eu.1 render --mode fast",
         "tasuki run --to https://host/tasuki --token-file token render --mode fast        # every command works over HTTP",
@@ -69,17 +70,9 @@ def _not_stdout(context: click.Context, parameter: click.Parameter, output_file:
     help="Save the result, a ZIP with logs and output files.",
 )
 @connection_options()
-@number(
-    "--hedge",
-    metavar="SECONDS",
-    type=click.FloatRange(min=0.0),
-    help="Agents: without a result after this time, also at a second node.",
-)
-@number(
-    "--give-up-after",
-    metavar="SECONDS",
-    type=click.FloatRange(min=0.0),
-    help="Agents: how long to try in all. Default: 1260, or a minute more than --timeout if that is longer.",
+@duration("--hedge", help="Agents: without a result after this time, also at a second node.")
+@duration(
+    "--give-up-after", help="Agents: how long to try in all. Default: 21m, or a minute more than --timeout if that is longer."
 )
 @flag("--no-stream", help="Print the output when the job has ended.")
 @flag("--quiet", "-q", help="No words of tasuki's own.")
@@ -112,10 +105,12 @@ def run(
         fields["payload"] = jobspec.piped_payload(output.hint)
     output.progress("connecting …")
     stream = not (no_stream or output.json)
-    return with_client(place, lambda client: _run(client, fields, output_file, output, stream=stream))
+    with result.saved_to(output_file) as path:
+        return with_client(place, lambda client: _run(client, fields, path, output, stream=stream))
 
 
-async def _run(client: AsyncClient, fields: dict[str, Any], output_file: Path | None, output: Output, *, stream: bool) -> int:
+async def _run(client: AsyncClient, fields: dict[str, Any], path: Path, output: Output, *, stream: bool) -> int:
+    """Run a job, save its result at `path`, and return the exit code."""
     fields = jobspec.located(fields, client)
     stop = _Interrupts()
     job_id = fields["job_id"] or client.new_id()
@@ -133,8 +128,10 @@ async def _run(client: AsyncClient, fields: dict[str, Any], output_file: Path | 
             if handle.existed and fields["job_id"]:
                 result_of = f"this is its stored result, of {when(ended.finished_at)}"
                 output.hint(f"job {job_id} does not run again: {result_of}; to run it again: tasuki retry {job_id}")
-            code = await _deliver(client, ended, output_file, output, streaming, is_command=bool(fields["exec"]))
-            return ExitCode.BROKEN_PIPE if stop.broken_pipe else code
+            code = await _deliver(client, ended, path, output, streaming, is_command=bool(fields["exec"]))
+            if stop.output_error is not None and not isinstance(stop.output_error, BrokenPipeError):
+                raise stop.output_error
+            return code if stop.output_error is None else ExitCode.BROKEN_PIPE
         return ExitCode.INTERRUPTED
     finally:
         stop.close()
@@ -147,8 +144,8 @@ class _Interrupts:
 
     def __init__(self) -> None:
         self.count = 0
-        self.broken_pipe = False
-        """The reader of our stdout is gone."""
+        self.output_error: OSError | None = None
+        """The reason why the job's output cannot be printed: the reader of our stdout is gone, or its disk is full."""
         self.changed = asyncio.Event()
         self._loop = asyncio.get_running_loop()
         for signum in (signal.SIGINT, signal.SIGTERM):
@@ -158,9 +155,9 @@ class _Interrupts:
         self.count += 1
         self.changed.set()
 
-    def note_broken_pipe(self) -> None:
-        """Count a broken pipe like a signal: SIGPIPE would have ended the program."""
-        self.broken_pipe = True
+    def note_output_error(self, error: OSError) -> None:
+        """Count an output that cannot be written like a signal: SIGPIPE would have ended the program."""
+        self.output_error = error
         self._note()
 
     def close(self) -> None:
@@ -185,13 +182,13 @@ class _Streaming:
                 await self._printer.part(part)
         except TasukiError as error:
             self._printer.output.hint(f"tasuki: {follower.stream} comes at the job's end: {error.message}")
-        except BrokenPipeError:
-            self._stop.note_broken_pipe()
+        except OSError as error:
+            self._stop.note_output_error(error)
 
     async def finish(self, path: Path | None, attempt: int) -> None:
         """Print what was not printed yet, from the result at `path`, after the end of the job."""
         await asyncio.gather(*self._tasks)
-        if path is None or self._stop.broken_pipe:
+        if path is None or self._stop.output_error is not None:
             return
         for follower in self._followers:
             async for part in follower.rest_in(path, attempt):
@@ -251,7 +248,7 @@ async def _wait(
                 output.hint(f"the cancel did not reach the server; the job may go on: tasuki status {handle.job_id}")
                 return None
             notice()
-            output.progress(f"job {handle.job_id}: {loop.time() - began:.0f} s")
+            output.progress(f"job {handle.job_id}: {shown_duration(loop.time() - began)}")
         return ending.result()
     finally:
         ending.cancel()
@@ -282,7 +279,7 @@ async def _cancel(client: AsyncClient, job_id: str) -> bool:
 async def _deliver(
     client: AsyncClient,
     ended: JobResult,
-    output_file: Path | None,
+    path: Path,
     output: Output,
     streaming: _Streaming | None,
     *,
@@ -292,15 +289,13 @@ async def _deliver(
     code = exit_code_of(ended)
     captured = result.CapturedOutput(output)
     output.end_progress()
-    with result.scratch_file() as scratch:
-        path = output_file or scratch
-        left = result.has_result(ended)
-        if left:
-            await result.fetch(client, ended, path)
-        if streaming is not None:
-            await streaming.finish(path if left else None, ended.attempt)
-        elif left:
-            captured.print_result(path, is_command=is_command)
+    left = result.has_result(ended)
+    if left:
+        await client.save_result(ended, path)
+    if streaming is not None:
+        await streaming.finish(path if left else None, ended.attempt)
+    elif left:
+        captured.print_result(path, is_command=is_command)
     code = result.check_left_out(ended.job_id, ended.outcome.meta.get("left_out"), code, output)
     if output.json:
         captured.show(result.describe(ended), code)

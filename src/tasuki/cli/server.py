@@ -21,7 +21,7 @@ from tasuki.cli import command as cli
 from tasuki.cli import process
 from tasuki.cli.connect import note_listening
 from tasuki.cli.output import Output
-from tasuki.config import check_app, data_folder, fault_point, parse_http, parse_listen, parse_size, user_key
+from tasuki.config import check_app, data_folder, fault_point, parse_http, parse_listen, user_key
 from tasuki.core.address import Address, parse_url
 from tasuki.core.apps import DEFAULT_APP, AppLimits, template_of
 from tasuki.core.election import LOCK_TTL_S
@@ -35,6 +35,7 @@ from tasuki.core.lifecycle import (
     LEASE_TTL_S,
     RETENTION_DAYS,
 )
+from tasuki.core.units import parse_size
 from tasuki.doors.listening import Connections, ServerCertificate
 from tasuki.doors.tcp import TcpDoor
 from tasuki.errors import ConfigError, Overloaded
@@ -74,18 +75,17 @@ blobs_option = cli.option(
     envvar="TASUKI_BLOBS",
     help="Large inputs and results: s3://bucket/prefix[?endpoint=URL], or a folder. Default: in the data folder.",
 )
-LEASE_RANGE = cli.Range(*LEASE_TTL_RANGE_S)
-retention_option = cli.number(
-    "--retention-days",
-    metavar="DAYS",
-    type=cli.Range(0, 36_500, min_open=True),
-    default=RETENTION_DAYS,
+LEASE_RANGE = cli.Duration(*LEASE_TTL_RANGE_S)
+DAY_S = 86_400
+retention_option = cli.duration(
+    "--retention",
+    type=cli.Duration(0, 36_500 * DAY_S, above=True, with_unit=True),
+    default=RETENTION_DAYS * DAY_S,
     help="How long finished jobs and results are kept.",
 )
-lead_ttl_option = cli.number(
+lead_ttl_option = cli.duration(
     "--lead-ttl",
-    metavar="SECONDS",
-    type=cli.Range(0.1, 3600),
+    type=cli.Duration(0.1, 3600),
     default=LOCK_TTL_S,
     help="With --store: how soon another server takes over the duties.",
 )
@@ -134,17 +134,15 @@ app_options = cli.options(
         default=DEFAULT_LIMITS.max_retries,
         help="How often a job of an app is tried again, if it does not say.",
     ),
-    cli.number(
+    cli.duration(
         "--app-backoff",
-        metavar="SECONDS",
-        type=cli.Range(0, TIMEOUT_MAX_S),
+        type=cli.Duration(0, TIMEOUT_MAX_S),
         default=DEFAULT_LIMITS.backoff_s,
         help="The delay of its first retry, which doubles with each.",
     ),
-    cli.number(
+    cli.duration(
         "--app-timeout",
-        metavar="SECONDS",
-        type=cli.Range(0, TIMEOUT_MAX_S, min_open=True),
+        type=cli.Duration(0, TIMEOUT_MAX_S, above=True),
         help="The time limit of its attempts. Default: none.",
     ),
     cli.gather("apps", AppOptions.of),
@@ -171,28 +169,22 @@ app_options = cli.options(
 @store_option
 @blobs_option
 @cli.several("--advertise", metavar="URL", help="Where others reach this server: tls://host:7000. Default: as --tcp.")
-@cli.number(
-    "--lease-ttl", metavar="SECONDS", type=LEASE_RANGE, default=LEASE_TTL_S, help="How long a silent worker keeps its jobs."
-)
-@cli.number(
+@cli.duration("--lease-ttl", type=LEASE_RANGE, default=LEASE_TTL_S, help="How long a silent worker keeps its jobs.")
+@cli.duration(
     "--lease-ttl-max",
-    metavar="SECONDS",
     type=LEASE_RANGE,
     default=LEASE_TTL_MAX_S,
     help="Longest lease that a worker gets if it asks; at least --lease-ttl and --http-lease-ttl.",
 )
-@cli.number(
+@cli.duration(
     "--grace-max",
-    metavar="SECONDS",
-    type=cli.Range(0, 86_400),
+    type=cli.Duration(0, DAY_S),
     default=GRACE_MAX_S,
     help="Longest --reconnect-grace of a worker that is granted.",
 )
 @retention_option
-@cli.number(
+@cli.duration(
     "--blob-grace",
-    metavar="SECONDS",
-    type=cli.Range(0),
     default=BLOB_GRACE_S,
     help="How long a blob that no job needs is kept after its last use.",
 )
@@ -200,9 +192,8 @@ app_options = cli.options(
 @lead_ttl_option
 @cli.option("--http", metavar="HOST:PORT", help="Serve HTTP here (HTTPS with --tls-cert); port 0: any. Default: none.")
 @app_options
-@cli.number(
+@cli.duration(
     "--http-lease-ttl",
-    metavar="SECONDS",
     type=LEASE_RANGE,
     default=HTTP_LEASE_TTL_S,
     help="How long a silent worker of an app (/calc) keeps its jobs.",
@@ -229,7 +220,7 @@ def server(
     lease_ttl: float,
     lease_ttl_max: float,
     grace_max: float,
-    retention_days: float,
+    retention: float,
     blob_grace: float,
     blob_budget: str | None,
     lead_ttl: float,
@@ -265,7 +256,7 @@ def server(
         lease_ttl_max_s=max(lease_ttl_max, http_lease_ttl),
         grace_max_s=grace_max,
         apps=apps.names,
-        retention_s=retention_days * 86400.0,
+        retention_s=retention,
         blob_grace_s=blob_grace,
         blob_budget_bytes=parse_size(blob_budget) if blob_budget else None,
     )

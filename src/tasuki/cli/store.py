@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from tasuki.cli import process
-from tasuki.cli.command import PATH, argument, command, coordination_option, data_option, flag, number, option
+from tasuki.cli.command import PATH, argument, command, coordination_option, data_option, duration, flag, option
 from tasuki.cli.connect import StoreAddress, guest_places, owner_of
 from tasuki.cli.output import ExitCode, Output, plain, when
 from tasuki.cli.server import blobs_option, lead_ttl_option, retention_option, store_option
 from tasuki.config import DataFolder, data_folder, fault_point
+from tasuki.core.units import shown_duration
 from tasuki.errors import InvalidInput, Unavailable
 from tasuki.server import backup as backups
 from tasuki.server.archive import Manifest
@@ -231,7 +232,7 @@ def _migrate_store(url: str) -> tuple[str, list[str]]:
 @coordination_option
 @retention_option
 @lead_ttl_option
-@number("--timeout", metavar="SECONDS", default=300.0, help="Give up after so long, with exit code 5.")
+@duration("--timeout", default=300.0, help="Give up after so long, with exit code 5.")
 @data_option
 @option("--log-level", metavar="LEVEL", default="warning", help="debug, info, warning or error, on stderr.")
 def duties(
@@ -241,7 +242,7 @@ def duties(
     app: str | None,
     blobs: str | None,
     coordination: str | None,
-    retention_days: float,
+    retention: float,
     lead_ttl: float,
     timeout: float,
     data: Path | None,
@@ -255,13 +256,12 @@ def duties(
     if not once:
         raise InvalidInput("duties are done once, with --once; a server does them all the time: tasuki server --store URL")
     process.configure_log(log_level, json=output.json)
-    retention_s = retention_days * 86400.0
     if store:
         address = StoreAddress(store, app, blobs or "", coordination or "", lead_ttl)
-        report = asyncio.run(_lead_shared(address, retention_s, timeout))
+        report = asyncio.run(_lead_shared(address, retention, timeout))
     else:
         folder = _folder_with_store(data, "give --store URL, or --data FOLDER")
-        report = asyncio.run(_lead_folder(folder, blobs or "", retention_s, timeout))
+        report = asyncio.run(_lead_folder(folder, blobs or "", retention, timeout))
     if report["led"]:
         line = f"epoch {report['epoch']}: " + ", ".join(f"{report[name]} {name.replace('_', ' ')}" for name in COUNTED)
     else:
@@ -296,6 +296,8 @@ async def _lead_once(server: Server, cluster: Cluster | None, timeout_s: float) 
             return {"led": True, "epoch": server.broker.epoch, **{name: getattr(counts, name) for name in COUNTED}}
     except TimeoutError:
         why = server.broker.store_problem or "there is more to do than fits"
-        raise Unavailable(f"the duties were not done within {timeout_s:g} s: {why}; the next run goes on with them") from None
+        raise Unavailable(
+            f"the duties were not done within {shown_duration(timeout_s)}: {why}; the next run goes on with them"
+        ) from None
     finally:
         await server.stop()

@@ -30,11 +30,12 @@ from tasuki.cli.server import (
     serve,
     tcp_option,
 )
-from tasuki.cli.worker import allowed_execs, check_drain_timeout, log_caps
+from tasuki.cli.worker import allowed_execs, log_caps
 from tasuki.client.embedded import answers
 from tasuki.config import OWN_COMMAND, DataFolder, data_folder, parse_http, parse_listen, user_key
 from tasuki.core.backoff import Backoff
 from tasuki.core.broker.state import WorkerSession
+from tasuki.core.units import shown_duration
 from tasuki.errors import ConfigError, Unavailable
 from tasuki.server.assembly import StorageLocations
 from tasuki.server.server import Server
@@ -58,7 +59,6 @@ def worker_arguments(
 ) -> tuple[str, ...]:
     """Return the arguments of each worker. Raise ConfigError for what a worker would refuse: it would be restarted for ever."""
     check_slots(slots)
-    check_drain_timeout(drain_timeout)
     log_caps(log_head, log_tail)
     check_secrets(allowed_execs(config, exec_).values())
     return (
@@ -287,7 +287,7 @@ class LocalWorkers:
             wait_s = backoff.next_s()
             self._events.emit(
                 "worker-ended",
-                f"{number} (exit {code}); started again in {wait_s:g} s",
+                f"{number} (exit {code}); started again in {shown_duration(wait_s)}",
                 number=number,
                 exit_code=code,
                 restart_in_s=wait_s,

@@ -22,13 +22,14 @@ from tasuki.cli import process, worker_service
 from tasuki.cli.connect import StoreAddress, guest, is_store
 from tasuki.cli.output import Output
 from tasuki.cli.worker_login import LoginOptions, logged_in
-from tasuki.config import check_app, data_folder, default_url, forget_tokens, parse_size
+from tasuki.config import check_app, data_folder, default_url, forget_tokens
 from tasuki.core.address import parse_url
 from tasuki.core.apps import outcome_of
 from tasuki.core.job import JobSpec, Outcome
-from tasuki.core.lifecycle import LEASE_TTL_S
+from tasuki.core.lifecycle import LEASE_TTL_RANGE_S, LEASE_TTL_S
 from tasuki.core.store_messages import Grant
 from tasuki.core.subject import app_subject
+from tasuki.core.units import parse_size
 from tasuki.errors import ConfigError, TooLarge
 from tasuki.worker import Worker
 from tasuki.worker.attempt import MESSAGE_MAX_CHARS, Attempt, HandlerJob, RunResult
@@ -86,13 +87,17 @@ worker_options = cli.options(
         help="What happens to running jobs when no server renews their leases: stop them before others may take them, or keep "
         "them running and offer their results later. Default: keep over HTTP, else stop.",
     ),
-    cli.number(
+    cli.duration(
         "--reconnect-grace",
-        metavar="SECONDS",
+        type=cli.Duration(0, RECONNECT_GRACE_MAX_S),
         default=60.0,
-        help="With keep: how long after the end of a lease others still leave the job to this worker, 0 to 3600.",
+        help="With keep: how long after the end of a lease others still leave the job to this worker, up to 1h.",
     ),
-    cli.number("--lease-ttl", metavar="SECONDS", help="Length of a lease. Default: the server's, 15 or over HTTP 60."),
+    cli.duration(
+        "--lease-ttl",
+        type=cli.Duration(*LEASE_TTL_RANGE_S),
+        help="Length of a lease. Default: the server's, 15s or over HTTP 60s.",
+    ),
     cli.drain_option,
     cli.log_size_options,
     cli.flag("--until-stdin-ends", help="For tasuki up.", hidden=True),
@@ -168,7 +173,8 @@ def run_worker(
 ) -> None:
     """Run a worker; with `only_check`, check the options, or also log in, for `tasuki worker install`."""
     process.configure_log(log_level, json=output.json)
-    check_times(on_disconnect, reconnect_grace, drain_timeout)
+    if on_disconnect not in (None, "stop", "keep"):
+        raise ConfigError(f"--on-disconnect must be stop or keep, got {on_disconnect!r}")
     folder = data_folder(data)
     url = to or default_url() or f"unix://{folder.socket}"
     addresses = [] if is_store(url) else parse_url(url)
@@ -206,15 +212,6 @@ worker.add_command(worker_service.uninstall)
 worker.add_command(worker_service.status)
 
 
-def check_times(on_disconnect: str | None, reconnect_grace: float, drain_timeout: float | None) -> None:
-    """Raise ConfigError for times that cannot work."""
-    check_drain_timeout(drain_timeout)
-    if on_disconnect not in (None, "stop", "keep"):
-        raise ConfigError(f"--on-disconnect must be stop or keep, got {on_disconnect!r}")
-    if not 0 <= reconnect_grace <= RECONNECT_GRACE_MAX_S:
-        raise ConfigError(f"--reconnect-grace must be 0 to {RECONNECT_GRACE_MAX_S:g} seconds, got {reconnect_grace:g}")
-
-
 def wanted_patterns(
     app: str | None, subjects: Sequence[str], execs: Mapping[str, Exec], *, any_program: bool, over_http: bool
 ) -> tuple[str, ...]:
@@ -240,12 +237,6 @@ def _end_with_stdin(worker: Worker) -> None:
         time.sleep(ORPHAN_POLL_S)
         alone_s = 0.0 if worker.connected else alone_s + ORPHAN_POLL_S
     os.kill(os.getpid(), signal.SIGTERM)  # stop
-
-
-def check_drain_timeout(drain_timeout: float | None) -> None:
-    """Raise ConfigError unless the time is finite and not negative."""
-    if drain_timeout is not None and not 0 <= drain_timeout < float("inf"):
-        raise ConfigError(f"--drain-timeout must be 0 or more seconds, got {drain_timeout:g}; leave it out for no limit")
 
 
 # ---------------------------------------------------------------------------------------------------- jobs of an app

@@ -256,7 +256,9 @@ def _arguments(chosen: InstallOptions, folder: DataFolder, drain_s: float) -> It
             if isinstance(one, bool):
                 yield from [chosen.flags[name]] if one else []
                 continue
-            text = str(Path(one).expanduser().absolute()) if name in PATHS else f"{one:g}" if isinstance(one, float) else str(one)
+            text = (
+                str(Path(one).expanduser().absolute()) if name in PATHS else f"{one:.12g}" if isinstance(one, float) else str(one)
+            )
             if text.startswith("-"):
                 yield f"{chosen.flags[name]}={text}"
             else:

@@ -71,6 +71,7 @@ from tasuki.core.protocol import (
 from tasuki.core.reconnect import Connect, believed
 from tasuki.core.store_messages import GroupCounts
 from tasuki.core.subject import DEFAULT_SUBJECT
+from tasuki.core.units import shown_duration
 from tasuki.errors import (
     ConfigError,
     DeadlineExceeded,
@@ -127,8 +128,9 @@ class _AwaitedJob:
                 async with asyncio.timeout(timeout):
                     await asyncio.shield(self.waiter)
             except TimeoutError:
+                waited = shown_duration(timeout or 0.0)
                 raise DeadlineExceeded(
-                    f"job {self.job_id!r} has not ended within {timeout:g} s; it goes on: ask again with the same id"
+                    f"job {self.job_id!r} has not ended within {waited}; it goes on: ask again with the same id"
                 ) from None
         if self.error is not None:
             raise self.error
@@ -296,7 +298,7 @@ class AsyncClient:
         except TimeoutError:
             await self.close()
             raise Unavailable(
-                f"no server at {self._url} within {self._connect_timeout_s:g} s; the last try: {self._last_problem}"
+                f"no server at {self._url} within {shown_duration(self._connect_timeout_s)}; the last try: {self._last_problem}"
             ) from None
         except BaseException:
             await self.close()

@@ -16,6 +16,7 @@ from tasuki.core.job import READY, TERMINAL, Job, JobIncident, State
 from tasuki.core.lifecycle import is_late, was_made
 from tasuki.core.store_messages import Takes
 from tasuki.core.subject import matches
+from tasuki.core.units import shown_duration
 
 SHOWN_MAX = 3  # names and patterns in one sentence; the facts have more
 LISTED_MAX = 100  # names in one list of facts
@@ -75,7 +76,7 @@ def _waiting(job: Job, context: ExplainContext) -> Explanation:
         facts["not_after"] = job.not_after
         if why != "TOO_LATE":
             left_s = job.not_after - context.now_wall
-            because.append(f"If it still waits in {left_s:.1f} s, it is too late to start, and skipped.")
+            because.append(f"If it still waits in {shown_duration(left_s)}, it is too late to start, and skipped.")
     return why, because, facts
 
 
@@ -107,13 +108,13 @@ def _delayed(job: Job, wait_s: float) -> Explanation:
     facts: dict[str, Any] = {"not_before": job.not_before, "wait_s": round(wait_s, 3)}
     if job.failures and job.outcome is not None:
         reason = job.outcome.message or job.outcome.error_code
-        words = f"It may not start for another {wait_s:.1f} s: retry {job.failures} of {job.spec.max_retries} after {reason}."
-        return "RETRY_DELAY", [words], facts
+        words = f"retry {job.failures} of {job.spec.max_retries} after {reason}"
+        return "RETRY_DELAY", [f"It may not start for another {shown_duration(wait_s)}: {words}."], facts
     if job.losses and job.spec.not_before != job.not_before:
         words = f"attempt {job.attempt} was lost, loss {job.losses} of {job.spec.max_losses}"
-        return "LOSS_DELAY", [f"It may not start for another {wait_s:.1f} s: {words}."], facts
+        return "LOSS_DELAY", [f"It may not start for another {shown_duration(wait_s)}: {words}."], facts
     asked = ": its submitter said so" if job.spec.not_before == job.not_before else ""
-    return "NOT_BEFORE", [f"It may not start for another {wait_s:.1f} s{asked}."], facts
+    return "NOT_BEFORE", [f"It may not start for another {shown_duration(wait_s)}{asked}."], facts
 
 
 def _no_pattern(subject: str, workers: Sequence[Worker]) -> Explanation:
@@ -342,7 +343,7 @@ def times(job: Job, incidents: Sequence[JobIncident], now_wall: float) -> Senten
     facts["longest"] = longest if is_late else None
     if not is_late:
         return [], {"times": facts}
-    told = {name: f"{span_s:.1f} s {words}" for name, (span_s, words) in waits.items() if span_s >= LATE_S / 10}
+    told = {name: f"{shown_duration(span_s)} {words}" for name, (span_s, words) in waits.items() if span_s >= LATE_S / 10}
     if len(told) > 1:
         told[longest] += " (the longest)"
     return [f"It waited {', '.join(told.values())}."], {"times": facts}

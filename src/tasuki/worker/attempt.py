@@ -23,6 +23,7 @@ from msgspec.structs import replace
 
 from tasuki.core.job import EMPTY_SHA256, JobSpec, Outcome
 from tasuki.core.subject import SubjectTrie, check_pattern
+from tasuki.core.units import shown_duration
 from tasuki.errors import ConfigError
 from tasuki.worker.keeper.protocol import EndReason, Limits, TreeEnded
 
@@ -117,7 +118,7 @@ def stopped_outcome(reason: StopReason) -> Outcome:
 
 
 def timed_out_outcome(timeout_s: float | None) -> Outcome:
-    return Outcome(error_code="TIMED_OUT", message=f"passed its time limit of {timeout_s:g} s and was stopped")
+    return Outcome(error_code="TIMED_OUT", message=f"passed its time limit of {shown_duration(timeout_s or 0.0)} and was stopped")
 
 
 def exit_outcome(exit_code: int, who: str) -> Outcome:

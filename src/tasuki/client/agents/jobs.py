@@ -25,6 +25,7 @@ from tasuki.core.failover.events import answers_in_words
 from tasuki.core.failover.nodes import authoritative_node
 from tasuki.core.job import BlobRef, Outcome, State, check_job_id
 from tasuki.core.protocol import JobResult
+from tasuki.core.units import shown_duration
 from tasuki.errors import DeadlineExceeded, InvalidInput, NotFound, TasukiError, Unavailable
 
 log = logging.getLogger(__name__)
@@ -66,7 +67,8 @@ class AgentJobHandle(NamedTuple):
                         break
                     await asyncio.sleep(backoff.next_s())
         except TimeoutError:
-            raise DeadlineExceeded(f"job {self.job_id} has not ended after {timeout_s:g} s; it goes on") from None
+            waited = shown_duration(timeout_s or 0.0)
+            raise DeadlineExceeded(f"job {self.job_id} has not ended after {waited}; it goes on") from None
         outcome = view["outcome"]
         state = State(view["state"]) if view["state"] != INTERRUPTED else State.FAILED
         sha256 = outcome["result_sha256"]
