@@ -6,7 +6,7 @@ import pytest
 
 from tasuki.core.broker.broker import STORE_RETRY_S
 from tasuki.core.broker.events import TurnDone, TurnFailed
-from tasuki.core.broker.turn_builder import PACED_ITEM_BYTES, PACED_MAX_BYTES, PACED_PER_TURN
+from tasuki.core.broker.turn_builder import PACED_ITEM_BYTES, PACED_MAX_BYTES, PACED_PER_TURN, REPORTED_PER_TURN
 from tasuki.core.job import JobSpec, Outcome, State
 from tasuki.core.protocol import (
     Accepted,
@@ -183,3 +183,29 @@ def test_a_worker_of_which_too_much_waits_is_behind_until_it_was_asked(stage: Br
     assert not stage.broker.is_behind(other)
     stage.turns()
     assert not stage.broker.is_behind(worker)
+
+
+def test_a_worker_that_names_its_own_lease_without_end_leaves_each_turn_short(stage: BrokerStage) -> None:
+    worker = stage.worker(credit=1)
+    client = stage.node()
+    stage.submit(client, "own")
+    own = claim(stage.grants(worker)[0])
+    for number in range(5, 10):
+        stage.tell(worker, Heartbeat(number, [own] * 1024))
+
+    assert items_of(run_turn(stage)) <= REPORTED_PER_TURN + PACED_PER_TURN
+
+    stage.turns()
+    assert [answer.corr_id for answer in stage.all(worker, HeartbeatAnswer)] == [5, 6, 7, 8, 9]
+    assert stage.last(worker, HeartbeatAnswer).lost == []
+
+
+def test_leases_that_a_resumed_worker_names_without_holding_them_leave_each_turn_short(stage: BrokerStage) -> None:
+    worker = stage.worker("stranger", peer=TCP, token=stage.token("stranger", "worker", "a.>"), patterns=("a.>",), resumed=True)
+    for number in range(5, 10):  # the first says that it holds them, and the others come before the store was asked
+        stage.tell(worker, Heartbeat(number, FOREIGN))
+
+    assert items_of(run_turn(stage)) <= REPORTED_PER_TURN + PACED_PER_TURN
+
+    stage.turns()
+    assert {len(answer.lost) for answer in stage.all(worker, HeartbeatAnswer)} == {len(FOREIGN)}

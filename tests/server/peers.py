@@ -85,10 +85,10 @@ class FakeConnection(Watched):
         return self.all(kind)[count - 1]
 
 
-async def client(server: Server) -> tuple[int, FakeConnection]:
+async def client(server: Server, token: str = "") -> tuple[int, FakeConnection]:
     link = FakeConnection()
     conn = server.opened(link)
-    server.received(conn, HelloClient(msg_id=1, client_id="c1"))
+    server.received(conn, HelloClient(msg_id=1, client_id="c1", token=token))
     await link.wait_for(Welcome)
     return conn, link
 

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from tasuki.blobs.folder import FolderBlobs
-from tasuki.core.broker import turn_builder
+from tasuki.core.access import token_sha256
+from tasuki.core.broker import state, turn_builder
 from tasuki.core.job import JobSpec, Outcome, State
 from tasuki.core.protocol import (
     Accepted,
@@ -166,6 +167,37 @@ def test_peers_are_not_read_from_while_too_much_waits_for_the_store(
         store.gate.set()
         await link.wait_for(Accepted, 2)
         assert link.paused == set()
+
+    serve(tmp_path, store, work)
+
+
+def test_one_token_fills_no_turn_and_others_are_read_from_meanwhile(
+    tmp_path: Path, store: GatedStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (server_module, state):
+        monkeypatch.setattr(module, "OWNER_PER_TURN", 3)
+
+    async def work(server: Server) -> None:
+        operator, _ = await client(server)
+        server.received(
+            operator, Request(1, "token.create", {"token_id": "a", "kind": "client", "sha256": token_sha256("greedy")})
+        )
+        greedy = [await client(server, token="greedy") for _ in range(3)]
+        _, other = await client(server)
+        store.gate.clear()
+        server.received(operator, SubmitJobs(1, [JobSpec(job_id="first")]))
+        assert await asyncio.to_thread(store.entered.wait, PATIENCE_S)
+
+        server.received(greedy[0][0], SubmitJobs(1, [JobSpec(job_id=f"a-{number}") for number in range(4)]))
+        assert [bool(link.paused) for _, link in greedy] == [True, False, False]
+        server.received(greedy[1][0], SubmitJobs(1, [JobSpec(job_id=f"b-{number}", payload=b"x" * 4096) for number in range(2)]))
+        assert [bool(link.paused) for _, link in greedy] == [True, True, True]
+        assert other.paused == set()
+
+        store.gate.set()
+        for _, link in greedy[:2]:
+            await link.wait_for(Accepted)
+        assert [link.paused for _, link in greedy] == [set()] * 3
 
     serve(tmp_path, store, work)
 

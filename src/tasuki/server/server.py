@@ -25,6 +25,7 @@ from tasuki.core.broker import events
 from tasuki.core.broker.broker import Broker
 from tasuki.core.broker.client_messages import ask_ends, result_of
 from tasuki.core.broker.state import ClientSession, WorkerSession
+from tasuki.core.broker.turn_builder import OWNER_PER_TURN
 from tasuki.core.cluster_messages import ServerInfo
 from tasuki.core.election import EpochFenced, TookOver
 from tasuki.core.machine import Closed, Hangup, Opened, Received, Send, Ticked
@@ -91,7 +92,7 @@ class Server:
         self._pumping = False
         self._throttled = False
         self._behind: set[int] = set()
-        """Connections that are not read from because too much of their workers waits for its turn."""
+        """Connections that are not read from because too much of their owner waits for its turn."""
         self._readers = Readers(open_reader, config.readers)
         self._token_reader = Readers(open_reader)  # whoever comes in waits for nobody's `find`
         self._slow_reads: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
@@ -203,12 +204,19 @@ class Server:
             return
         self._apply(Received(conn, message))
         self._throttle()
-        if self.broker.paced.waiting and self.broker.is_behind(conn) and (link := self._links.get(conn)) is not None:
-            self._behind.add(conn)
-            link.pause_reading("its reports wait")
+        much = self.broker.paced.waiting or len(self.broker.builder) > OWNER_PER_TURN
+        if much and conn not in self._behind and self.broker.is_behind(conn):
+            self._wait_for_turn(conn)
         if not self._pumping:
             self._pumping = True
             self._loop.call_soon(self._pump)
+
+    def _wait_for_turn(self, conn: int) -> None:
+        """Do not read from a peer, or from all with its owner, until the store has caught up with what they sent."""
+        for behind in self.broker.behind_with(conn):
+            if (link := self._links.get(behind)) is not None:
+                self._behind.add(behind)
+                link.pause_reading("its turn")
 
     def read(self) -> None:
         """Start a turn at once if the store is idle: all messages of one read from a connection were received."""
@@ -253,7 +261,7 @@ class Server:
         for conn in [conn for conn in self._behind if not self.broker.is_behind(conn)]:
             self._behind.remove(conn)
             if (link := self._links.get(conn)) is not None:
-                link.resume_reading("its reports wait")
+                link.resume_reading("its turn")
         if self._throttled:
             self._throttled = False
             for link in self._links.values():

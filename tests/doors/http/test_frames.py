@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tasuki.core.broker import state
 from tasuki.core.job import BlobRef, InputFile, JobSpec, State
 from tasuki.core.protocol import (
     FRAME_MAX_BYTES,
@@ -35,6 +36,10 @@ from tasuki.core.protocol import (
     Subscribe,
     Welcome,
 )
+from tasuki.core.store_messages import Answers, Turn
+from tasuki.doors.http.exchange import BodyBudget
+from tasuki.doors.http.frames import DECODED_ITEM_BYTES
+from tasuki.server import server as server_module
 from tasuki.wire.messages import FrameDecoder, decode, encode, encode_frame
 from tests.doors.http.stage import Stage, Worker
 from tests.support.waiting import until
@@ -276,6 +281,33 @@ def test_a_frame_that_unpacks_to_more_than_the_limit_is_refused(stage: Stage) ->
 
     assert len(bomb) < 100_000
     assert code(stage.call("POST", "/v1/frames", stage.client, content=bomb)) == (413, "TOO_LARGE")
+
+
+def test_jobs_of_requests_that_wait_are_counted_in_the_memory_of_their_token(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stage.door, "_bodies", BodyBudget(max_bytes=2 * 1000 * DECODED_ITEM_BYTES))
+    submits = [SubmitJobs(number, [job(f"many-{number}-{n}") for n in range(500)]) for number in (1, 2, 3)]
+
+    assert code(post(stage, *submits)) == (429, "TOO_MANY_REQUESTS")
+    assert len(said(post(stage, submits[0]))) == 1
+
+
+def test_messages_that_wait_for_the_store_follow_it_some_at_a_time(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They woke up all at once, and the next turn had all of them, however many they were."""
+    for module in (server_module, state):
+        monkeypatch.setattr(module, "OWNER_PER_TURN", 10)
+    longest = 0
+
+    def note(turn: Turn, answers: Answers) -> None:
+        nonlocal longest
+        longest = max(longest, len(turn.submit))
+
+    monkeypatch.setattr(stage.server, "on_turn", note)
+    submits = [SubmitJobs(number, [job(f"burst-{number}-{n}") for n in range(5)]) for number in range(1, 61)]
+
+    assert len(said(post(stage, *submits))) == 60
+    assert longest <= 20
 
 
 def test_a_request_that_is_newer_than_the_server_has_an_answer_and_the_others_too(stage: Stage) -> None:

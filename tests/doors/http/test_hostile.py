@@ -20,7 +20,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from tasuki.doors.http import exchange, uvicorn_server
 from tasuki.doors.http.context import RequestContext
 from tasuki.doors.http.routes import ROUTES, Route
-from tasuki.errors import Forbidden, Unavailable
+from tasuki.errors import Forbidden, Overloaded, Unavailable
 from tests.doors.http.stage import ANSWER, Stage, Worker, path_of
 from tests.support import attacker
 from tests.support.foreign_sites import FOREIGN, OWN
@@ -226,15 +226,29 @@ def test_a_body_without_a_length_is_413_when_it_is_too_large(stage: Stage, monke
     assert (answer.status_code, answer.json()["error"]["code"]) == (413, "TOO_LARGE")
 
 
-def test_bodies_that_are_too_large_together_are_503_and_the_room_comes_back(
-    stage: Stage, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(stage.door, "_bodies", exchange.BodyBudget(max_bytes=1000))
+def test_no_token_takes_the_room_for_bodies_of_all_others(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stage.door, "_bodies", exchange.BodyBudget(max_bytes=4000))
+    other = stage.create_token("client")
+    with socket.create_connection((stage.address.host, stage.address.port)) as slow:
+        slow.sendall(head(stage, "/v1/jobs", 2000) + b" " * 1999)  # the last byte does not come
+        until(lambda: stage.door._bodies._free_bytes == 2001)
 
-    answers = [stage.post("/v1/jobs", {"payload": "x" * size}) for size in (600, 2000, 600)]
+        refused = stage.post("/v1/jobs", {"payload": "x" * 600})
 
-    assert [answer.status_code for answer in answers] == [200, 503, 200]
-    assert answers[1].json()["error"]["code"] == "OVERLOADED"
+        assert (refused.status_code, refused.json()["error"]["code"]) == (429, "TOO_MANY_REQUESTS")
+        assert stage.post("/v1/jobs", {"payload": "x" * 600}, other).status_code == 200
+    until(lambda: stage.door._bodies._free_bytes == 4000)
+    assert stage.post("/v1/jobs", {"payload": "x" * 600}).status_code == 200
+
+
+def test_bodies_of_all_tokens_together_are_limited_and_the_room_comes_back() -> None:
+    bodies = exchange.BodyBudget(max_bytes=1000)
+    for _ in range(2):
+        with bodies.share("first") as reserve, bodies.share("second") as reserve_too, bodies.share("third") as too_late:
+            reserve(500)
+            reserve_too(500)
+            with pytest.raises(Overloaded):
+                too_late(1)
 
 
 def test_a_payload_that_is_too_large_for_a_job_is_413(stage: Stage) -> None:

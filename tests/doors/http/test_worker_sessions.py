@@ -237,6 +237,20 @@ def test_there_is_a_limit_of_sessions_for_which_those_that_have_ended_do_not_cou
     assert (peer.poll(0, 0), again.poll(0, 0)) == ([], [])
 
 
+def test_one_token_has_a_share_of_the_sessions_and_the_others_have_theirs(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    shares = stage.door._http.sessions._shares
+    assert shares.limit <= worker_sessions.SESSIONS_MAX // 4
+    monkeypatch.setattr(shares, "limit", 2)
+    first = WorkerPeer(stage)
+    second = WorkerPeer(stage, first.token)
+
+    assert error_of(told(WorkerPeer(stage, first.token).opened)) == "OVERLOADED"
+    assert WorkerPeer(stage).name
+
+    stage.run(left(second.at_server))  # it counts no more, though its worker can still read why
+    assert WorkerPeer(stage, first.token).name
+
+
 async def left(session: worker_sessions.HttpWorkerSession) -> None:
     session.leave(worker_sessions.Unavailable("a test"))
 

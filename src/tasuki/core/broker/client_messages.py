@@ -109,13 +109,20 @@ def submit(state: BrokerState, client: ClientSession, identity: Identity, messag
             subjects[spec.subject] = None
         size_bytes += len(spec.payload)
         if spec.args or spec.env or spec.files or spec.headers:
-            size_bytes += ENTRY_BYTES * (len(spec.args) + len(spec.env) + len(spec.files) + len(spec.headers))
+            size_bytes += _lists_bytes(spec)
         submissions.append(Submission(spec, submitter, body_hash(spec)))
-    builder.size_bytes += size_bytes
     verb = "rerun" if message.on_failed == "rerun" else "submit"
     reply = partial(_submitted, state, client, message, rejected, indexes)
-    builder.ask(verb, submissions, reply, partial(state.tell_failure, client.conn, message.msg_id))
+    failed = partial(state.tell_failure, client.conn, message.msg_id)
+    builder.ask(verb, submissions, reply, failed, identity.owner, size_bytes)
     return []
+
+
+def _lists_bytes(spec: JobSpec) -> int:
+    """Return about how much memory the lists of a job take."""
+    texts = (*spec.args, *spec.env, *spec.env.values(), *spec.headers, *spec.headers.values(), *(one.name for one in spec.files))
+    entries = len(spec.args) + len(spec.env) + len(spec.files) + len(spec.headers)
+    return ENTRY_BYTES * entries + sum(map(len, texts)) + sum(len(file.data or b"") for file in spec.files)
 
 
 def routed(spec: JobSpec) -> JobSpec:
@@ -275,7 +282,9 @@ def _authorize(
                 return
         then(jobs, effects)
 
-    state.builder.ask("get", job_ids, judge, partial(state.tell_failure, client.conn, request.msg_id))
+    assert client.identity is not None
+    failed = partial(state.tell_failure, client.conn, request.msg_id)
+    state.builder.ask("get", job_ids, judge, failed, client.identity.owner)
     return []
 
 

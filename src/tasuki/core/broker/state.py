@@ -17,7 +17,7 @@ import msgspec
 from tasuki.core.access import Identity
 from tasuki.core.broker.events import BrokerConfig, Command, Publish
 from tasuki.core.broker.subscriptions import NOTED_MAX, ReadyWalk, Subscription, Subscriptions
-from tasuki.core.broker.turn_builder import PacedQuestions, TurnBuilder, TurnEffects
+from tasuki.core.broker.turn_builder import OWNER_PER_TURN, PacedQuestions, TurnBuilder, TurnEffects
 from tasuki.core.cluster_messages import Hint, ServerInfo, WorkerInfo
 from tasuki.core.job import OnDisconnect
 from tasuki.core.machine import Hangup, Peer
@@ -399,9 +399,22 @@ class BrokerState:
                 self._unwatch(job_id, conn)
 
     def is_behind(self, conn: int) -> bool:
-        """Return whether so much of this worker waits for its turn that no more should be read from it."""
+        """Return whether so much of this peer's owner waits for its turn that no more should be read from it."""
         session = self.sessions.get(conn)
-        return isinstance(session, WorkerSession) and self.paced.is_full(session.owner)
+        if session is None or session.identity is None:
+            return False
+        owner = session.identity.owner
+        return self.builder.by_owner.get(owner, 0) > OWNER_PER_TURN or self.paced.is_full(owner)
+
+    def behind_with(self, conn: int) -> list[int]:
+        """Return the connections that are not to be read from, of which this one is: when many connections of its owner have
+        brought twice of what one may bring, all of them."""
+        asking = self.sessions[conn].identity
+        assert asking is not None
+        owner = asking.owner
+        if self.builder.by_owner.get(owner, 0) <= 2 * OWNER_PER_TURN:
+            return [conn]
+        return [one.conn for one in self.sessions.values() if one.identity is not None and one.identity.owner == owner]
 
     def sessions_of(self, token_ids: Collection[str]) -> list[Session]:
         """Return the sessions of peers that came with one of these tokens."""

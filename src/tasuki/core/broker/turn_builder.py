@@ -41,6 +41,10 @@ REPLY_ORDER = (
 )
 """Order of the replies after a turn: reports and leases first. Verbs of one group reply in the order of their questions."""
 
+OWNER_PER_TURN = 4096  # items of one owner, a tenth of a second of the store; past this its peers are not read from
+OWNER_ITEM_BYTES = 4096  # of payloads and results that count as one item more
+REPORTED_PER_TURN = 1024  # items of one owner's workers; further ones are paced
+
 _RANK = {verb: rank for rank, verbs in enumerate(REPLY_ORDER) for verb in verbs}
 
 
@@ -84,6 +88,7 @@ class Question(msgspec.Struct, frozen=True):
     stop: int
     reply: OnAnswers
     failed: OnFailure | None
+    owner: str
 
 
 _rank = attrgetter("rank")
@@ -99,6 +104,8 @@ class TurnBuilder:
         """Subjects of the jobs that the turn submits, in the order of arrival, with their kind; None: of several."""
         self.size_bytes = 0
         """Size of the payloads and results in it."""
+        self.by_owner: dict[str, int] = {}
+        """Number of items in it, by the owner of the peer that asks; large ones count for several."""
         self._questions: list[Question] = []
         self._size = 0
 
@@ -110,20 +117,32 @@ class TurnBuilder:
     def new_jobs(self) -> int:
         return len(self.items.get("submit", ())) + len(self.items.get("rerun", ()))
 
-    def ask(self, verb: str, items: Sequence[Any], reply: OnAnswers, failed: OnFailure | None = None) -> None:
-        """Add items to the verb's list of the turn; see the module's docstring for `reply` and `failed`."""
+    def ask(
+        self,
+        verb: str,
+        items: Sequence[Any],
+        reply: OnAnswers,
+        failed: OnFailure | None = None,
+        owner: str = "",
+        size_bytes: int = 0,
+    ) -> None:
+        """Add items to the verb's list of the turn; see the module's docstring for `reply` and `failed`. With `owner` they count
+        for what its peers may add; `size_bytes` of payloads and results are in them."""
         rank = _RANK[verb]
         waiting = self.items.get(verb)
         if waiting is None:
             waiting = self.items[verb] = []
         start = len(waiting)
         waiting.extend(items)
-        self._questions.append(Question(rank, verb, start, len(waiting), reply, failed))
+        self._questions.append(Question(rank, verb, start, len(waiting), reply, failed, owner))
         self._size += len(items) + 1
+        self.size_bytes += size_bytes
+        if owner:
+            self.by_owner[owner] = self.by_owner.get(owner, 0) + len(items) + size_bytes // OWNER_ITEM_BYTES
 
     def repeat(self, question: Question, items: Sequence[Any]) -> None:
         """Ask a question of a turn that failed again."""
-        self.ask(question.verb, items, question.reply)
+        self.ask(question.verb, items, question.reply, owner=question.owner)
 
     def split_reads(self, limit: int) -> TurnBuilder:
         """Leave reads past `limit` jobs to a new builder, and return it: rows stay in memory until they are sent."""
@@ -137,7 +156,7 @@ class TurnBuilder:
 
         left = list(filter(is_left, self._questions))
         for read in left:
-            following.ask("get", job_ids[read.start : read.stop], read.reply, read.failed)
+            following.ask("get", job_ids[read.start : read.stop], read.reply, read.failed, read.owner)
         if left:
             del job_ids[left[0].start :]
             self._questions = list(filterfalse(is_left, self._questions))
@@ -188,10 +207,11 @@ class PacedQuestion(msgspec.Struct):
 
 
 class PacedQuestions:
-    """Questions of workers about leases that their sessions were not given: each turn asks some items of every owner.
+    """Questions of workers about leases that their sessions were not given, or about more than a turn takes of one owner: each
+    turn asks some items of every owner.
 
     An outbox of an earlier connection or process is judged by the store alone, and so is a lease that was never this worker's.
-    However many of them come, the turn that carries them stays short.
+    However many of them come, and however often a worker names its own lease, the turn that carries them stays short.
     """
 
     def __init__(self) -> None:
@@ -216,8 +236,7 @@ class PacedQuestions:
             while questions and room:
                 question = questions[0]
                 part = question.items[question.asked : question.asked + room]
-                builder.ask(question.verb, part, question.answered)
-                builder.size_bytes += question.item_bytes * len(part)
+                builder.ask(question.verb, part, question.answered, size_bytes=question.item_bytes * len(part))
                 question.asked += len(part)
                 room -= len(part)
                 self._bytes[owner] -= question.item_bytes * len(part)

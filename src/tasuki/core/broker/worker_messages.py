@@ -22,7 +22,7 @@ from tasuki.core.broker import authentication, log_reads
 from tasuki.core.broker.client_messages import ask_ends, transferred
 from tasuki.core.broker.events import Command, LogFenced
 from tasuki.core.broker.state import CHOICE_MIN, Account, BrokerState, Delivery, WorkerSession
-from tasuki.core.broker.turn_builder import OnAnswers, TurnBuilder, TurnEffects
+from tasuki.core.broker.turn_builder import REPORTED_PER_TURN, OnAnswers, TurnBuilder, TurnEffects
 from tasuki.core.job import EMPTY_SHA256, TERMINAL, Outcome, Progress
 from tasuki.core.machine import Now, Send
 from tasuki.core.store_messages import (
@@ -61,10 +61,10 @@ def received(state: BrokerState, worker: WorkerSession, message: protocol.Messag
             state.look(worker, backlog=True)
         case protocol.JobsStarted():
             if message.claims:
-                held, paced = _held(worker, message.claims)
+                held, paced = _held(state, worker, message.claims)
                 _ask(state, worker, "start", held, partial(_renewed, state, worker.conn, 0, held), paced)
         case protocol.Heartbeat():
-            held, paced = _held(worker, message.claims, log_reads.checked_progress(message.progress))
+            held, paced = _held(state, worker, message.claims, log_reads.checked_progress(message.progress))
             _ask(state, worker, "renew", held, partial(_renewed, state, worker.conn, message.msg_id, held), paced)
             if worker.resuming:
                 _resume(state, worker, message.claims, paced)
@@ -88,12 +88,13 @@ def received(state: BrokerState, worker: WorkerSession, message: protocol.Messag
     return []
 
 
-def _is_paced(known: int, shown: int) -> bool:
-    """Return whether a message goes to the store in parts: of the leases that it shows, most were not given to its session.
+def _is_paced(state: BrokerState, worker: WorkerSession, known: int, shown: int) -> bool:
+    """Return whether a message goes to the store in parts: most of the leases that it shows were not given to its session, or
+    the next turn has enough of its owner.
 
     Some of an honest worker's are not: they were given to an earlier session, or their reports are under way.
     """
-    return 2 * known < shown
+    return 2 * known < shown or state.builder.by_owner.get(worker.owner, 0) + shown > REPORTED_PER_TURN
 
 
 def _ask(
@@ -108,7 +109,7 @@ def _ask(
     if paced:
         state.paced.add(worker.owner, verb, items, reply, size_bytes)
     else:
-        state.builder.ask(verb, items, reply)
+        state.builder.ask(verb, items, reply, None, worker.owner, size_bytes)
 
 
 # ---------------------------------------------------------------------------------------------------- reports
@@ -128,7 +129,7 @@ def _finished(state: BrokerState, worker: WorkerSession, message: protocol.JobsF
         outcome = protocol.storable(ending)
         if outcome.result is not None:
             outcome = _hashed(outcome)
-        size_bytes += len(outcome.result or b"")
+            size_bytes += len(outcome.result or b"")
         started_at = ending.started_at
         if started_at is not None:  # the word of another clock: not before the attempt was granted, and not after now
             granted_at = now.wall - (now.monotonic - delivery.sent_at) if delivery is not None else 0.0
@@ -137,12 +138,11 @@ def _finished(state: BrokerState, worker: WorkerSession, message: protocol.JobsF
         report = Report(ending.job_id, worker_id, ending.lease_id, ending.attempt, outcome, started_at, owner)
         (succeeded if outcome.error_code is None else failed).append(report)
     worker.account.ended(known)
-    paced = _is_paced(known, len(message.endings))
-    if not paced:
-        state.builder.size_bytes += size_bytes
+    paced = _is_paced(state, worker, known, len(message.endings))
     for verb, reports in (("finish", succeeded), ("fail", failed)):
         if reports:
             _ask(state, worker, verb, reports, partial(_reported, state, worker.conn, reports), paced, size_bytes)
+            size_bytes = 0  # counted
 
 
 def _hashed(outcome: Outcome) -> Outcome:
@@ -194,7 +194,7 @@ def _reported(
 
 
 def _held(
-    worker: WorkerSession, claims: list[protocol.Claim], progress: Mapping[str, Progress] = NO_PROGRESS
+    state: BrokerState, worker: WorkerSession, claims: list[protocol.Claim], progress: Mapping[str, Progress] = NO_PROGRESS
 ) -> tuple[list[HeldLease], bool]:
     """Return the leases that the worker shows, and whether they are asked in parts; a shown lease has reached it."""
     protocol.check_attempts(claims)
@@ -209,7 +209,7 @@ def _held(
             known += 1
         told = progress.get(lease_id)
         held.append(HeldLease(claim.job_id, worker_id, incarnation, lease_id, claim.attempt, ttl_s, told, owner))
-    return held, _is_paced(known, len(claims))
+    return held, _is_paced(state, worker, known, len(claims))
 
 
 def _renewed(
@@ -248,7 +248,7 @@ def _resume(state: BrokerState, worker: WorkerSession, claims: list[protocol.Cla
 
 
 def _give_back(state: BrokerState, worker: WorkerSession, message: protocol.JobsReleased) -> None:
-    claims, paced = _held(worker, message.claims)
+    claims, paced = _held(state, worker, message.claims)
     known = [worker.deliveries.pop(claim.lease_id, None) for claim in message.claims]
     worker.account.ended(len(known) - known.count(None))
     if worker.reading:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import datetime
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractAsyncContextManager
 from typing import Any
 
@@ -65,6 +65,8 @@ class RequestContext(msgspec.Struct):
     http: HttpContext
     request: Request
     caller: Caller
+    reserve: Callable[[int], None]
+    """Takes memory of the caller's share until the request is answered; an error if there is none left."""
 
     @property
     def app(self) -> str:

@@ -163,19 +163,19 @@ class HttpDoor:
         exchange.note_token(request, owner)
         self._shares.take(owner)
         try:
-            return await self._read_and_handle(route, RequestContext(self._http, request, caller))
+            with self._bodies.share(owner) as reserve:
+                return await self._read_and_handle(route, RequestContext(self._http, request, caller, reserve))
         finally:
             self._shares.give_back(owner)
 
     async def _read_and_handle(self, route: Route, context: RequestContext) -> Response:
         if route.streamed:
             return await self._handled(route, context)
-        with self._bodies.share() as reserve:
-            body = await exchange.read_body(context.request, reserve)
-            if route.body is not None:
-                reserve(exchange.decoded_bytes(body))
-                return await self._handled(route, context, _decoded(route, body))
-            return await self._handled(route, context, *((body,) if route.content else ()))
+        body = await exchange.read_body(context.request, context.reserve)
+        if route.body is not None:
+            context.reserve(exchange.decoded_bytes(body))
+            return await self._handled(route, context, _decoded(route, body))
+        return await self._handled(route, context, *((body,) if route.content else ()))
 
     async def _handled(self, route: Route, context: RequestContext, *body: Any) -> Response:
         try:

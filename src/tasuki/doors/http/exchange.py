@@ -21,14 +21,25 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tasuki import errors
 from tasuki.core.address import Address
-from tasuki.errors import InternalError, InvalidInput, Overloaded, TasukiError, TooLarge, Unauthorized, UnknownSession, from_wire
+from tasuki.core.shares import Shares
+from tasuki.errors import (
+    InternalError,
+    InvalidInput,
+    Overloaded,
+    TasukiError,
+    TooLarge,
+    TooManyRequests,
+    Unauthorized,
+    UnknownSession,
+    from_wire,
+)
 
 JSON = "application/json"
 RETRY_AFTER_S = 1
 SECRET_MAX_CHARS = 512
 BODY_MAX_BYTES = 16 * 1024 * 1024
 DECODED_MAX_BYTES = 6 * BODY_MAX_BYTES  # values of a JSON body: enough for 16 MB of numbers in rows of three
-BODIES_MAX_BYTES = 256 * 1024 * 1024  # of all requests at once, with the values of JSON ones
+BODIES_MAX_BYTES = 256 * 1024 * 1024  # of all requests at once, with the values of JSON ones; half of it for one token
 REFUSED_MAX_BYTES = 4 * BODY_MAX_BYTES  # a body that is declared larger is not read at all
 DROP_TIMEOUT_S = 5.0
 DISCARD_S = 2.0  # of a body that is still being sent when the answer is given
@@ -224,27 +235,31 @@ def _name_of(place: str) -> str:
 
 
 class BodyBudget:
-    """Memory that the bodies of all requests under way may take together."""
+    """Memory that the bodies of all requests under way may take together; those of one token take half of it at most."""
 
     def __init__(self, max_bytes: int = BODIES_MAX_BYTES) -> None:
         self._free_bytes = max_bytes
+        self._shares = Shares(max_bytes // 2, "bytes of requests under way", TooManyRequests)
 
     @contextmanager
-    def share(self) -> Iterator[Callable[[int], None]]:
-        """Yield a function that reserves bytes for one request, or raises Overloaded; they are free again at the end."""
+    def share(self, owner: str) -> Iterator[Callable[[int], None]]:
+        """Yield a function that reserves bytes for one request of the owner, or raises TooManyRequests, or Overloaded if others
+        take the room; the bytes are free again at the end."""
         taken_bytes = 0
 
         def reserve(size_bytes: int) -> None:
             nonlocal taken_bytes
-            if size_bytes > self._free_bytes:
-                raise Overloaded("too many large requests at once; try again")
-            self._free_bytes -= size_bytes
+            self._shares.take(owner, size_bytes)
             taken_bytes += size_bytes
+            self._free_bytes -= size_bytes
+            if self._free_bytes < 0:
+                raise Overloaded("too many large requests at once; try again")
 
         try:
             yield reserve
         finally:
             self._free_bytes += taken_bytes
+            self._shares.give_back(owner, taken_bytes)
 
 
 async def read_body(request: Request, reserve: Callable[[int], None]) -> bytes:

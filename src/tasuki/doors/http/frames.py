@@ -28,6 +28,7 @@ from tasuki.wire.compression import CODECS, decompress
 from tasuki.wire.messages import BATCH, FrameDecoder, decode
 
 UNPACKED_MAX_BYTES = protocol.FRAME_MAX_BYTES  # of all frames of one body: 64 small ones could each become a large one
+DECODED_ITEM_BYTES = 512  # of memory that a job or a report takes beside its bytes, while its request waits for the store
 NUMBER_MAX = 2**53
 WATCH_AT_ONCE = 256  # jobs whose rows, with results of up to 64 KiB, the store reads in one query
 GATHER_PER_JOB_S = 1e-5  # about the cost of naming a job again, which a client answered at the first end does for all others
@@ -39,8 +40,11 @@ ClientQuestion = protocol.HelloClient | protocol.SubmitJobs | protocol.CancelJob
 # ---------------------------------------------------------------------------------------------------- bodies
 
 
-def messages_in(body: bytes) -> list[protocol.Message]:
-    """Decode a whole body, or none of it; an ErrorMessage stands for a request that this server cannot read."""
+async def messages_in(context: RequestContext, body: bytes) -> list[protocol.Message]:
+    """Decode a whole body, or none of it; an ErrorMessage stands for a request that this server cannot read.
+
+    Between two frames others are served, and the memory that each takes is reserved: 60 KB may become 65,536 jobs.
+    """
     decoder = FrameDecoder(protocol.FRAME_MAX_BYTES)
     frames = decoder.feed(body)
     if decoder.partial:
@@ -49,7 +53,9 @@ def messages_in(body: bytes) -> list[protocol.Message]:
         raise InvalidInput(f"the body has {len(frames)} frames; send 1 to {protocol.FRAMES_MAX}")
     messages: list[protocol.Message] = []
     room = UNPACKED_MAX_BYTES
-    for packed in frames:
+    for number, packed in enumerate(frames):
+        if number:
+            await asyncio.sleep(0)
         plain = decompress(packed.payload, packed.flags, min(room, protocol.FRAME_MAX_BYTES))
         frame = packed._replace(payload=plain, flags=packed.flags & BATCH)
         room -= len(frame.payload)
@@ -61,6 +67,8 @@ def messages_in(body: bytes) -> list[protocol.Message]:
             continue
         if isinstance(message, protocol.ErrorMessage):
             raise InvalidInput("an error is the server's to send")
+        items = max(len(getattr(message, name, ())) for name in ("specs", "endings", "claims", "job_ids"))
+        context.reserve(len(plain) + DECODED_ITEM_BYTES * items)
         messages.append(message)
     return messages
 
@@ -81,7 +89,7 @@ async def frames(context: RequestContext, body: bytes) -> Response:
     wait_s, codec = wait_of(context.request), context.request.query_params.get("codec")
     if codec is not None and codec not in CODECS:
         raise InvalidInput(f"codec must be {' or '.join(CODECS)}, got {codec[:40]!r}")
-    messages = _client_messages(body)
+    messages = await _client_messages(context, body)
     watches = [message for message in messages if _is_watch(message)]
     others = [message for message in messages if not _is_watch(message)]
     async with context.client() as client:
@@ -91,10 +99,10 @@ async def frames(context: RequestContext, body: bytes) -> Response:
     return _framed(encode_answer(answer, codec) for answer in answers)
 
 
-def _client_messages(body: bytes) -> list[ClientQuestion | protocol.ErrorMessage]:
+async def _client_messages(context: RequestContext, body: bytes) -> list[ClientQuestion | protocol.ErrorMessage]:
     """Decode the messages that a client may send here."""
     messages: list[ClientQuestion | protocol.ErrorMessage] = []
-    for message in messages_in(body):
+    for message in await messages_in(context, body):
         if not isinstance(message, ClientQuestion | protocol.ErrorMessage):
             raise _not_here(message)
         if isinstance(message, ClientQuestion) and message.msg_id <= 0:
@@ -213,7 +221,7 @@ async def _watch(
 
 async def open_session(context: RequestContext, body: bytes) -> Response:
     """Open a worker's session with one HelloWorker frame. The answer has the Welcome, and in a header the session's name."""
-    messages = _worker_messages(body)
+    messages = await _worker_messages(context, body)
     if len(messages) != 1 or not isinstance(messages[0], protocol.HelloWorker):
         raise InvalidInput("a session begins with one HelloWorker, and nothing else")
     if messages[0].transfers:
@@ -238,7 +246,7 @@ async def use_session(context: RequestContext, body: bytes) -> Response:
     heard = whole_number(context.request, "heard", 0, NUMBER_MAX) if "heard" in query else None
     if (said is None) == bool(body):
         raise InvalidInput("frames need ?said= with the number of this request, and a request without frames has none")
-    messages = _worker_messages(body) if body else []
+    messages = await _worker_messages(context, body) if body else []
     session = _session_of(context)
     session.users += 1
     try:
@@ -263,9 +271,9 @@ def _session_of(context: RequestContext) -> HttpWorkerSession:
     return context.http.sessions.of(context.caller, str(context.request.path_params["session"]))
 
 
-def _worker_messages(body: bytes) -> list[protocol.Message]:
+async def _worker_messages(context: RequestContext, body: bytes) -> list[protocol.Message]:
     """Decode the messages that a worker may send here."""
-    messages = messages_in(body)
+    messages = await messages_in(context, body)
     for message in messages:
         if isinstance(message, protocol.BlobPut | protocol.BlobGet | protocol.Chunk):
             raise _not_here(message)

@@ -96,7 +96,7 @@ class VirtualConnection:
 
     async def flow(self) -> None:
         """Wait while the server takes no more because its store is behind."""
-        if not self._flowing.is_set():
+        while not self._flowing.is_set():  # again, if those that woke up first have sent enough
             await self._within(self._flowing.wait())
 
     async def ask(self, question: Question) -> protocol.Message:

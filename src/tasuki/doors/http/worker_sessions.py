@@ -14,6 +14,7 @@ from collections import deque
 import msgspec
 
 from tasuki.core import protocol
+from tasuki.core.shares import Shares
 from tasuki.doors.http.exchange import REQUESTS_MAX, discreet
 from tasuki.doors.http.virtual_connection import Caller, VirtualConnection
 from tasuki.errors import NotFound, OutOfTurn, Overloaded, TasukiError, Unavailable, UnknownSession
@@ -21,6 +22,7 @@ from tasuki.net.tcp_link import encode_answer
 from tasuki.server.server import Server
 
 SESSIONS_MAX = REQUESTS_MAX * 3 // 4  # each has a poll open; their other requests, and other peers, need room beside them
+TOKEN_SHARE = 4  # one in so many sessions may be of one token
 KEPT_S = 20.0  # a session without requests, and an ended one, so that its worker can still read why
 LEFT_S = 5.0  # one whose worker disconnected during a poll; a live one comes back at once
 KEPT_MAX_BYTES = 32 * 1024 * 1024  # of frames that are not confirmed; far above what a worker's credit can lead to
@@ -33,7 +35,7 @@ class HttpWorkerSession:
 
     def __init__(self, server: Server, caller: Caller) -> None:
         self.name = secrets.token_urlsafe(18)
-        self.owner = caller.sha256
+        self.owner, self.token = caller.sha256, caller.identity.name
         self.users = 0
         self.used_at = server.now().monotonic
         self.closed = False
@@ -170,14 +172,17 @@ class WorkerSessions:
     def __init__(self, server: Server) -> None:
         self._server = server
         self._sessions: dict[str, HttpWorkerSession] = {}
+        self._shares = Shares(SESSIONS_MAX // TOKEN_SHARE, "sessions at this server")
 
     async def open(self, caller: Caller, hello: protocol.HelloWorker) -> tuple[HttpWorkerSession, protocol.Welcome]:
         """Open a session; the broker ends an older one of the same worker."""
-        if len(self._sessions) >= SESSIONS_MAX:
+        token = caller.identity.name
+        if len(self._sessions) >= SESSIONS_MAX or self._shares.taken(token) >= self._shares.limit:
             for session in [session for session in self._sessions.values() if session.closed]:
                 self.drop(session, "it has ended")
         if len(self._sessions) >= SESSIONS_MAX:
             raise Overloaded(f"this server has {SESSIONS_MAX} workers; try again later, or another server")
+        self._shares.take(token)
         session = HttpWorkerSession(self._server, caller)
         session.users = 1  # not silent while the store takes its time
         self._sessions[session.name] = session
@@ -200,7 +205,11 @@ class WorkerSessions:
     def drop(self, session: HttpWorkerSession, why: str) -> None:
         """End a session and forget it."""
         session.leave(Unavailable(f"the session was ended: {why}"))
-        self._sessions.pop(session.name, None)
+        self._forget(session)
+
+    def _forget(self, session: HttpWorkerSession) -> None:
+        if self._sessions.pop(session.name, None) is not None:
+            self._shares.give_back(session.token)
 
     def tick(self) -> None:
         """Drop the sessions that are silent."""
@@ -213,4 +222,4 @@ class WorkerSessions:
         """End all sessions; waiting polls are answered, later requests find no session."""
         for session in list(self._sessions.values()):
             session.leave(Unavailable("the server is going down; try again"))
-        self._sessions.clear()
+            self._forget(session)
