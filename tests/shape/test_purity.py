@@ -25,6 +25,8 @@ ENVIRONMENT = ("os.environ", "os.environb", "os.getenv", "os.getenvb", "os.puten
 ENVIRONMENT_ALLOWED = ("config.py", "cli/*")
 # Files that hand an environment on to a job's process: file -> why.
 JOB_ENVIRONMENT: dict[str, str] = {
+    "django/node.py": "management commands have the environment of the project's own worker",
+    "django/warm.py": "a management command that starts again in a fresh interpreter notes that there",
     "worker/execs.py": "hands PATH, HOME, LANG, LC_ALL and TZ on to jobs",
     "worker/preforked.py": "is a program of its own, and becomes the job: its environment is then the job's",
 }

@@ -11,6 +11,8 @@ nothing: `django.setup()` has to come first. The public names below are loaded w
     conf          the setting TASUKI, the router
     checks        system checks
     enqueueing    jobs in the caller's transaction
+    commands      management commands as jobs
+    warm          the start of an interpreter that forks for them
     task_backend  Django's Tasks
     logs          logs as rows
     node          the worker of a project, `manage.py tasuki_worker`
@@ -20,6 +22,8 @@ from importlib import import_module
 
 _HOME = {
     "TasukiBackend": "tasuki.django.task_backend",
+    "aenqueue_command": "tasuki.django.commands",
+    "enqueue_command": "tasuki.django.commands",
     "TasukiRouter": "tasuki.django.conf",
 }
 

@@ -4,7 +4,7 @@ A job is inserted by the connection of the calling thread, so it is there exactl
 one NOTIFY for each transaction then wakes the nodes; on SQLite they see by themselves that the file was changed. A hint that is
 lost costs a second: nodes also look by themselves.
 
-Subjects of a project's jobs begin with the queue, which is their group: `<queue>.task.<function>`, `<queue>.command.<command>`.
+Subjects of a project's jobs begin with the queue, which is their group: `<queue>.task.<function>`, `<queue>.<command>`.
 """
 
 from __future__ import annotations
@@ -21,13 +21,15 @@ from django.db import connections, transaction
 from tasuki.core.cluster_messages import Hint, split
 from tasuki.core.job import IdMaker, JobSpec, body_hash, check_spec
 from tasuki.core.store_messages import Submission, Submitted
+from tasuki.core.subject import matches
 from tasuki.django.conf import project_settings
 from tasuki.errors import InvalidInput, TasukiError
 from tasuki.stores.sql.store import SqlStore
 
 SUBMITTER = "django"
 DEFAULT_QUEUE = "default"
-TASK, COMMAND = "task", "command"
+DJANGO_EXEC = "django"
+"""Exec that runs a management command; the first argument is its name."""
 _QUEUE = re.compile(r"[A-Za-z0-9_-]{1,64}")
 # A commit that notifies waits for no disk: it writes nothing.
 _NOTIFY = "SELECT set_config('synchronous_commit', 'off', true), pg_notify('tasuki_hint', piece) FROM unnest(%s::text[]) AS piece"
@@ -59,11 +61,30 @@ def new_ids(count: int) -> list[str]:
     return _own.new_ids.many(count)
 
 
-def subject_of(queue: str, kind: str, name: str) -> str:
-    """Return the subject of a project's job."""
+def task_subject(queue: str, function: str) -> str:
+    """Return the subject of a task."""
+    return f"{_checked(queue)}.task.{function}"
+
+
+def command_subject(queue: str, command: str) -> str:
+    """Return the subject of a management command."""
+    return f"{_checked(queue)}.{command}"
+
+
+def patterns_of(queue: str) -> tuple[str, str]:
+    """Return the patterns of all tasks and of all commands of a queue; `*`: of any."""
+    return f"{queue if queue == '*' else _checked(queue)}.task.>", f"{queue}.*"
+
+
+def is_task(spec: JobSpec) -> bool:
+    """Return whether a job is a task."""
+    return not spec.exec and matches("*.task.>", spec.subject)
+
+
+def _checked(queue: str) -> str:
     if _QUEUE.fullmatch(queue) is None:
         raise InvalidInput(f"queue {queue[:80]!r} must be 1 to 64 characters of A-Z a-z 0-9 _ -")
-    return f"{queue}.{kind}.{name}"
+    return queue
 
 
 def enqueue_jobs(specs: Sequence[JobSpec]) -> list[Submitted]:

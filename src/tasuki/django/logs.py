@@ -5,13 +5,27 @@ A log never decides an outcome: what cannot be written is missing, and the job g
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import NamedTuple
+
+from django.db import DatabaseError, connections
 
 from tasuki.django.conf import project_settings
 from tasuki.django.models import JobRun, LogChunk
+from tasuki.worker.attempt import Attempt
+from tasuki.worker.logs import LogFollow, ReadableLog
+
+logger = logging.getLogger("tasuki.django")
+CHUNK_BYTES = 64 * 1024
+HEAD_BYTES = 1024 * 1024
+TAIL_BYTES = 64 * 1024
+WRITE_TIMEOUT_S = 10.0  # the end of a job waits so long for its log
 
 
 class StoredLog(NamedTuple):
@@ -36,3 +50,101 @@ def read_log(job_id: str, stream: str, *, after: int = 0) -> Iterator[StoredLog]
     rows = LogChunk.objects.using(project_settings().database).filter(job__idempotency_key=job_id, stream=stream, id__gt=after)
     for row in rows.order_by("attempt", "offset", "id"):
         yield StoredLog(row.attempt, row.offset, zlib.decompress(bytes(row.data)))
+
+
+# ---------------------------------------------------------------------------------------------------- in the node
+
+
+class _NewLog(NamedTuple):
+    lease_id: str
+    stream: str
+    offset: int
+    data: bytes
+
+
+class KeptLogFollow(LogFollow):
+    """The logs of running commands, of which new bytes are also taken for the database: HEAD_BYTES, and TAIL_BYTES at the end."""
+
+    def __init__(self, send: object) -> None:
+        super().__init__(send)  # type: ignore[arg-type]
+        self._taken: dict[tuple[str, str], int] = {}
+        self._rest: dict[str, list[_NewLog]] = {}
+
+    @contextmanager
+    def of(self, lease_id: str, logs: Mapping[str, ReadableLog]) -> Iterator[None]:
+        with super().of(lease_id, logs):
+            try:
+                yield
+            finally:
+                self._rest[lease_id] = list(self._new(lease_id, logs, ended=True))
+
+    def take_new(self) -> list[_NewLog]:
+        """Return the bytes that came since the last call."""
+        return [one for lease_id, logs in self.open_logs().items() for one in self._new(lease_id, logs, ended=False)]
+
+    def take_rest(self, lease_id: str) -> list[_NewLog]:
+        """Return the last bytes of an attempt that has ended."""
+        for stream in ("stdout", "stderr"):
+            self._taken.pop((lease_id, stream), None)
+        return self._rest.pop(lease_id, [])
+
+    def _new(self, lease_id: str, logs: Mapping[str, ReadableLog], *, ended: bool) -> Iterator[_NewLog]:
+        for stream, log in logs.items():
+            size = log.size_bytes()
+            offset = self._taken.get((lease_id, stream), 0)
+            ends = [min(size, HEAD_BYTES), size] if ended else [min(size, HEAD_BYTES)]
+            for end in ends:
+                if end > HEAD_BYTES:
+                    offset = max(offset, end - TAIL_BYTES)
+                while offset < end:
+                    start, data = log.read(offset, min(CHUNK_BYTES, end - offset))
+                    if not data:  # it is being cut at this moment
+                        break
+                    yield _NewLog(lease_id, stream, start, data)
+                    offset = start + len(data)
+            self._taken[lease_id, stream] = offset
+
+
+class LogWriter:
+    """Writes logs into the database, on a thread with a connection of its own, which is open only while there is something."""
+
+    def __init__(self, alias: str) -> None:
+        self._alias = alias
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="tasuki-logs")
+        self._problem = ""
+
+    async def write(self, new: Iterable[_NewLog], attempts: Mapping[str, Attempt]) -> None:
+        """Write the parts of these attempts, by lease. What cannot be written is lost, and logged."""
+        parts = [(attempts[one.lease_id], one) for one in new if one.lease_id in attempts]
+        if not parts:
+            return
+        try:
+            async with asyncio.timeout(WRITE_TIMEOUT_S):
+                await asyncio.get_running_loop().run_in_executor(self._thread, self._write, parts)
+        except (DatabaseError, TimeoutError) as error:
+            if str(error) != self._problem:
+                logger.warning("logs cannot be stored: %s", error or "no answer in time")
+            self._problem = str(error)
+
+    def _write(self, parts: list[tuple[Attempt, _NewLog]]) -> None:
+        names = {attempt.spec.job_id for attempt, _ in parts}
+        try:
+            rows = dict(JobRun.objects.using(self._alias).filter(idempotency_key__in=names).values_list("idempotency_key", "id"))
+            chunks = [
+                LogChunk(
+                    job_id=rows[attempt.spec.job_id],
+                    attempt=attempt.attempt,
+                    stream=one.stream,
+                    offset=one.offset,
+                    at=time.time(),
+                    data=zlib.compress(one.data),
+                )
+                for attempt, one in parts
+                if attempt.spec.job_id in rows
+            ]
+            LogChunk.objects.using(self._alias).bulk_create(chunks)
+        finally:
+            connections[self._alias].close()
+
+    def close(self) -> None:
+        self._thread.shutdown()

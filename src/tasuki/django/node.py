@@ -1,7 +1,8 @@
 """The node: `manage.py tasuki_worker`. A guest server on the project's database and a worker, in one process.
 
     worker ──unix socket──► guest ──► database of the project
-       └─ processes of tasks: forked with Django set up, reused
+       ├─ processes of tasks: forked with Django set up, reused
+       └─ keeper ──► warm interpreter ──fork──► manage.py COMMAND
 
 On PostgreSQL any number of nodes may run; their guests elect the one that does the upkeep. On SQLite the guest is the only one
 that leases, kept by a lock file beside the database; other processes of the project only enqueue.
@@ -13,28 +14,36 @@ import asyncio
 import os
 import secrets
 from collections.abc import Sequence
-from contextlib import closing, suppress
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote, urlencode
 
+import msgspec
 from django.db import connections
 
 from tasuki.blobs.open_blobs import open_blobs
 from tasuki.config import DataFolder, host_name
 from tasuki.core.broker.events import Hinted
 from tasuki.core.cluster_messages import Hint
+from tasuki.core.job import Outcome
 from tasuki.django import standalone
+from tasuki.django.commands import check_command, command_exec
 from tasuki.django.conf import ProjectSettings, project_settings
-from tasuki.django.enqueueing import COMMAND, TASK
+from tasuki.django.enqueueing import DJANGO_EXEC, patterns_of
+from tasuki.django.logs import HEAD_BYTES, TAIL_BYTES, KeptLogFollow, LogWriter
 from tasuki.doors.guest import open_guest
-from tasuki.errors import ConfigError
+from tasuki.errors import ConfigError, InvalidInput
 from tasuki.server.assembly import BLOB_MAX_BYTES, NoBlobs, StorageLocations, make_guest
 from tasuki.server.server import Server, ServerConfig
 from tasuki.stores.sql.sqlite import FileWatch, OwnerLock, SqliteReadOnly
 from tasuki.stores.sql.store import SqlReader, SqlStore
 from tasuki.worker import Worker
+from tasuki.worker.attempt import Attempt, RunResult, StopReason
+from tasuki.worker.logs import LogCaps
+from tasuki.worker.worker import ActiveAttempt
 
+LOG_INTERVAL_S = 1.0
 SQLITE_LOOK_S = 0.05  # between two looks whether another process has changed the file: 10 µs each
 
 
@@ -42,14 +51,24 @@ class NodeWorker(Worker):
     """The worker of a node, and around it the guest that it takes its jobs from."""
 
     def __init__(self, queues: Sequence[str] = (), **options: Any) -> None:
-        kinds = (TASK, COMMAND)
-        super().__init__(None, subjects=[f"{queue}.{kind}.>" for queue in queues or ("*",) for kind in kinds], **options)
         self._project = project_settings()
         self._alias = self._project.worker_database or self._project.database
+        self._is_sqlite = connections[self._alias].vendor == "sqlite"
+        if self._is_sqlite:
+            self._alias = writing_alias(self._alias)
+        super().__init__(
+            None,
+            subjects=[pattern for queue in queues or ("*",) for pattern in patterns_of(queue)],
+            execs={DJANGO_EXEC: command_exec(os.environ)},
+            log_caps=LogCaps(head_bytes=HEAD_BYTES, tail_bytes=TAIL_BYTES),
+            **options,
+        )
+        self._kept_logs = self._log_follow = KeptLogFollow(self._send)
+        self._log_writer = LogWriter(self._alias)
         try:
             from tasuki.django.task_backend import run_task
 
-            self.handler(f"*.{TASK}.>")(run_task)
+            self.handler(patterns_of("*")[0])(run_task)
         except ConfigError:  # Django 5.2 without the package of tasks
             pass
 
@@ -60,25 +79,52 @@ class NodeWorker(Worker):
         super().run()
 
     async def serve(self, *, signals: bool = False) -> None:
-        is_sqlite = connections.databases[self._alias]["ENGINE"].endswith("sqlite3")
-        async with open_guest(self._make_sqlite_guest if is_sqlite else self._make_guest) as (url, server):
+        async with open_guest(self._make_sqlite_guest if self._is_sqlite else self._make_guest) as (url, server):
             self.url = url
-            watching = asyncio.ensure_future(_watch_file(server, _file_of(self._alias))) if is_sqlite else None
+            beside = [asyncio.ensure_future(self._store_logs())]
+            if self._is_sqlite:
+                beside.append(asyncio.ensure_future(_watch_file(server, _file_of(self._alias))))
             try:
                 await super().serve(signals=signals)
             finally:
-                if watching is not None:
-                    watching.cancel()
-                    with suppress(asyncio.CancelledError):
-                        await watching
+                for task in beside:
+                    task.cancel()
+                await asyncio.gather(*beside, return_exceptions=True)
+                self._log_writer.close()
+
+    # ------------------------------------------------------------------------------------------------ management commands
+
+    async def _run_command(self, active: ActiveAttempt, stop: asyncio.Future[StopReason]) -> None:
+        name = next(iter(active.attempt.spec.args), "")
+        try:
+            check_command(name)
+        except InvalidInput as error:
+            self._end(active, Outcome(error_code="COMMAND_NOT_ALLOWED", message=error.message, permanent=True))
+            return
+        try:
+            await super()._run_command(active, stop)
+        finally:
+            self._kept_logs.take_rest(active.attempt.lease_id)  # of an attempt that was given back
+
+    async def _as_reported(self, attempt: Attempt, result: RunResult) -> RunResult:
+        """Store the rest of the log; a command of a project has no archive: its outcome and its log are in the database."""
+        await self._log_writer.write(self._kept_logs.take_rest(attempt.lease_id), {attempt.lease_id: attempt})
+        return RunResult(msgspec.structs.replace(result.outcome, result=None, result_ref=None, result_sha256=None))
+
+    async def _store_logs(self) -> None:
+        while True:
+            await asyncio.sleep(LOG_INTERVAL_S)
+            attempts = {lease_id: active.attempt for lease_id, active in self._active.items()}
+            await self._log_writer.write(self._kept_logs.take_new(), attempts)
+
+    # ------------------------------------------------------------------------------------------------ guests
 
     def _make_guest(self, folder: Path) -> Server:
         places = StorageLocations(DataFolder(folder), libpq_url(self._alias), self._project.blobs, migrates=False)
         return make_guest(places, _server_config(folder), candidate=True)[0]
 
     def _make_sqlite_guest(self, folder: Path) -> Server:
-        file = _file_of(self._alias)
-        alias = writing_alias(self._alias)
+        file, alias = _file_of(self._alias), self._alias
         config = _server_config(folder, collects_blobs=bool(self._project.blobs))
 
         def open_store() -> SqlStore:

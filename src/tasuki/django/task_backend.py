@@ -26,7 +26,7 @@ from django.utils.module_loading import import_string
 
 from tasuki.core.job import Job, JobSpec, State
 from tasuki.core.lifecycle import ATTEMPT_STEP
-from tasuki.django.enqueueing import DEFAULT_QUEUE, TASK, enqueue_jobs, new_ids, project_store, subject_of
+from tasuki.django.enqueueing import enqueue_jobs, is_task, new_ids, project_store, task_subject
 from tasuki.django.logs import read_log, write_log
 from tasuki.errors import ConfigError, TasukiError
 from tasuki.worker.attempt import HandlerJob
@@ -103,7 +103,7 @@ class TasukiBackend(_backends.BaseTaskBackend):
     def validate_task(self, task: Any) -> None:
         super().validate_task(task)
         try:
-            subject_of(task.queue_name, TASK, task.module_path)
+            task_subject(task.queue_name, task.module_path)
         except TasukiError as error:
             raise InvalidTask(error.message) from error
 
@@ -136,7 +136,7 @@ class TasukiBackend(_backends.BaseTaskBackend):
         chosen = {"max_retries": 0, **self.options, **{name: value for name, value in options.items() if value is not None}}
         return JobSpec(
             job_id=result.id,
-            subject=subject_of(task.queue_name, TASK, task.module_path),
+            subject=task_subject(task.queue_name, task.module_path),
             payload=_encode(call),
             priority=next(band for most, band in _BANDS if task.priority <= most),
             not_before=task.run_after.timestamp() if task.run_after is not None else None,
@@ -147,7 +147,7 @@ class TasukiBackend(_backends.BaseTaskBackend):
         """Return the result as the store has it now, or raise TaskResultDoesNotExist."""
         store = project_store()
         [job] = store.get([result_id])
-        if job is None or f".{TASK}." not in job.spec.subject or job.spec.exec:
+        if job is None or not is_task(job.spec):
             raise _exceptions.TaskResultDoesNotExist(result_id)
         return _result_of(job, store.incidents(result_id) if job.failures or job.losses else ())
 
@@ -191,7 +191,7 @@ def _task_of(spec: JobSpec, call: TaskCall) -> Any:
     task = import_string(call.function)
     run_after = _at(spec.not_before)
     queue, _, _ = spec.subject.partition(".")
-    return replace(task, priority=call.priority, queue_name=queue or DEFAULT_QUEUE, run_after=run_after, backend=call.backend)
+    return replace(task, priority=call.priority, queue_name=queue, run_after=run_after, backend=call.backend)
 
 
 def _errors_of(job: Job) -> list[Any]:

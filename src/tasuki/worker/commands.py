@@ -219,6 +219,7 @@ def build_interpreter(exec_: Exec, environment: Mapping[str, str], incarnation: 
         call=exec_.python.call,
         modules=exec_.python.modules,
         env={os.fsencode(name): os.fsencode(value) for name, value in env.items()},
+        or_cold=exec_.python.or_cold,
     )
 
 
@@ -258,7 +259,8 @@ def _first_unmatched(exec_: Exec, spec: JobSpec) -> str | None:
 
 def _check_env(exec_: Exec, spec: JobSpec) -> None:
     for name in spec.env:
-        if name.startswith(RESERVED_PREFIX) or not (exec_.any_env or name in exec_.allow_env):
+        # An operator cannot allow reserved names; the exec of a Django project allows those that a run of a definition has.
+        if name not in exec_.allow_env and (name.startswith(RESERVED_PREFIX) or not exec_.any_env):
             allowed = "any but TASUKI_…" if exec_.any_env else ", ".join(exec_.allow_env) or "none"
             raise JobRefused(
                 "ENV_NOT_ALLOWED",

@@ -71,6 +71,8 @@ class PythonCall(msgspec.Struct, frozen=True):
     modules: tuple[str, ...]
     """Imported before it."""
     interpreter: str
+    or_cold: bool = False
+    """While the interpreter cannot be prepared, jobs start cold; False: they are refused."""
 
     @property
     def cold(self) -> tuple[str, ...]:

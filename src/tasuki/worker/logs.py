@@ -293,6 +293,10 @@ class LogFollow:
         self._waiting.append(_WaitingRead(question, asyncio.get_running_loop().time() + wait_s))
         self._look_soon()
 
+    def open_logs(self) -> dict[str, Mapping[str, ReadableLog]]:
+        """Return the logs that can be read now, by lease and stream."""
+        return dict(self._logs)
+
     def forget(self) -> None:
         """Drop all questions: the connection is gone."""
         self._waiting.clear()

@@ -11,3 +11,7 @@ if "SITE_TASUKI" in os.environ:
     import json
 
     TASUKI = json.loads(os.environ["SITE_TASUKI"])
+if "SITE_THREADS" in os.environ:  # as monitoring libraries do
+    import threading
+
+    threading.Thread(target=threading.Event().wait, daemon=True).start()

@@ -102,7 +102,8 @@ class LinuxSystem(PlainSystem):
     # ------------------------------------------------------------------------------------------------ starting
 
     def spawn(self, order: Spawn) -> int | None:
-        if order.warm:
+        is_warm = bool(order.warm) and not self._warm.is_cold(order.warm)
+        if is_warm:
             check_texts(order)
         leaf = self._leaf_for(order)
         tag = self._tag_for(order.number) if self._tag else None
@@ -110,7 +111,7 @@ class LinuxSystem(PlainSystem):
         if leaf is not None:
             self._leaves[order.number] = leaf
         try:
-            if order.warm:
+            if is_warm:
                 self._warm.ask(order, tag=tag, leaf=None if leaf is None else leaf.path)
                 return None
             with leaf or contextlib.nullcontext():

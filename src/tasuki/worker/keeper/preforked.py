@@ -38,6 +38,7 @@ from tasuki.worker.preforked import SERVE
 PRELOAD_S = 120.0  # an import that takes longer counts as hanging; a model of some gigabytes takes half a minute
 FORK_S = 10.0  # a fork takes milliseconds, of some gigabytes tenths of a second
 RETRY_S = 5.0  # between two tries to import; each costs as much as a cold start
+COLD_S = 60.0  # jobs that can start cold need no other try so soon
 UNANSWERED_MAX = 3
 STEADY_S = 1.0  # an interpreter that ends sooner after it was ready is not started again at once
 PROGRAM = Path(preforked.__file__)
@@ -104,6 +105,13 @@ class WarmInterpreters:
         self._by_name[order.name] = interpreter = _Interpreter(order)
         self._start(interpreter)
 
+    def is_cold(self, name: str) -> bool:
+        """Return whether the next job of this exec starts cold: its interpreter could not be prepared, and the exec allows it."""
+        interpreter = self._by_name.get(name)
+        if interpreter is None or not interpreter.order.or_cold:
+            return False
+        return interpreter.state is InterpreterState.FAILED and interpreter.age_s < COLD_S
+
     def ask(self, order: protocol.Spawn, *, tag: tuple[int, int] | None, leaf: Path | None) -> None:
         """Have a job forked; `begun` receives the answer, at once or later."""
         interpreter = self._by_name.get(order.warm)
@@ -148,10 +156,12 @@ class WarmInterpreters:
         self._drop(interpreter, why)
         interpreter.failure = why
         interpreter.enter(InterpreterState.FAILED)
-        for number in interpreter.waiting:
-            self._begun(protocol.NotSpawned(number, 0, why))
+        is_cold = interpreter.order.or_cold
+        for number in interpreter.waiting:  # given back, to be started cold; or refused
+            self._begun(protocol.NotSpawned(number, errno.EAGAIN, "") if is_cold else protocol.NotSpawned(number, 0, why))
         interpreter.waiting.clear()
-        self._reports.append(protocol.Prepared(interpreter.order.name, protocol.PythonStart.FAILED, why))
+        warmth = protocol.PythonStart.COLD if is_cold else protocol.PythonStart.FAILED
+        self._reports.append(protocol.Prepared(interpreter.order.name, warmth, why))
 
     def _drop(self, interpreter: _Interpreter, why: str = "") -> None:
         """End the current process, and give back the requests that it has not answered."""

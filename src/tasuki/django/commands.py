@@ -1,0 +1,139 @@
+"""Management commands as jobs: which ones may run, how they are enqueued, and their run in a fork of a warm interpreter.
+
+`enqueue_command("rebuild_index", "--days=7")` is a job of the exec `django`. The node's keeper has an interpreter that has
+imported this project and its commands once (`warm.py`), and forks it for each job; in the fork `run_command` does what
+`manage.py rebuild_index --days=7` does.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import sysconfig
+from collections.abc import Mapping
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from asgiref.sync import sync_to_async
+from django.apps import apps
+from django.core.management import get_commands, load_command_class
+from django.core.management.base import BaseCommand, CommandError
+
+from tasuki.core.job import JobSpec
+from tasuki.django.conf import APP_LABEL, project_settings
+from tasuki.django.enqueueing import DEFAULT_QUEUE, DJANGO_EXEC, command_subject, enqueue_jobs, new_ids
+from tasuki.errors import InvalidInput, quoted
+from tasuki.worker.attempt import ExitRules
+from tasuki.worker.execs import ARGS, RESERVED_PREFIX, Exec, PythonCall
+
+NEVER_BY_DEFAULT = frozenset({"dbshell", "flush", "migrate", "runserver", "shell", "sqlflush", "testserver"})
+"""Commands that must be named in TASUKI["commands"], also where an app of the project replaces them."""
+USAGE_EXIT_CODE = 2
+"""Exit code of a command that does not understand its arguments: another attempt would not either."""
+_INSTALLED = tuple({sysconfig.get_path(name) for name in ("purelib", "platlib", "stdlib", "platstdlib")})
+RUN_VARIABLES = ("TASUKI_SCHEDULED_FOR", "TASUKI_DEFINITION")
+
+
+def allowed_commands() -> dict[str, str]:
+    """Return the commands that jobs may run, by name, with their apps: the project's own, and those of TASUKI["commands"]."""
+    named = project_settings().commands
+    own = {config.name for config in apps.get_app_configs() if config.label != APP_LABEL and is_own(config.path)}
+    found = get_commands()
+    return {
+        name: app if isinstance(app, str) else app.__module__
+        for name, app in found.items()
+        if name in named or (app in own and name not in NEVER_BY_DEFAULT)
+    }
+
+
+def is_own(file: str) -> bool:
+    """Return whether a file is part of the project: neither installed by pip nor of Python itself."""
+    return not file.startswith(_INSTALLED)
+
+
+def check_command(name: str) -> str:
+    """Return the app of a command that jobs may run, or raise InvalidInput."""
+    allowed = allowed_commands()
+    if name in allowed:
+        return allowed[name]
+    if name not in get_commands():
+        known = ", ".join(sorted(allowed)) or "none"
+        raise InvalidInput(f"command {quoted(name)} is not a management command of this project; allowed are {known}")
+    raise InvalidInput(f'command {quoted(name)} may not be run by jobs; add it to TASUKI["commands"] in the settings to allow it')
+
+
+def enqueue_command(
+    command: str,
+    *arguments: object,
+    queue: str = DEFAULT_QUEUE,
+    job_id: str | None = None,
+    not_before: datetime | None = None,
+    priority: int = 5,
+    timeout_s: float | None = None,
+    max_retries: int = 3,
+    backoff_s: float | None = None,
+) -> str:
+    """Enqueue `manage.py COMMAND ARGUMENTS` in the calling thread's transaction, and return the job's id.
+
+    With a `job_id` of your own, asking again is the same job. `priority` is 0 to 9, higher first. InvalidInput for a command
+    that jobs may not run, or arguments that it does not take.
+    """
+    words = tuple(map(str, arguments))
+    _check_arguments(command, check_command(command), words)
+    spec = JobSpec(
+        job_id=job_id or new_ids(1)[0],
+        subject=command_subject(queue, command),
+        exec=DJANGO_EXEC,
+        args=(command, *words),
+        not_before=not_before.timestamp() if not_before is not None else None,
+        priority=priority,
+        timeout_s=timeout_s,
+        max_retries=max_retries,
+        backoff_s=backoff_s,
+    )
+    enqueue_jobs([spec])
+    return spec.job_id
+
+
+aenqueue_command = sync_to_async(enqueue_command, thread_sensitive=True)
+"""`enqueue_command` for async code; it is a transaction of its own."""
+
+
+def _check_arguments(name: str, app: str, arguments: tuple[str, ...]) -> None:
+    command: Any = load_command_class(app, name)
+    command._called_from_command_line = False  # its parser raises then, instead of ending the process
+    try:
+        command.create_parser("manage.py", name).parse_args(arguments)
+    except CommandError as error:
+        raise InvalidInput(f"arguments of command {quoted(name)}: {error}") from error
+
+
+# ---------------------------------------------------------------------------------------------------- in the node
+
+
+def command_exec(environment: Mapping[str, str]) -> Exec:
+    """Return the exec of the node: the project's own environment and folder, a warm interpreter that forks for each job."""
+    inherited = {name: value for name, value in environment.items() if not name.startswith(RESERVED_PREFIX)}
+    paths = [path for path in sys.path if path and not path.endswith(".zip")]
+    python = PythonCall("tasuki.django.warm:main", ("tasuki.django.warm",), sys.executable, or_cold=True)
+    return Exec(
+        name=DJANGO_EXEC,
+        argv=(*python.cold, ARGS),
+        args="any",
+        env={**inherited, "PYTHONPATH": os.pathsep.join(paths)},
+        allow_env=RUN_VARIABLES,
+        cwd=str(Path.cwd()),
+        exits=ExitRules(permanent=(USAGE_EXIT_CODE,)),
+        python=python,
+    )
+
+
+def run_command(arguments: list[str]) -> None:
+    """Do what `manage.py ARGUMENTS` does, without system checks: the node's own start has made them."""
+    name, *words = arguments
+    command: Any = load_command_class(check_command(name), name)
+    assert isinstance(command, BaseCommand)
+    skipping = ["--skip-checks"] if command.requires_system_checks else []
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    command.run_from_argv(["manage.py", name, *skipping, *words])

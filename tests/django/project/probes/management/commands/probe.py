@@ -1,0 +1,47 @@
+"""A command that does what its arguments say."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from django.core.management.base import BaseCommand, CommandError
+
+from probes import words
+
+
+class Command(BaseCommand):
+    def add_arguments(self, parser):
+        parser.add_argument("what")
+        parser.add_argument("folder", nargs="?", default="")
+        parser.add_argument("--event")
+
+    def handle(self, *args, what, folder, **options):
+        getattr(self, what)(Path(folder))
+
+    def say(self, _folder):
+        print(f"{words.WORD} pid {os.getpid()} parent {os.getppid()} fresh {'TASUKI_FRESH_INTERPRETER' in os.environ}")
+        print("to stderr", file=sys.stderr)
+
+    def fail(self, _folder):
+        raise CommandError("as wanted", returncode=7)
+
+    def flood(self, _folder):
+        for number in range(300):
+            print(f"{number:05d} " + "x" * 8000)
+
+    def hold(self, folder):
+        print("begun")
+        (folder / "running").touch()
+        while not (folder / "go").exists():
+            time.sleep(0.01)
+        print("ended")
+
+    def stubborn(self, folder):
+        """Leave a grandchild, and ignore SIGTERM."""
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        child = subprocess.Popen(["sleep", "300"], start_new_session=True)
+        (folder / "pids").write_text(f"{os.getpid()} {child.pid}")
+        time.sleep(300)

@@ -1,0 +1,223 @@
+"""Management commands as jobs: run in forks of a warm interpreter, with their log in the database. Real processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.django_site import PROJECT, DjangoSite
+from tests.support.processes import ChildProcess
+from tests.support.waiting import until
+
+pytestmark = pytest.mark.e2e
+
+IMPORTS = """
+from tasuki.django import enqueue_command
+from tasuki.django.logs import read_log
+from tasuki.django.models import JobRun
+from tasuki.errors import TasukiError
+
+def ended(job_id, timeout=20.0):
+    until = time.monotonic() + timeout
+    while True:
+        row = JobRun.objects.get(idempotency_key=job_id)
+        if row.finished_at is not None:
+            return row
+        assert time.monotonic() < until, f"{row} did not end"
+        time.sleep(0.01)
+
+def log(job_id, stream="stdout"):
+    return b"".join(part.data for part in read_log(job_id, stream)).decode()
+"""
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> DjangoSite:
+    site = DjangoSite(tmp_path_factory.mktemp("site"), SITE_TASUKI=json.dumps({"commands": ["showmigrations"]}))
+    site.manage("migrate", "-v0")
+    return site
+
+
+@pytest.fixture(scope="module")
+def worker(site: DjangoSite) -> Iterator[ChildProcess]:
+    with site.worker() as worker:
+        worker.wait_for_output("is warm")
+        yield worker
+
+
+def test_a_command_runs_as_by_manage_py_and_its_output_is_in_the_database(site: DjangoSite, worker: ChildProcess) -> None:
+    state, code, out, shown = site.ask(
+        IMPORTS
+        + """
+Order.objects.create(customer="Sato", total=300)
+with transaction.atomic():
+    job_id = enqueue_command("daily_report", "--minimum=100", job_id="report-1")
+row = ended(job_id)
+other = enqueue_command("showmigrations", "tasuki")
+ended(other)
+print(json.dumps([row.state, row.exit_code, log(job_id), log(other)]))
+"""
+    )
+
+    assert (state, code, out) == ("SUCCEEDED", 0, "1 orders, 300 yen (report-1, attempt 1)\n")
+    assert "[X] 0001_initial" in shown
+
+
+def test_commands_are_forked_from_one_warm_interpreter_and_failures_say_why(site: DjangoSite, worker: ChildProcess) -> None:
+    one, two, errors, failed, code, summary = site.ask(
+        IMPORTS
+        + """
+one, two = enqueue_command("probe", "say"), enqueue_command("probe", "say")
+ended(one), ended(two)
+failed = ended(enqueue_command("probe", "fail", max_retries=0))
+texts = [log(one), log(two), log(one, "stderr"), log(failed.idempotency_key, "stderr"), failed.exit_code, failed.error_summary]
+print(json.dumps(texts))
+"""
+    )
+
+    found = [re.search(r"pid (\d+) parent (\d+) fresh (\w+)", text) for text in (one, two)]
+    assert found[0] is not None
+    assert found[1] is not None
+    assert found[0][1] != found[1][1]  # a process each
+    assert found[0][2] == found[1][2]  # the keeper is their parent
+    assert found[0][3] == "False"
+    assert errors == "to stderr\n"
+    assert "as wanted" in failed
+    assert code == 7
+    assert "code 7" in summary
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        ('enqueue_command("nothing")', "command 'nothing' is not a management command of this project"),
+        ('enqueue_command("flush")', "command 'flush' may not be run by jobs"),
+        ('enqueue_command("migrate")', "command 'migrate' may not be run by jobs"),
+        ('enqueue_command("tasuki_worker")', "command 'tasuki_worker' may not be run by jobs"),
+        ('enqueue_command("daily_report", "--minimum=many")', "arguments of command 'daily_report': Error: argument --minimum"),
+        ('enqueue_command("daily_report", queue="a b")', "queue 'a b' must be 1 to 64 characters"),
+        ('enqueue_command("daily_report", priority=11)', "priority must be 0 to 9, got 11"),
+        ('enqueue_command("probe", "x" * 200000)', "an argument has 200000 characters"),
+    ],
+)
+def test_what_cannot_run_is_refused_before_anything_is_written(site: DjangoSite, call: str, message: str) -> None:
+    before, text, after = site.ask(
+        IMPORTS
+        + f"""
+before = JobRun.objects.count()
+try:
+    {call}
+except TasukiError as error:
+    text = error.message
+print(json.dumps([before, text, JobRun.objects.count()]))
+"""
+    )
+
+    assert before == after
+    assert message in text
+
+
+def test_a_row_that_names_another_command_is_refused_by_the_node(site: DjangoSite, worker: ChildProcess) -> None:
+    state, code = site.ask(
+        IMPORTS
+        + """
+from tasuki.core.job import JobSpec
+from tasuki.django.enqueueing import enqueue_jobs
+enqueue_jobs([JobSpec(job_id="planted", subject="default.flush", exec="django", args=("flush", "--no-input"))])
+row = ended("planted")
+print(json.dumps([row.state, row.error_code]))
+"""
+    )
+
+    assert (state, code) == ("FAILED", "COMMAND_NOT_ALLOWED")
+
+
+def test_the_log_can_be_read_while_the_command_runs_and_is_cut_in_the_middle(
+    site: DjangoSite, worker: ChildProcess, tmp_path: Path
+) -> None:
+    early, late, size, first, last = site.ask(
+        IMPORTS
+        + f"""
+from pathlib import Path
+folder = Path({str(tmp_path)!r})
+job_id = enqueue_command("probe", "hold", str(folder))
+until = time.monotonic() + 20
+while not log(job_id):
+    assert time.monotonic() < until
+    time.sleep(0.05)
+early = [log(job_id), JobRun.objects.get(idempotency_key=job_id).state]
+(folder / "go").touch()
+ended(job_id)
+flood = enqueue_command("probe", "flood")
+ended(flood)
+text = log(flood)
+print(json.dumps([early, log(job_id), len(text), text[:6], text[-8007:][:5]]))
+"""
+    )
+
+    assert early == ["begun\n", "RUNNING"]
+    assert late == "begun\nended\n"
+    assert size == 1024 * 1024 + 64 * 1024
+    assert (first, last) == ("00000 ", "00299")
+
+
+def test_a_time_limit_ends_the_whole_tree_also_if_it_ignores_sigterm(
+    site: DjangoSite, worker: ChildProcess, tmp_path: Path
+) -> None:
+    state = site.ask(
+        IMPORTS
+        + f"""
+row = ended(enqueue_command("probe", "stubborn", {str(tmp_path)!r}, timeout_s=1.0, max_retries=0), 40.0)
+print(json.dumps(row.state))
+"""
+    )
+
+    assert state == "TIMED_OUT"
+    pids = (tmp_path / "pids").read_text().split()
+    assert not [pid for pid in pids if Path("/proc", pid).exists()]
+
+
+def test_source_that_changed_is_noticed_without_a_restart(tmp_path: Path) -> None:
+    copy = tmp_path / "project"
+    shutil.copytree(PROJECT, copy)
+    site = DjangoSite(tmp_path)
+    site.env["PYTHONPATH"] = site.env["PYTHONPATH"].replace(os.fspath(PROJECT), os.fspath(copy))
+    site.manage("migrate", "-v0")
+    say = IMPORTS + 'job_id = enqueue_command("probe", "say")\nended(job_id)\nprint(json.dumps(log(job_id)))'
+    with site.worker() as worker:
+        worker.wait_for_output("is warm")
+        before = site.ask(say)
+        (copy / "probes" / "words.py").write_text('WORD = "second"\n')
+        after = site.ask(say)
+
+    assert before.startswith("first ")
+    assert after.startswith("second ")
+    assert after.endswith("fresh True\n")
+
+
+def test_a_project_that_starts_threads_at_its_import_runs_commands_cold(tmp_path: Path) -> None:
+    site = DjangoSite(tmp_path, SITE_THREADS="1")
+    site.manage("migrate", "-v0")
+    with site.worker() as worker:
+        worker.wait_for_output("each job starts an interpreter of its own")
+        said = site.ask(IMPORTS + 'job_id = enqueue_command("probe", "say")\nended(job_id)\nprint(json.dumps(log(job_id)))')
+
+    assert said.startswith("first ")
+
+
+def test_a_drained_node_leaves_nothing_behind(site: DjangoSite, tmp_path: Path) -> None:
+    other = DjangoSite(tmp_path)
+    other.manage("migrate", "-v0")
+    with other.worker() as worker:
+        worker.wait_for_output("is warm")
+        children = Path(f"/proc/{worker.pid}/task/{worker.pid}/children").read_text().split()
+        assert worker.stop(20.0) == 0
+
+    assert children
+    until(lambda: not [pid for pid in children if Path("/proc", pid).exists()], 10.0, "its processes are gone")
