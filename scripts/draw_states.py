@@ -13,7 +13,7 @@ from collections import defaultdict
 from pathlib import Path
 
 from tasuki.core.job import TERMINAL, State
-from tasuki.core.lifecycle import TRANSITIONS, Event
+from tasuki.core.lifecycle import TRANSITIONS, JobEvent
 
 DOCUMENT = Path(__file__).resolve().parents[1] / "docs" / "concepts.md"
 BEGIN = "<!-- states: drawn by scripts/draw_states.py, do not edit by hand -->"
@@ -27,7 +27,7 @@ def drawing() -> str:
 
 def _diagram() -> str:
     """One arrow for each pair of states, with all the events that lead from the one to the other."""
-    arrows: dict[tuple[State, State], list[Event]] = defaultdict(list)
+    arrows: dict[tuple[State, State], list[JobEvent]] = defaultdict(list)
     for (state, event), target in TRANSITIONS.items():
         arrows[state, target].append(event)
     lines = ["stateDiagram-v2", "    [*] --> PENDING: submit"]
@@ -44,7 +44,7 @@ def _place(arrow: tuple[State, State]) -> tuple[int, int]:
 
 def _table() -> str:
     lines = ["| event | from | to |", "| --- | --- | --- |"]
-    for event in Event:
+    for event in JobEvent:
         sources: dict[State, list[str]] = defaultdict(list)
         for (state, happening), target in TRANSITIONS.items():
             if happening is event:

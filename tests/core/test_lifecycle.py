@@ -12,7 +12,7 @@ from tasuki.core.job import LEASED, READY, TERMINAL, Outcome, State
 from tasuki.core.lifecycle import (
     RETRY_DELAY_MAX_S,
     TRANSITIONS,
-    Event,
+    JobEvent,
     after,
     after_failure,
     after_loss,
@@ -24,22 +24,22 @@ from tasuki.errors import InvalidTransition
 
 # The table of `lifecycle.py`, written out on purpose: a change of the table must be made twice to go unnoticed.
 EXPECTED = {
-    Event.GRANT: {"PENDING": "ASSIGNED", "ORPHANED": "ASSIGNED", "ASSIGNED": "ASSIGNED", "RUNNING": "ASSIGNED"},
-    Event.START: {"ASSIGNED": "RUNNING"},
-    Event.RELEASE: {"ASSIGNED": "PENDING"},
-    Event.SUCCEED: dict.fromkeys(("ASSIGNED", "RUNNING", "ORPHANED"), "SUCCEEDED"),
-    Event.RETRY: dict.fromkeys(("ASSIGNED", "RUNNING", "ORPHANED"), "PENDING"),
-    Event.FAIL: dict.fromkeys(("ASSIGNED", "RUNNING", "ORPHANED"), "FAILED"),
-    Event.TIME_OUT: dict.fromkeys(("ASSIGNED", "RUNNING", "ORPHANED"), "TIMED_OUT"),
-    Event.LOSE: dict.fromkeys(("ASSIGNED", "RUNNING"), "PENDING"),
-    Event.ORPHAN: dict.fromkeys(("ASSIGNED", "RUNNING"), "ORPHANED"),
-    Event.RESUME: {"ORPHANED": "RUNNING"},
-    Event.CANCEL: dict.fromkeys(("PENDING", "ASSIGNED", "RUNNING", "ORPHANED"), "CANCELED"),
-    Event.SKIP: dict.fromkeys(("PENDING", "ORPHANED"), "SKIPPED"),
-    Event.REQUEUE: dict.fromkeys(("SUCCEEDED", "FAILED", "CANCELED", "TIMED_OUT", "SKIPPED"), "PENDING"),
+    JobEvent.GRANT: {"PENDING": "ASSIGNED", "ORPHANED": "ASSIGNED", "ASSIGNED": "ASSIGNED", "RUNNING": "ASSIGNED"},
+    JobEvent.START: {"ASSIGNED": "RUNNING"},
+    JobEvent.RELEASE: {"ASSIGNED": "PENDING"},
+    JobEvent.SUCCEED: dict.fromkeys(("ASSIGNED", "RUNNING", "ORPHANED"), "SUCCEEDED"),
+    JobEvent.RETRY: dict.fromkeys(("ASSIGNED", "RUNNING", "ORPHANED"), "PENDING"),
+    JobEvent.FAIL: dict.fromkeys(("ASSIGNED", "RUNNING", "ORPHANED"), "FAILED"),
+    JobEvent.TIME_OUT: dict.fromkeys(("ASSIGNED", "RUNNING", "ORPHANED"), "TIMED_OUT"),
+    JobEvent.LOSE: dict.fromkeys(("ASSIGNED", "RUNNING"), "PENDING"),
+    JobEvent.ORPHAN: dict.fromkeys(("ASSIGNED", "RUNNING"), "ORPHANED"),
+    JobEvent.RESUME: {"ORPHANED": "RUNNING"},
+    JobEvent.CANCEL: dict.fromkeys(("PENDING", "ASSIGNED", "RUNNING", "ORPHANED"), "CANCELED"),
+    JobEvent.SKIP: dict.fromkeys(("PENDING", "ORPHANED"), "SKIPPED"),
+    JobEvent.REQUEUE: dict.fromkeys(("SUCCEEDED", "FAILED", "CANCELED", "TIMED_OUT", "SKIPPED"), "PENDING"),
 }
 LISTED = {(State(state), event): State(to) for event, steps in EXPECTED.items() for state, to in steps.items()}
-ALL_PAIRS = list(itertools.product(State, Event))
+ALL_PAIRS = list(itertools.product(State, JobEvent))
 HELD = [State.ASSIGNED, State.RUNNING, State.ORPHANED]
 
 
@@ -51,19 +51,19 @@ def test_the_table_has_every_step_and_no_other() -> None:
 
 
 @pytest.mark.parametrize(("state", "event"), [pair for pair in ALL_PAIRS if pair in LISTED], ids=str)
-def test_a_listed_event_leads_to_its_state(state: State, event: Event) -> None:
+def test_a_listed_event_leads_to_its_state(state: State, event: JobEvent) -> None:
     assert after(state, event) is LISTED[state, event]
 
 
 @pytest.mark.parametrize(("state", "event"), [pair for pair in ALL_PAIRS if pair not in LISTED], ids=str)
-def test_any_other_event_is_refused_by_name(state: State, event: Event) -> None:
+def test_any_other_event_is_refused_by_name(state: State, event: JobEvent) -> None:
     with pytest.raises(InvalidTransition, match=f"{state.value}.*{event.value}"):
         after(state, event)
 
 
 @pytest.mark.parametrize("state", sorted(TERMINAL))
 def test_a_terminal_state_is_left_by_requeue_only(state: State) -> None:
-    assert [event for event in Event if (state, event) in TRANSITIONS] == [Event.REQUEUE]
+    assert [event for event in JobEvent if (state, event) in TRANSITIONS] == [JobEvent.REQUEUE]
 
 
 def test_every_state_is_terminal_or_leased_or_ready() -> None:
@@ -80,8 +80,8 @@ def test_every_state_can_be_reached_from_pending() -> None:
     assert reached == set(State)
 
 
-@pytest.mark.parametrize("event", Event)
-def test_sources_are_the_states_in_which_the_event_can_happen(event: Event) -> None:
+@pytest.mark.parametrize("event", JobEvent)
+def test_sources_are_the_states_in_which_the_event_can_happen(event: JobEvent) -> None:
     assert sources(event) == {State(state) for state in EXPECTED[event]}
 
 
@@ -115,7 +115,7 @@ FAILED = Outcome(error_code="EXIT_CODE", message="exit code 1")
 def test_a_failure_with_a_retry_left_goes_back_to_pending(state: State) -> None:
     verdict = after_failure(state, FAILED, cancel_requested=False, failures=1, losses=2, max_retries=2, backoff_s=10.0)
 
-    assert (verdict.event, verdict.state, verdict.delay_s) == (Event.RETRY, State.PENDING, 20.0)
+    assert (verdict.event, verdict.state, verdict.delay_s) == (JobEvent.RETRY, State.PENDING, 20.0)
     assert (verdict.failures, verdict.losses) == (2, 2)
     assert verdict.reason == "exit code 1; retry 2 of 2 in 20 s"
 
@@ -124,7 +124,7 @@ def test_a_failure_with_a_retry_left_goes_back_to_pending(state: State) -> None:
 def test_a_failure_without_a_retry_left_is_final(state: State) -> None:
     verdict = after_failure(state, FAILED, cancel_requested=False, failures=2, losses=0, max_retries=2, backoff_s=10.0)
 
-    assert (verdict.event, verdict.state, verdict.failures) == (Event.FAIL, State.FAILED, 3)
+    assert (verdict.event, verdict.state, verdict.failures) == (JobEvent.FAIL, State.FAILED, 3)
     assert verdict.reason == "exit code 1; no retry left of 2"
 
 
@@ -154,7 +154,7 @@ def test_a_failure_after_a_cancel_request_is_a_cancel(error_code: str) -> None:
 
     verdict = after_failure(State.RUNNING, outcome, cancel_requested=True, failures=0, losses=1, max_retries=9, backoff_s=1.0)
 
-    assert (verdict.event, verdict.state, verdict.delay_s) == (Event.CANCEL, State.CANCELED, 0.0)
+    assert (verdict.event, verdict.state, verdict.delay_s) == (JobEvent.CANCEL, State.CANCELED, 0.0)
     assert (verdict.failures, verdict.losses) == (0, 1)
 
 
@@ -202,7 +202,7 @@ def lost(
 def test_the_first_loss_is_tried_again_at_once(state: State) -> None:
     verdict = lost(state)
 
-    assert (verdict.event, verdict.state, verdict.delay_s) == (Event.LOSE, State.PENDING, 0.0)
+    assert (verdict.event, verdict.state, verdict.delay_s) == (JobEvent.LOSE, State.PENDING, 0.0)
     assert (verdict.failures, verdict.losses) == (1, 1)
     assert verdict.reason == "worker w1 was lost (loss 1 of 3)"
 
@@ -233,14 +233,14 @@ def test_all_losses_of_a_job_that_asks_for_it_wait() -> None:
 def test_a_kept_job_is_orphaned() -> None:
     verdict = lost(keep=True, losses=2)
 
-    assert (verdict.event, verdict.state, verdict.delay_s, verdict.losses) == (Event.ORPHAN, State.ORPHANED, 0.0, 3)
+    assert (verdict.event, verdict.state, verdict.delay_s, verdict.losses) == (JobEvent.ORPHAN, State.ORPHANED, 0.0, 3)
 
 
 @pytest.mark.parametrize("keep", [False, True])
 def test_a_loss_without_budget_is_final(keep: bool) -> None:
     verdict = lost(keep=keep, losses=3)
 
-    assert (verdict.event, verdict.state, verdict.losses) == (Event.FAIL, State.FAILED, 4)
+    assert (verdict.event, verdict.state, verdict.losses) == (JobEvent.FAIL, State.FAILED, 4)
     assert verdict.reason == "worker w1 was lost; no loss left of 3"
 
 
@@ -248,4 +248,4 @@ def test_a_loss_without_budget_is_final(keep: bool) -> None:
 def test_a_loss_after_a_cancel_request_is_a_cancel(losses: int) -> None:
     verdict = lost(cancel_requested=True, losses=losses)
 
-    assert (verdict.event, verdict.state, verdict.losses) == (Event.CANCEL, State.CANCELED, losses)
+    assert (verdict.event, verdict.state, verdict.losses) == (JobEvent.CANCEL, State.CANCELED, losses)

@@ -8,7 +8,7 @@ import pytest
 from msgspec.structs import replace
 
 from tasuki.core.job import Lease, State
-from tasuki.core.lifecycle import Event
+from tasuki.core.lifecycle import JobEvent
 from tasuki.core.store_messages import Report, ReportAnswer, ReportStatus, Submission
 from tasuki.stores.memory.records import MemoryJob
 from tasuki.stores.memory.store import Answered, MemoryStore
@@ -116,8 +116,8 @@ class AcceptsAnyBody(MemoryStore):
 class TakesLateFinishes(MemoryStore):
     """Forgets to look at the lease of a finish."""
 
-    def _repeated_or_fenced(self, record: MemoryJob, report: Report, verb: Event) -> ReportAnswer:
-        if verb is not Event.SUCCEED or record.job.state.terminal:
+    def _repeated_or_fenced(self, record: MemoryJob, report: Report, verb: JobEvent) -> ReportAnswer:
+        if verb is not JobEvent.SUCCEED or record.job.state.terminal:
             return super()._repeated_or_fenced(record, report, verb)
         ended = self._end(record, replace(record.job, state=State.RUNNING, lease=record.job.lease or _NONE), verb, report.outcome)
         return ReportAnswer(ReportStatus.RECORDED, ended.job.state)

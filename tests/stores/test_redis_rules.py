@@ -10,15 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tasuki.core.job import JobSpec, Outcome, State
-from tasuki.core.lifecycle import TRANSITIONS, Event, after_failure, after_loss, is_late, skip_outcome, sources
+from tasuki.core.lifecycle import TRANSITIONS, JobEvent, after_failure, after_loss, is_late, skip_outcome, sources
 from tasuki.core.subject import matches
 from tasuki.stores.common import FairTurns
 from tasuki.stores.redis.scripts import rules_script, script
 from tasuki.stores.sql.lease import region_of
 from tests.support.redis_service import RedisService
 
-HELD = st.sampled_from(sorted(sources(Event.RETRY)))
-LEASED = st.sampled_from(sorted(sources(Event.LOSE)))
+HELD = st.sampled_from(sorted(sources(JobEvent.RETRY)))
+LEASED = st.sampled_from(sorted(sources(JobEvent.LOSE)))
 COUNTS = st.integers(0, 70)
 BACKOFFS = st.sampled_from([0.0, 0.1, 1.0, 10.0, 12.345678, 299.0, 1e6])
 TEXTS = st.sampled_from(["it broke", "50 % %s %d", "四", ""])
@@ -156,7 +156,7 @@ def test_the_verdict_on_a_loss_is_the_same(
 
 
 def test_every_transition_is_the_same(lua: Asked) -> None:
-    pairs = [(state, event) for state in State for event in Event]
+    pairs = [(state, event) for state in State for event in JobEvent]
     body = "local found = {} for i = 1, #ARGV, 2 do found[#found + 1] = rules.after(ARGV[i], ARGV[i + 1]) or '' end return found"
 
     answer = lua(body, *(part for pair in pairs for part in pair))

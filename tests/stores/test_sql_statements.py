@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from tasuki.core.lifecycle import Event, sources
+from tasuki.core.lifecycle import JobEvent, sources
 from tests.stores.sql_statements import POSTGRESQL, SQLITE
 
 
@@ -14,15 +14,15 @@ from tests.stores.sql_statements import POSTGRESQL, SQLITE
 @pytest.mark.parametrize(
     ("name", "event"),
     [
-        ("finish_plain", Event.LOSE),
-        ("finish_full", Event.LOSE),
-        ("start", Event.START),
-        ("release", Event.RELEASE),
-        ("resume", Event.RESUME),
-        ("requeue", Event.REQUEUE),
+        ("finish_plain", JobEvent.LOSE),
+        ("finish_full", JobEvent.LOSE),
+        ("start", JobEvent.START),
+        ("release", JobEvent.RELEASE),
+        ("resume", JobEvent.RESUME),
+        ("requeue", JobEvent.REQUEUE),
     ],
 )
-def test_predicates_name_the_states_of_the_transition_table(statements: dict[str, str], name: str, event: Event) -> None:
+def test_predicates_name_the_states_of_the_transition_table(statements: dict[str, str], name: str, event: JobEvent) -> None:
     # finish takes the leased ones in its batch, which are those that can be lost; ORPHANED is judged singly.
     condition = statements[name].rpartition("WHERE")[2]
     named = re.search(r"state (?:IN \(([^)]*)\)|= ('[A-Z]+'))", condition)

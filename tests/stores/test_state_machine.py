@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, Phase, seed, settings
 from hypothesis.stateful import run_state_machine_as_test
 
 from tasuki.core.job import JobSpec
-from tasuki.core.lifecycle import Event
+from tasuki.core.lifecycle import JobEvent
 from tasuki.core.store_messages import Grant, HeldLease, LeaseRequest, LeaseStatus, Report, ReportAnswer
 from tasuki.stores.memory.records import MemoryJob
 from tasuki.stores.memory.store import MemoryStore
@@ -186,7 +186,7 @@ class KeepsHalfATurn(MemoryStore):
 class FencesARepeatAfterARequeue(MemoryStore):
     """Compares the repeat of a finish with a failure that a cancel replaced before the requeue."""
 
-    def _repeated_or_fenced(self, record: MemoryJob, report: Report, verb: Event) -> ReportAnswer:
+    def _repeated_or_fenced(self, record: MemoryJob, report: Report, verb: JobEvent) -> ReportAnswer:
         kinds = iter(incident.kind for incident in record.incidents)
         if all(kind in kinds for kind in ("failed", "canceled", "requeued")):
             record = msgspec.structs.replace(record, last_report=None)

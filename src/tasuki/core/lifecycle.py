@@ -37,7 +37,7 @@ ATTEMPT_STEP = 1_000_000
 EPOCH_STEP = 1_000_000_000  # an epoch costs the start of a server: a hundred a second reach this in four months
 
 
-class Event(enum.StrEnum):
+class JobEvent(enum.StrEnum):
     """Events in the life of a job."""
 
     GRANT = "grant"
@@ -57,29 +57,29 @@ class Event(enum.StrEnum):
 
 _HELD = (State.ASSIGNED, State.RUNNING, State.ORPHANED)  # states in which an attempt may still report
 
-TRANSITIONS: dict[tuple[State, Event], State] = {
-    (State.PENDING, Event.GRANT): State.ASSIGNED,
-    (State.ORPHANED, Event.GRANT): State.ASSIGNED,
+TRANSITIONS: dict[tuple[State, JobEvent], State] = {
+    (State.PENDING, JobEvent.GRANT): State.ASSIGNED,
+    (State.ORPHANED, JobEvent.GRANT): State.ASSIGNED,
     # By job_id, a lease that is over may be taken over without waiting for the reaper.
-    (State.ASSIGNED, Event.GRANT): State.ASSIGNED,
-    (State.RUNNING, Event.GRANT): State.ASSIGNED,
-    (State.ASSIGNED, Event.START): State.RUNNING,
-    (State.ASSIGNED, Event.RELEASE): State.PENDING,
-    **{(state, Event.SUCCEED): State.SUCCEEDED for state in _HELD},
-    **{(state, Event.RETRY): State.PENDING for state in _HELD},
-    **{(state, Event.FAIL): State.FAILED for state in _HELD},
-    **{(state, Event.TIME_OUT): State.TIMED_OUT for state in _HELD},
-    **{(state, Event.LOSE): State.PENDING for state in sorted(LEASED)},
-    **{(state, Event.ORPHAN): State.ORPHANED for state in sorted(LEASED)},
-    (State.ORPHANED, Event.RESUME): State.RUNNING,
-    **{(state, Event.CANCEL): State.CANCELED for state in (*_HELD, State.PENDING)},
-    (State.PENDING, Event.SKIP): State.SKIPPED,
-    (State.ORPHANED, Event.SKIP): State.SKIPPED,
-    **{(state, Event.REQUEUE): State.PENDING for state in sorted(TERMINAL)},
+    (State.ASSIGNED, JobEvent.GRANT): State.ASSIGNED,
+    (State.RUNNING, JobEvent.GRANT): State.ASSIGNED,
+    (State.ASSIGNED, JobEvent.START): State.RUNNING,
+    (State.ASSIGNED, JobEvent.RELEASE): State.PENDING,
+    **{(state, JobEvent.SUCCEED): State.SUCCEEDED for state in _HELD},
+    **{(state, JobEvent.RETRY): State.PENDING for state in _HELD},
+    **{(state, JobEvent.FAIL): State.FAILED for state in _HELD},
+    **{(state, JobEvent.TIME_OUT): State.TIMED_OUT for state in _HELD},
+    **{(state, JobEvent.LOSE): State.PENDING for state in sorted(LEASED)},
+    **{(state, JobEvent.ORPHAN): State.ORPHANED for state in sorted(LEASED)},
+    (State.ORPHANED, JobEvent.RESUME): State.RUNNING,
+    **{(state, JobEvent.CANCEL): State.CANCELED for state in (*_HELD, State.PENDING)},
+    (State.PENDING, JobEvent.SKIP): State.SKIPPED,
+    (State.ORPHANED, JobEvent.SKIP): State.SKIPPED,
+    **{(state, JobEvent.REQUEUE): State.PENDING for state in sorted(TERMINAL)},
 }
 
 
-def after(state: State, event: Event) -> State:
+def after(state: State, event: JobEvent) -> State:
     """Return the state that `event` leads to, or raise InvalidTransition."""
     try:
         return TRANSITIONS[state, event]
@@ -87,7 +87,7 @@ def after(state: State, event: Event) -> State:
         raise InvalidTransition(f"a job that is {state} cannot {event}") from None
 
 
-def sources(event: Event) -> frozenset[State]:
+def sources(event: JobEvent) -> frozenset[State]:
     """Return the states in which `event` can happen; the SQL statements' predicates are tested against this."""
     return frozenset(state for state, happening in TRANSITIONS if happening is event)
 
@@ -95,7 +95,7 @@ def sources(event: Event) -> frozenset[State]:
 class Disposition(msgspec.Struct, frozen=True, gc=False):
     """The next state of a job after an attempt that did not succeed."""
 
-    event: Event
+    event: JobEvent
     state: State
     delay_s: float
     failures: int
@@ -122,14 +122,14 @@ def after_failure(
     what = outcome.message or outcome.error_code or "failed"
     if cancel_requested:  # there is no retry, also if the attempt failed by itself before the cancel reached it
         reason = what if outcome.error_code == "CANCELED" else f"canceled; last attempt: {what}"
-        return Disposition(Event.CANCEL, after(state, Event.CANCEL), 0.0, failures, losses, reason)
+        return Disposition(JobEvent.CANCEL, after(state, JobEvent.CANCEL), 0.0, failures, losses, reason)
     failures += 1
     if not outcome.permanent and failures <= max_retries:
         asked_s = outcome.retry_in_s
         delay_s = retry_delay_s(backoff_s, failures - 1) if asked_s is None else asked_s
         reason = f"{what}; retry {failures} of {max_retries} in {delay_s:g} s"
-        return Disposition(Event.RETRY, after(state, Event.RETRY), delay_s, failures, losses, reason)
-    event = Event.TIME_OUT if outcome.error_code == "TIMED_OUT" else Event.FAIL
+        return Disposition(JobEvent.RETRY, after(state, JobEvent.RETRY), delay_s, failures, losses, reason)
+    event = JobEvent.TIME_OUT if outcome.error_code == "TIMED_OUT" else JobEvent.FAIL
     why = "permanent" if outcome.permanent else f"no retry left of {max_retries}"
     return Disposition(event, after(state, event), 0.0, failures, losses, f"{what}; {why}")
 
@@ -149,17 +149,19 @@ def after_loss(
     """Return the disposition of a job whose lease ran out. The first loss is tried again at once, unless `delay_first`."""
     if cancel_requested:
         reason = f"canceled; worker {worker_id} was lost"
-        return Disposition(Event.CANCEL, after(state, Event.CANCEL), 0.0, failures, losses, reason)
+        return Disposition(JobEvent.CANCEL, after(state, JobEvent.CANCEL), 0.0, failures, losses, reason)
     losses += 1
     if losses > max_losses:
         reason = f"worker {worker_id} was lost; no loss left of {max_losses}"
-        return Disposition(Event.FAIL, after(state, Event.FAIL), 0.0, failures, losses, reason)
+        return Disposition(JobEvent.FAIL, after(state, JobEvent.FAIL), 0.0, failures, losses, reason)
     what = f"worker {worker_id} was lost (loss {losses} of {max_losses})"
     if keep:
-        return Disposition(Event.ORPHAN, after(state, Event.ORPHAN), 0.0, failures, losses, f"{what}; kept until the next grant")
+        return Disposition(
+            JobEvent.ORPHAN, after(state, JobEvent.ORPHAN), 0.0, failures, losses, f"{what}; kept until the next grant"
+        )
     waits = losses if delay_first else losses - 1
     delay_s = retry_delay_s(backoff_s, waits - 1) if waits else 0.0
-    return Disposition(Event.LOSE, after(state, Event.LOSE), delay_s, failures, losses, what)
+    return Disposition(JobEvent.LOSE, after(state, JobEvent.LOSE), delay_s, failures, losses, what)
 
 
 def is_late(not_after: float | None, wall: float) -> bool:

@@ -6,6 +6,7 @@ nothing: `django.setup()` has to come first. The public names below are loaded w
 
     models        the tables
     fields        field types, storage parameters of PostgreSQL's tables
+    definitions   definitions from settings or a file, events, runs by hand
     standalone    Django without a project; migrations and their version check
     apps          the app's configuration
     conf          the setting TASUKI, the router

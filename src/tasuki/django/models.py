@@ -18,11 +18,24 @@ only columns whose value usually differs from the database's own default (`db_de
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterable
+from typing import Any
+
+from django.core.exceptions import ValidationError
 from django.db import models
 from django.db.models import Q
 
 from tasuki.core.job import PROGRESS_TEXT_MAX_CHARS, OnDisconnect, State
 from tasuki.core.lifecycle import LEASE_TTL_S
+from tasuki.core.scheduler.firing import (
+    SKIP_LATE_RUNS_AFTER_S,
+    ConcurrencyPolicy,
+    Definition,
+    DefinitionType,
+    problem_of,
+)
+from tasuki.core.scheduler.schedule import ScheduleType, parse_schedule, preview, zone_of
 from tasuki.django.fields import NameField, RowIdField, UnixTimeField
 
 
@@ -50,7 +63,8 @@ class JobRun(Row):
         max_length=12, choices=[(state.value, state.value) for state in State], db_default=State.PENDING.value
     )
     ready = models.SmallIntegerField(db_default=1)
-    """1: may be leased now (PENDING and due, or ORPHANED). 2: PENDING, waits for its not_before. 0: all others."""
+    """1: may be leased now (PENDING and due, or ORPHANED). 2: PENDING, waits for its not_before. 0: all others, also a run that
+    waits until the run that it replaces has ended."""
     kind = models.SmallIntegerField(db_default=1)
     """JobKind: 0 a command, 1 a Python handler's, 2 a command of the server's own user. Part of the index of ready rows:
     a worker that takes only some kinds does not read the others."""
@@ -114,7 +128,10 @@ class JobRun(Row):
     submitter = NameField(max_length=255)
     exec = NameField(max_length=1024, db_default="")
     array_id = NameField(max_length=128, null=True)
-    job_definition_id = models.BigIntegerField(null=True)
+    # Without constraint and index: jobs outlive their definition, and most have none.
+    job_definition = models.ForeignKey(
+        "JobDefinition", on_delete=models.DO_NOTHING, null=True, db_constraint=False, db_index=False, related_name="runs"
+    )
     scheduled_for = UnixTimeField(null=True)
     leader_epoch = models.BigIntegerField(db_default=0)
     """Epoch of the last write that a leader made here."""
@@ -349,3 +366,128 @@ class Token(Row):
     """The only worker that may use the token; empty: any."""
     incarnation = NameField(max_length=64, db_default="")
     """Incarnation of that worker at /calc, if its token was exchanged for this one."""
+
+
+# ---------------------------------------------------------------------------------------------------- definitions and events
+# Their ids are never used a second time, unlike a RowIdField's: ids of runs are made of them.
+
+
+def _choices(words: Iterable[str]) -> list[tuple[str, str]]:
+    return [(str(word), str(word)) for word in words]
+
+
+class JobDefinition(Row):
+    """A job by time or by event, as its owner writes it. The leader's notes on it are in `DefinitionState`.
+
+    `full_clean()` checks it completely. `save()` notes when its schedule changed, or it was enabled: from then on its nominal
+    times count. Changes by `QuerySet.update()` are noticed too, by the leader's next look.
+    """
+
+    shown = "{0.name}"
+    id = models.BigAutoField(primary_key=True)
+    name = NameField(max_length=200, unique=True)
+    enabled = models.BooleanField(default=True, db_default=True)
+    type = NameField(max_length=5, choices=_choices(DefinitionType), default=DefinitionType.TIME.value)
+    event_type = NameField(max_length=255, blank=True, default="", db_default="")
+    """Pattern of the types of events that it runs upon: a subject, `*` and `>` allowed."""
+    command_name = NameField(max_length=64)
+    default_args_json = models.JSONField(null=True, blank=True)
+    """A list is the command line, an object options, `{"args": […], "options": {…}}` both: `firing.arguments_of`."""
+    schedule_type = NameField(max_length=20, choices=_choices(ScheduleType), blank=True, default="", db_default="")
+    schedule_value = NameField(max_length=255, blank=True, default="", db_default="")
+    time_zone = NameField(max_length=64, default="UTC", db_default="UTC")
+    queue = NameField(max_length=64, default="default", db_default="default")
+    timeout_seconds = models.PositiveIntegerField(null=True, blank=True)
+    max_retries = models.PositiveIntegerField(default=3, db_default=3)
+    retry_backoff_seconds = models.PositiveIntegerField(default=10, db_default=10)
+    concurrency_policy = NameField(
+        max_length=7,
+        choices=_choices(ConcurrencyPolicy),
+        default=ConcurrencyPolicy.FORBID.value,
+        db_default=ConcurrencyPolicy.FORBID.value,
+    )
+    changed_at = UnixTimeField(default=0.0, db_default=0.0, editable=False)
+    """Time at which its schedule was changed, or it was enabled, by `save()`."""
+    managed_by = NameField(max_length=255, blank=True, default="", db_default="")
+    """The settings or the file that it was applied from (`definitions.apply`); empty: it was made by hand."""
+
+    def definition(self) -> Definition:
+        """Return it as the core takes it."""
+        return Definition(**{name: getattr(self, name) for name in Definition.__struct_fields__ if name != "id"}, id=self.pk or 0)
+
+    def clean(self) -> None:
+        """ValidationError, under the name of the field, if it could not be fired."""
+        if (found := problem_of(self.definition())) is not None:
+            field, problem = found
+            raise ValidationError({field or "__all__": problem})
+
+    def preview(self, count: int = 10, after: float | None = None) -> list[int]:
+        """Return the next nominal times, as Unix times: those at which it will be fired."""
+        schedule = parse_schedule(self.schedule_type, self.schedule_value)
+        return preview(schedule, time.time() if after is None else after, zone_of(self.time_zone), count)
+
+    _PLANNED = ("enabled", "type", "schedule_type", "schedule_value", "time_zone")
+
+    def save(self, *arguments: Any, **named: Any) -> None:
+        fields = named.get("update_fields")
+        if fields is None or not set(self._PLANNED).isdisjoint(fields):
+            rows = type(self)._base_manager.using(named.get("using") or self._state.db).filter(pk=self.pk)
+            before = rows.values_list(*self._PLANNED).first() if self.pk is not None else None
+            if before != tuple(getattr(self, name) for name in self._PLANNED):
+                self.changed_at = time.time()
+                named |= {"update_fields": {*fields, "changed_at"}} if fields is not None else {}
+        super().save(*arguments, **named)
+
+
+class DefinitionState(Row):
+    """The leader's notes on one definition (`core.scheduler.firing.FiringState`). Nobody else writes them: saving a definition
+    that was read a while ago changes nothing here."""
+
+    shown = "{0.definition_id}: next at {0.next_at}"
+    definition = models.OneToOneField(
+        JobDefinition, on_delete=models.CASCADE, primary_key=True, db_constraint=False, related_name="state"
+    )
+    fired_until = UnixTimeField(db_default=0.0)
+    """All nominal times up to this one are settled."""
+    next_at = UnixTimeField(null=True)
+    """The next nominal time. NULL: disabled, by event, or with a problem."""
+    plan = models.TextField(db_default="")
+    """The schedule that `next_at` was computed from, and the definition's `changed_at` then."""
+    changed_at = UnixTimeField(db_default=0.0)
+    last_run_id = NameField(max_length=128, db_default="")
+    """The job_id of the last run that was not skipped."""
+    waits_for = NameField(max_length=128, db_default="")
+    """The job_id of the earlier run that the last one replaces, until that has ended."""
+    problem = models.TextField(db_default="")
+    """The reason why it cannot be fired; empty: none."""
+
+
+class Event(Row):
+    """Something that happened, for definitions of type event. Written by `emit` in the transaction of the application."""
+
+    shown = "{0.event_type} {0.pk}"
+    id = models.BigAutoField(primary_key=True)
+    event_type = NameField(max_length=255)
+    payload_json = models.JSONField(null=True)
+    dedupe_key = NameField(max_length=255, null=True, unique=True)
+    """A second event with the same key is not stored. NULL: never the same."""
+    created_at = UnixTimeField(default=time.time)
+    processed_at = UnixTimeField(null=True)
+    """Time at which the leader made its runs, one for each definition that matched."""
+    # The only definition that it is for: a run that somebody asked for by hand.
+    job_definition = models.ForeignKey(
+        JobDefinition, on_delete=models.CASCADE, null=True, db_constraint=False, db_index=False, related_name="+"
+    )
+
+    class Meta:
+        indexes = [models.Index(fields=["id"], condition=Q(processed_at__isnull=True), name="tasuki_event_new")]
+
+
+class SchedulerSettings(Row):
+    """The one row of settings that are in force without a restart."""
+
+    shown = "settings"
+    id = models.SmallIntegerField(primary_key=True, default=1, db_default=1)
+    skip_late_runs_after_seconds = models.FloatField(default=SKIP_LATE_RUNS_AFTER_S, db_default=SKIP_LATE_RUNS_AFTER_S)
+    """A run that has not started so long after its nominal time is SKIPPED."""
+    log_retention_days_db = models.FloatField(default=7.0, db_default=7.0)

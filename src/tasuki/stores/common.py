@@ -25,7 +25,7 @@ from tasuki.clocks import boot_time
 from tasuki.core import subject as subjects
 from tasuki.core.backoff import Backoff
 from tasuki.core.job import BlobRef, JobIncident, JobSpec, Outcome
-from tasuki.core.lifecycle import Event
+from tasuki.core.lifecycle import JobEvent
 from tasuki.core.store_messages import Filter, Report
 from tasuki.errors import InterruptCause, InvalidInput, StaleEpoch
 
@@ -39,13 +39,13 @@ LOST_WAIT_MAX_S = 2.0
 
 LEASES_ENDED_MAX = 500  # of one holder in one call: some 20 ms of a transaction; the caller asks again
 
-INCIDENT_OF: dict[Event, str] = {
-    Event.RETRY: "failed",
-    Event.FAIL: "dead_lettered",
-    Event.TIME_OUT: "dead_lettered",
-    Event.LOSE: "lost",
-    Event.ORPHAN: "orphaned",
-    Event.CANCEL: "canceled",
+INCIDENT_OF: dict[JobEvent, str] = {
+    JobEvent.RETRY: "failed",
+    JobEvent.FAIL: "dead_lettered",
+    JobEvent.TIME_OUT: "dead_lettered",
+    JobEvent.LOSE: "lost",
+    JobEvent.ORPHAN: "orphaned",
+    JobEvent.CANCEL: "canceled",
 }
 """Incident kind for each event that ends an attempt without success."""
 

@@ -21,7 +21,7 @@ from tasuki.core.lifecycle import (
     LEASE_MARGIN_S,
     RESUMED,
     Disposition,
-    Event,
+    JobEvent,
     after,
     after_failure,
     after_loss,
@@ -138,7 +138,7 @@ class MemoryStore(MemoryRecords):
         if cancel_is_immediate(job.state):
             outcome = Outcome(error_code="CANCELED", message=storable_text(reason) or f"canceled by {actor}")
             incident = self._incident("canceled", job, actor=actor, reason=reason)
-            return Canceled(self._end(record, job, Event.CANCEL, outcome, incident).job.state)
+            return Canceled(self._end(record, job, JobEvent.CANCEL, outcome, incident).job.state)
         assert job.lease is not None
         if not job.cancel_requested:
             incident = self._incident("cancel_requested", job, worker_id=job.lease.worker_id, actor=actor, reason=reason)
@@ -161,7 +161,7 @@ class MemoryStore(MemoryRecords):
         incident = self._incident("requeued", job, worker_id=job.assigned_worker_id or "", actor=actor, reason=reason)
         job = replace(
             job,
-            state=after(job.state, Event.REQUEUE),
+            state=after(job.state, JobEvent.REQUEUE),
             generation=job.generation + 1,
             failures=0,
             losses=0,
@@ -259,7 +259,7 @@ class MemoryStore(MemoryRecords):
         )
         job = replace(
             record.job,
-            state=after(record.job.state, Event.GRANT),
+            state=after(record.job.state, JobEvent.GRANT),
             attempt=attempt,
             lease=lease,
             assigned_worker_id=to.worker_id,
@@ -300,7 +300,7 @@ class MemoryStore(MemoryRecords):
             return LeaseStatus.LOST
         job = record.job
         if job.state is State.ASSIGNED:
-            self._change(record, replace(job, state=after(job.state, Event.START), started_at=self.clock.wall()))
+            self._change(record, replace(job, state=after(job.state, JobEvent.START), started_at=self.clock.wall()))
         elif job.state is State.ORPHANED:
             self._resume(record, claim)
         return LeaseStatus.CANCEL if job.cancel_requested else LeaseStatus.GO_ON
@@ -325,7 +325,7 @@ class MemoryStore(MemoryRecords):
         lease = replace(job.lease, expires_at=self.clock.lease() + claim.ttl_s + LEASE_MARGIN_S)
         started_at = self.clock.wall() if job.started_at is None else job.started_at
         incident = self._incident("resumed", job, worker_id=claim.worker_id, reason=RESUMED)
-        job = replace(job, state=after(job.state, Event.RESUME), lease=lease, started_at=started_at)
+        job = replace(job, state=after(job.state, JobEvent.RESUME), lease=lease, started_at=started_at)
         return self._change(replace(record, ttl_s=claim.ttl_s), job, incident)
 
     def _extend(self, record: MemoryJob, ttl_s: float, progress: Progress | None = None) -> None:
@@ -340,16 +340,16 @@ class MemoryStore(MemoryRecords):
 
     def _release(self, claim: HeldLease, reason: str) -> bool:
         record = self._claimed(claim)
-        if record is None or record.job.state not in sources(Event.RELEASE):
+        if record is None or record.job.state not in sources(JobEvent.RELEASE):
             return False
         job = record.job
         if job.cancel_requested:
             outcome = Outcome(error_code="CANCELED", message=f"canceled; {claim.worker_id} had not started it")
             incident = self._incident("canceled", job, worker_id=claim.worker_id, reason=reason)
-            self._end(record, job, Event.CANCEL, outcome, incident)
+            self._end(record, job, JobEvent.CANCEL, outcome, incident)
             return True
         incident = self._incident("released", job, worker_id=claim.worker_id, reason=reason)
-        self._change(record, replace(job, state=after(job.state, Event.RELEASE), lease=None), incident)
+        self._change(record, replace(job, state=after(job.state, JobEvent.RELEASE), lease=None), incident)
         return True
 
     def end_leases(self, holders: Sequence[LeaseHolder]) -> list[int]:
@@ -369,13 +369,13 @@ class MemoryStore(MemoryRecords):
     # -- workers: reports -------------------------------------------------------------------------------------------
     def finish(self, reports: Sequence[Report]) -> list[ReportAnswer]:
         with self.turn():
-            return [self._report(report, Event.SUCCEED) for report in reports]
+            return [self._report(report, JobEvent.SUCCEED) for report in reports]
 
     def fail(self, reports: Sequence[Report]) -> list[ReportAnswer]:
         with self.turn():
-            return [self._report(report, Event.FAIL) for report in reports]
+            return [self._report(report, JobEvent.FAIL) for report in reports]
 
-    def _report(self, report: Report, verb: Event) -> ReportAnswer:
+    def _report(self, report: Report, verb: JobEvent) -> ReportAnswer:
         record = self._records.get(report.job_id)
         if record is None:
             return ReportAnswer(ReportStatus.FENCED, None, "there is no such job")
@@ -389,7 +389,7 @@ class MemoryStore(MemoryRecords):
         if job.started_at is None:
             job = replace(job, started_at=report.started_at)
         report = replace(report, outcome=replace(report.outcome, message=storable_text(report.outcome.message)))
-        if verb is Event.SUCCEED:
+        if verb is JobEvent.SUCCEED:
             answer = ReportAnswer(ReportStatus.RECORDED, after(job.state, verb))
             record = self._end(record, job, verb, report.outcome)
         else:
@@ -407,7 +407,7 @@ class MemoryStore(MemoryRecords):
         self._put(job.job_id, replace(record, last_report=report_identity(report, verb)))
         return answer
 
-    def _repeated_or_fenced(self, record: MemoryJob, report: Report, verb: Event) -> ReportAnswer:
+    def _repeated_or_fenced(self, record: MemoryJob, report: Report, verb: JobEvent) -> ReportAnswer:
         if record.last_report == report_identity(report, verb):
             return ReportAnswer(ReportStatus.REPEATED, record.job.state)
         job, reason = record.job, fenced_reason(report, record.job.attempt, record.job.state)
@@ -416,7 +416,7 @@ class MemoryStore(MemoryRecords):
             self._put(job.job_id, replace(record, incidents=(*record.incidents, incident)))
         return ReportAnswer(ReportStatus.FENCED, job.state, reason)
 
-    def _end(self, record: MemoryJob, job: Job, event: Event, outcome: Outcome, *incidents: JobIncident) -> MemoryJob:
+    def _end(self, record: MemoryJob, job: Job, event: JobEvent, outcome: Outcome, *incidents: JobIncident) -> MemoryJob:
         """Make the job terminal."""
         ended = replace(job, state=after(job.state, event), lease=None, outcome=outcome, finished_at=self.clock.wall())
         return self._change(record, ended, *incidents)
@@ -428,14 +428,14 @@ class MemoryStore(MemoryRecords):
         job = replace(record.job, failures=disposition.failures, losses=disposition.losses)
         incident = self._incident(INCIDENT_OF[disposition.event], job, worker_id=lease.worker_id, reason=disposition.reason)
         if disposition.state.terminal:
-            code = "CANCELED" if disposition.event is Event.CANCEL else "LOST"
+            code = "CANCELED" if disposition.event is JobEvent.CANCEL else "LOST"
             last = outcome or Outcome(error_code=code, message=disposition.reason)
             return self._end(record, job, disposition.event, last, incident)
         not_before = self.clock.wall() + disposition.delay_s if disposition.delay_s > 0 else None
         job = replace(
             job,
             state=disposition.state,
-            lease=lease if disposition.event is Event.ORPHAN else None,  # an orphan's worker may still finish
+            lease=lease if disposition.event is JobEvent.ORPHAN else None,  # an orphan's worker may still finish
             outcome=outcome or job.outcome,
             not_before=not_before,
         )
@@ -506,7 +506,7 @@ class MemoryStore(MemoryRecords):
         job = replace(record.job, leader_epoch=epoch)
         assert job.not_after is not None
         outcome = skip_outcome(job.not_after, job.outcome)
-        self._end(record, job, Event.SKIP, outcome, self._incident("skipped", job, reason=outcome.message))
+        self._end(record, job, JobEvent.SKIP, outcome, self._incident("skipped", job, reason=outcome.message))
 
     def _is_late(self, record: MemoryJob) -> bool:
         return is_late(record.job.not_after, self.clock.wall())

@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 from tasuki.core.job import TERMINAL, State
-from tasuki.core.lifecycle import LEASE_MARGIN_S, TAKEOVER_TIE_S, Event, after, skip_outcome
+from tasuki.core.lifecycle import LEASE_MARGIN_S, TAKEOVER_TIE_S, JobEvent, after, skip_outcome
 from tasuki.core.store_messages import JobKind, ReadyQueue, Reaped
 from tasuki.stores.sql import report
 from tasuki.stores.sql.database import LEADER_SCOPE, Transaction
@@ -86,7 +86,7 @@ def skip(tx: Transaction, *, epoch: int, limit: int = 1024) -> list[str]:
         assert row.not_after is not None
         outcome = skip_outcome(row.not_after, outcome_of(row))
         tx.incident(row, "skipped", reason=outcome.message)
-        tx.end_waiting(row, after(row.job_state, Event.SKIP), outcome, epoch=epoch)
+        tx.end_waiting(row, after(row.job_state, JobEvent.SKIP), outcome, epoch=epoch)
     tx.write_state_changes()
     return [row.idempotency_key for row in rows]
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from tasuki.core.job import LEASED, OnDisconnect, Outcome, State
-from tasuki.core.lifecycle import LEASE_MARGIN_S, RESUMED, Disposition, Event, after, after_failure, after_loss, sources
+from tasuki.core.lifecycle import LEASE_MARGIN_S, RESUMED, Disposition, JobEvent, after, after_failure, after_loss, sources
 from tasuki.core.store_messages import HeldLease, LeaseHolder, LeaseStatus, Report, ReportAnswer, ReportStatus, storable_text
 from tasuki.stores.common import INCIDENT_OF, LEASES_ENDED_MAX, belongs_to_story, fenced_reason, missing_result
 from tasuki.stores.sql.database import Transaction, must_change
@@ -27,7 +27,7 @@ from tasuki.stores.sql.rows import (
     result_size_of,
 )
 
-_REPORTABLE = sources(Event.SUCCEED)
+_REPORTABLE = sources(JobEvent.SUCCEED)
 _RECORDED = ReportAnswer(ReportStatus.RECORDED, State.SUCCEEDED)
 _DIGITS_MAX = 18  # of a row id; more would not be an integer for SQLite
 
@@ -77,7 +77,7 @@ def _resume(tx: Transaction, held: list[tuple[HeldLease, JobRow]]) -> dict[tuple
     for claim, row in held:
         if _key_of(claim) in resumed:
             tx.incident(row, "resumed", worker_id=claim.worker_id, reason=RESUMED)
-            tx.count_move(row.group, row.job_state, after(row.job_state, Event.RESUME))
+            tx.count_move(row.group, row.job_state, after(row.job_state, JobEvent.RESUME))
     return resumed
 
 
@@ -87,7 +87,7 @@ def release(tx: Transaction, claims: Sequence[HeldLease], *, reason: str = "") -
     released = []
     for claim in claims:
         row = rows.get(claim.job_id)
-        if row is None or row.job_state not in sources(Event.RELEASE) or not _is_holder(row, claim):
+        if row is None or row.job_state not in sources(JobEvent.RELEASE) or not _is_holder(row, claim):
             answers.append(False)
             continue
         del rows[claim.job_id]  # shown again in this batch, the lease is gone
@@ -95,10 +95,10 @@ def release(tx: Transaction, claims: Sequence[HeldLease], *, reason: str = "") -
         if row.cancel_requested:
             outcome = Outcome(error_code="CANCELED", message=f"canceled; {claim.worker_id} had not started it")
             tx.incident(row, "canceled", worker_id=claim.worker_id, reason=reason)
-            tx.change_state(row, after(row.job_state, Event.CANCEL), outcome, keep_lease=False, not_before=row.not_before)
+            tx.change_state(row, after(row.job_state, JobEvent.CANCEL), outcome, keep_lease=False, not_before=row.not_before)
         else:
             tx.incident(row, "released", worker_id=claim.worker_id, reason=reason)
-            tx.count_move(row.group, row.job_state, after(row.job_state, Event.RELEASE))
+            tx.count_move(row.group, row.job_state, after(row.job_state, JobEvent.RELEASE))
             released.append((row.id, row.version, row.lease_id))
             tx.comes_back(row.queue, row.id)
     must_change(len(released), tx.session.changed("release", (), released))
@@ -143,7 +143,7 @@ def finish(tx: Transaction, reports: Sequence[Report]) -> list[ReportAnswer]:
         answers = [_RECORDED] * len(reports)
     else:
         answers = [
-            _RECORDED if row_id_of(report.lease_id) in changed else _report(tx, report, Event.SUCCEED) for report in reports
+            _RECORDED if row_id_of(report.lease_id) in changed else _report(tx, report, JobEvent.SUCCEED) for report in reports
         ]
         tx.write_state_changes()
     tx.at("finish.written")
@@ -173,13 +173,13 @@ def _finish_batch(tx: Transaction, by_row: dict[int, Report]) -> frozenset[int]:
 def fail(tx: Transaction, reports: Sequence[Report]) -> list[ReportAnswer]:
     rows = tx.rows(report.job_id for report in reports)
     # Each row is used once: a second report on one job is judged by what the first left.
-    answers = [_report(tx, report, Event.FAIL, rows.pop(report.job_id, None)) for report in reports]
+    answers = [_report(tx, report, JobEvent.FAIL, rows.pop(report.job_id, None)) for report in reports]
     tx.write_state_changes()
     tx.at("fail.written")
     return answers
 
 
-def _report(tx: Transaction, report: Report, verb: Event, row: JobRow | None = None) -> ReportAnswer:
+def _report(tx: Transaction, report: Report, verb: JobEvent, row: JobRow | None = None) -> ReportAnswer:
     """Judge one report by its row, which is read unless it was just read."""
     row = row or tx.rows((report.job_id,)).get(report.job_id)
     if row is None:
@@ -190,7 +190,7 @@ def _report(tx: Transaction, report: Report, verb: Event, row: JobRow | None = N
     if ref is not None and ref not in tx.stored_among((ref,)):
         return ReportAnswer(ReportStatus.BLOB_MISSING, row.job_state, missing_result(ref))
     started_at = row.started_at if row.started_at is not None else report.started_at
-    if verb is Event.SUCCEED:
+    if verb is JobEvent.SUCCEED:
         state = after(row.job_state, verb)
         tx.change_state(row, state, report.outcome, not_before=row.not_before, started_at=started_at)
         return ReportAnswer(ReportStatus.RECORDED, state)
@@ -207,7 +207,7 @@ def _report(tx: Transaction, report: Report, verb: Event, row: JobRow | None = N
     return ReportAnswer(ReportStatus.RECORDED, disposition.state, disposition.reason)
 
 
-def _repeated_or_fenced(tx: Transaction, row: JobRow, report: Report, verb: Event) -> ReportAnswer:
+def _repeated_or_fenced(tx: Transaction, row: JobRow, report: Report, verb: JobEvent) -> ReportAnswer:
     if _is_repeat(row, report, verb):
         return ReportAnswer(ReportStatus.REPEATED, row.job_state)
     reason = fenced_reason(report, row.attempt, row.state)
@@ -227,7 +227,7 @@ def end_attempt(
     was_reported = outcome is not None
     not_before = row.not_before
     if disposition.state.terminal:
-        code = "CANCELED" if disposition.event is Event.CANCEL else "LOST"
+        code = "CANCELED" if disposition.event is JobEvent.CANCEL else "LOST"
         outcome = outcome or Outcome(error_code=code, message=disposition.reason)
     else:
         not_before = tx.clock.wall() + disposition.delay_s if disposition.delay_s > 0 else None
@@ -237,7 +237,7 @@ def end_attempt(
         outcome,
         ready=0 if disposition.state.terminal else DELAYED if disposition.delay_s > 0 else READY,
         # After a report, to recognize its repeat. ORPHANED: its worker may still finish.
-        keep_lease=was_reported or disposition.event is Event.ORPHAN,
+        keep_lease=was_reported or disposition.event is JobEvent.ORPHAN,
         not_before=not_before,
         started_at=row.started_at,
         failures=disposition.failures,
@@ -314,7 +314,7 @@ def _is_of_attempt(row: JobRow, report: Report) -> bool:
     return shown == (row.assigned_worker_id, row.lease_id, row.attempt, row.lease_owner)
 
 
-def _is_repeat(row: JobRow, report: Report, verb: Event) -> bool:
+def _is_repeat(row: JobRow, report: Report, verb: JobEvent) -> bool:
     """Return whether this very report was recorded."""
-    recorded_by = Event.SUCCEED if row.job_state is State.SUCCEEDED else Event.FAIL
+    recorded_by = JobEvent.SUCCEED if row.job_state is State.SUCCEEDED else JobEvent.FAIL
     return recorded_by is verb and _is_of_attempt(row, report) and report_key_of(report.outcome) == report_key_in(row)

@@ -8,7 +8,7 @@ from itertools import chain
 from typing import Any
 
 from tasuki.core.job import JobSpec, Outcome, State, differing_fields
-from tasuki.core.lifecycle import Event, after, attempt_again, cancel_is_immediate, not_after_again
+from tasuki.core.lifecycle import JobEvent, after, attempt_again, cancel_is_immediate, not_after_again
 from tasuki.core.store_messages import Canceled, MissingBlobs, Requeued, Submission, Submitted, kind_of, storable_text
 from tasuki.core.subject import group_of
 from tasuki.errors import Conflict, Unavailable
@@ -165,7 +165,7 @@ def _cancel(tx: Transaction, row: JobRow, requested: list[JobRow], actor: str, r
     if cancel_is_immediate(state):
         outcome = Outcome(error_code="CANCELED", message=storable_text(reason) or f"canceled by {actor}")
         tx.incident(row, "canceled", actor=actor, reason=reason)
-        ended = after(state, Event.CANCEL)
+        ended = after(state, JobEvent.CANCEL)
         tx.end_waiting(row, ended, outcome)
         return Canceled(ended)
     if not row.cancel_requested:
@@ -204,7 +204,7 @@ def _requeue(tx: Transaction, rows: list[JobRow], *, actor: str, reason: str) ->
         if ready == READY:
             tx.comes_back(row.queue, row.id)
         batch.append((row.id, row.version, ready, spec.not_before, not_after, attempt_again(row.attempt, epoch)))
-        tx.count_move(row.group, row.job_state, after(row.job_state, Event.REQUEUE))
+        tx.count_move(row.group, row.job_state, after(row.job_state, JobEvent.REQUEUE))
     must_change(len(batch), tx.session.changed("requeue", (), batch))
     tx.clear_results([row.id for row in rows])
 

@@ -1,0 +1,7 @@
+"""The scheduler's decisions, pure: nominal times of definitions, and the runs that the leader makes of them and of events.
+
+    schedule   schedules as texts, their nominal times in a time zone, what happens when clocks change
+    firing     definitions, events, and the runs that are due: catch-up, overlap, ids
+
+Stores call `firing` in the leader's turn (`stores/sql/fire.py`, `stores/memory`); `tasuki.django` checks and previews with it.
+"""

@@ -1,0 +1,153 @@
+"""Definitions and events of a Django project: apply definitions from settings or a file, emit events, run a definition by hand.
+
+    apply({"nightly": {"command_name": "rebuild_index", "daily_at": "02:30", "time_zone": "Europe/Berlin"}}, source="settings")
+    apply(read_file(Path("definitions.toml")), source="definitions.toml")
+    emit("order.paid", {"order": 17}, dedupe_key="order-17")          # in the caller's transaction
+    run_id = run_now(JobDefinition.objects.get(name="nightly"))       # the leader makes the run a moment later
+
+An entry has the columns of `JobDefinition` by their names; its schedule is `schedule_type` and `schedule_value`, or one key with
+the name of the type (`every_n_minutes = 5`, `daily_at = "02:30"`); an entry with `event_type` is of type event. A file has them
+below `[definitions.NAME]`.
+
+Nothing here decides when anything is run: the leader reads these tables (`stores/sql/fire.py`). `JobDefinition.full_clean()`
+checks one row, `JobDefinition.preview(n)` returns its next times.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from django.conf import settings
+from django.core.exceptions import ValidationError
+from django.db import router, transaction
+
+from tasuki.core.scheduler.firing import (
+    SKIP_LATE_RUNS_AFTER_S,
+    Definition,
+    DefinitionType,
+    check_event,
+    event_run_id,
+)
+from tasuki.core.scheduler.schedule import ScheduleType
+from tasuki.django.models import Event, JobDefinition, SchedulerSettings
+from tasuki.errors import ConfigError, InvalidInput, quoted
+
+DEDUPE_KEY_MAX_CHARS = 255
+_FIELDS = tuple(name for name in Definition.__struct_fields__ if name not in ("id", "name", "changed_at"))
+
+
+class Applied(msgspec.Struct, kw_only=True):
+    """The names of the definitions by what `apply` did to them."""
+
+    created: list[str] = msgspec.field(default_factory=list)
+    changed: list[str] = msgspec.field(default_factory=list)
+    unchanged: list[str] = msgspec.field(default_factory=list)
+    deleted: list[str] = msgspec.field(default_factory=list)
+
+
+def read_file(path: Path) -> dict[str, Any]:
+    """Return the entries of a TOML file by name."""
+    try:
+        found = tomllib.loads(path.read_text("utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"cannot read definitions from {path}: {error}") from None
+    entries = found.pop("definitions", None)
+    if found or not isinstance(entries, dict):
+        raise ConfigError(f"{path} must have tables [definitions.NAME] and nothing else; it has {', '.join(found) or 'none'}")
+    return entries
+
+
+def apply(entries: Mapping[str, Any], *, source: str, using: str | None = None, dry_run: bool = False) -> Applied:
+    """Make the definitions of this source those of `entries`, all or none: create, change, and delete those that are gone.
+
+    Definitions of other sources, and those made by hand, are left alone; InvalidInput if one of them has such a name. An entry
+    without `enabled` leaves a definition as enabled as it is. Errors name the definition and the field.
+    """
+    alias = using or router.db_for_write(JobDefinition)
+    wanted = {name: _columns(name, entry) for name, entry in entries.items()}
+    done = Applied()
+    with transaction.atomic(using=alias):
+        rows = {row.name: row for row in JobDefinition.objects.using(alias).select_for_update().order_by("id")}
+        for name, columns in wanted.items():
+            _apply_one(name, columns, rows.get(name), source, alias, done)
+        gone = [row for row in rows.values() if row.managed_by == source and row.name not in wanted]
+        for row in gone:
+            done.deleted.append(row.name)
+            row.delete(using=alias)
+        transaction.set_rollback(dry_run, using=alias)
+    return done
+
+
+def _apply_one(name: str, columns: dict[str, Any], row: JobDefinition | None, source: str, alias: str, done: Applied) -> None:
+    if row is not None and row.managed_by != source:
+        owner = f"belongs to {row.managed_by}" if row.managed_by else "was made by hand"
+        raise InvalidInput(f"definition {quoted(name)} {owner}; rename one of the two, or delete that one")
+    before = {field: getattr(row, field) for field in columns} if row is not None else None
+    if before == columns:
+        done.unchanged.append(name)
+        return
+    (done.created if row is None else done.changed).append(name)
+    row = row or JobDefinition(name=name, managed_by=source)
+    for field, value in columns.items():
+        setattr(row, field, value)
+    try:
+        row.full_clean(validate_unique=False, validate_constraints=False)
+    except ValidationError as error:
+        problems = "; ".join(f"{field}: {' '.join(texts)}" for field, texts in error.message_dict.items())
+        raise InvalidInput(f"definition {quoted(name)}: {problems}") from None
+    row.save(using=alias)
+
+
+def _columns(name: str, entry: Any) -> dict[str, Any]:
+    """Return the columns that an entry sets; all others have their defaults, but `enabled` stays as it is."""
+    if not isinstance(entry, Mapping):
+        raise InvalidInput(f"definition {quoted(name)} must be a table of columns, not {type(entry).__name__}")
+    given = dict(entry)
+    forms = [form.value for form in ScheduleType if form.value in given]
+    if len(forms) > 1 or (forms and ("schedule_type" in given or "schedule_value" in given)):
+        raise InvalidInput(f"definition {quoted(name)} has more than one schedule: {', '.join(forms)}; give one")
+    for form in forms:
+        given |= {"schedule_type": form, "schedule_value": str(given.pop(form))}
+    if unknown := sorted(set(given) - set(_FIELDS)):
+        raise InvalidInput(f"definition {quoted(name)} has unknown columns: {', '.join(unknown)}; known are {', '.join(_FIELDS)}")
+    if "command_name" not in given:
+        raise InvalidInput(f"definition {quoted(name)} has no command_name")
+    defaults = {field: getattr(Definition(name=name, command_name=""), field) for field in _FIELDS if field != "enabled"}
+    by_event = {"type": DefinitionType.EVENT.value} if "event_type" in given else {}
+    return {**defaults, **by_event, **given}
+
+
+def emit(event_type: str, payload: Any = None, *, dedupe_key: str | None = None, using: str | None = None) -> Event:
+    """Store an event in the caller's transaction; the leader makes one run of it for each definition whose pattern matches.
+
+    The payload, any JSON up to 64 KiB, reaches the command as `--event=<json>`. A second event with the same `dedupe_key` is not
+    stored: the first one is returned.
+    """
+    check_event(event_type, payload)
+    if dedupe_key is not None and not 0 < len(dedupe_key) <= DEDUPE_KEY_MAX_CHARS:
+        raise InvalidInput(f"dedupe_key {quoted(dedupe_key)} must have 1 to {DEDUPE_KEY_MAX_CHARS} characters")
+    events = Event.objects.using(using or router.db_for_write(Event))
+    if dedupe_key is None:
+        return events.create(event_type=event_type, payload_json=payload)
+    return events.get_or_create(dedupe_key=dedupe_key, defaults={"event_type": event_type, "payload_json": payload})[0]
+
+
+def run_now(definition: JobDefinition, *, using: str | None = None) -> str:
+    """Ask for one run of a definition, whether or not it is enabled, and return its job_id. Its concurrency_policy holds."""
+    event = Event.objects.using(using or router.db_for_write(Event)).create(
+        event_type="definition.run", job_definition=definition
+    )
+    return event_run_id(event.pk, definition.pk)
+
+
+def scheduler_settings(using: str | None = None) -> SchedulerSettings:
+    """Return the row of settings; the first call writes it, with SCHEDULER_SKIP_LATE_RUNS_AFTER_SECONDS of the project."""
+    window_s = float(getattr(settings, "SCHEDULER_SKIP_LATE_RUNS_AFTER_SECONDS", SKIP_LATE_RUNS_AFTER_S))
+    if not window_s >= 0:
+        raise ConfigError(f"SCHEDULER_SKIP_LATE_RUNS_AFTER_SECONDS is {window_s}; it must be a number of seconds from 0 on")
+    rows = SchedulerSettings.objects.using(using or router.db_for_write(SchedulerSettings))
+    return rows.get_or_create(id=1, defaults={"skip_late_runs_after_seconds": window_s})[0]

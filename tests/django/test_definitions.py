@@ -1,0 +1,189 @@
+"""Definitions and events of a project: what is applied, what is refused, and that nothing is half-written."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tasuki.django import standalone
+
+standalone.configure()
+
+from django.core.exceptions import ValidationError  # noqa: E402
+from django.db import connections, transaction  # noqa: E402
+
+from tasuki.django.definitions import apply, emit, read_file, run_now, scheduler_settings  # noqa: E402
+from tasuki.django.models import Event, JobDefinition  # noqa: E402
+from tasuki.errors import ConfigError, InvalidInput, TooLarge  # noqa: E402
+
+NIGHTLY = {"command_name": "rebuild_index", "daily_at": "02:30", "time_zone": "Europe/Berlin"}
+
+
+@pytest.fixture
+def alias(tmp_path: Path) -> Iterator[str]:
+    alias = standalone.register(tmp_path / "one.sqlite3")
+    standalone.migrate(alias)
+    yield alias
+    connections[alias].close()
+    standalone.forget(alias)
+
+
+def names(alias: str) -> list[str]:
+    return sorted(JobDefinition.objects.using(alias).values_list("name", flat=True))
+
+
+def test_a_second_apply_changes_what_differs_and_deletes_what_is_gone(alias: str) -> None:
+    JobDefinition(name="by hand", command_name="x", schedule_type="daily_at", schedule_value="01:00").save(using=alias)
+    first = apply({"nightly": NIGHTLY, "paid": {"command_name": "mail", "event_type": "order.paid"}}, source="a", using=alias)
+    again = apply({"nightly": NIGHTLY, "paid": {"command_name": "mail", "event_type": "order.paid"}}, source="a", using=alias)
+    later = apply({"nightly": {**NIGHTLY, "daily_at": "03:30"}}, source="a", using=alias)
+
+    assert (first.created, again.unchanged) == (["nightly", "paid"], ["nightly", "paid"])
+    assert (later.changed, later.deleted) == (["nightly"], ["paid"])
+    assert names(alias) == ["by hand", "nightly"]
+    nightly = JobDefinition.objects.using(alias).get(name="nightly")
+    assert (nightly.schedule_type, nightly.schedule_value, nightly.managed_by) == ("daily_at", "03:30", "a")
+
+
+def test_a_disabled_definition_stays_disabled_when_it_is_applied_again(alias: str) -> None:
+    apply({"nightly": NIGHTLY}, source="a", using=alias)
+    JobDefinition.objects.using(alias).update(enabled=False)
+
+    apply({"nightly": {**NIGHTLY, "max_retries": 9}}, source="a", using=alias)
+
+    assert JobDefinition.objects.using(alias).values_list("enabled", "max_retries").get() == (False, 9)
+
+
+@pytest.mark.parametrize(
+    ("entry", "words"),
+    [
+        ({"daily_at": "02:30"}, "has no command_name"),
+        ({**NIGHTLY, "daily_at": "25:00"}, "schedule_value: schedule_value '25:00'"),
+        ({**NIGHTLY, "time_zone": "Mars/Olympus"}, "time_zone: time_zone 'Mars/Olympus' is not known"),
+        ({**NIGHTLY, "cron": "* * * * *"}, "has more than one schedule: daily_at, cron"),
+        ({**NIGHTLY, "colour": 1}, "has unknown columns: colour"),
+        ({**NIGHTLY, "default_args_json": "x"}, "default_args_json"),
+        ({**NIGHTLY, "max_retries": "many"}, "max_retries: expected `int`, got `str`"),
+        ({**NIGHTLY, "enabled": "no"}, "enabled: expected `bool`, got `str`"),
+        ("daily", "must be a table of columns"),
+    ],
+)
+def test_one_bad_entry_leaves_all_as_it_was(alias: str, entry: Any, words: str) -> None:
+    apply({"nightly": NIGHTLY}, source="a", using=alias)
+
+    with pytest.raises(InvalidInput) as refused:
+        apply({"fine": NIGHTLY, "bad": entry}, source="a", using=alias)
+
+    assert refused.value.message.startswith("definition 'bad'")
+    assert words in refused.value.message
+    assert names(alias) == ["nightly"]
+
+
+def test_definitions_of_others_are_not_taken_over(alias: str) -> None:
+    apply({"nightly": NIGHTLY}, source="a", using=alias)
+
+    with pytest.raises(InvalidInput, match="belongs to a; rename one"):
+        apply({"nightly": NIGHTLY}, source="b", using=alias)
+    assert apply({}, source="b", using=alias).deleted == []
+
+
+def test_a_dry_run_tells_and_writes_nothing(alias: str) -> None:
+    assert apply({"nightly": NIGHTLY}, source="a", using=alias, dry_run=True).created == ["nightly"]
+    assert names(alias) == []
+
+
+def test_definitions_are_read_from_a_file(alias: str, tmp_path: Path) -> None:
+    file = tmp_path / "definitions.toml"
+    text = '[definitions.nightly]\ncommand_name = "rebuild_index"\nevery_n_minutes = 15\n'
+    file.write_text(text + "[definitions.nightly.default_args_json]\ndays = 7\n")
+    apply(read_file(file), source=file.name, using=alias)
+    found = JobDefinition.objects.using(alias).get()
+
+    assert (found.schedule_type, found.schedule_value, found.default_args_json) == ("every_n_minutes", "15", {"days": 7})
+    for text, words in (("x = 1", "it has x"), ("[definitions", "cannot read"), ("", "it has none")):
+        file.write_text(text)
+        with pytest.raises(ConfigError, match=words):
+            read_file(file)
+
+
+def test_the_form_of_a_definition_names_the_field(alias: str) -> None:
+    bad = JobDefinition(name="n", command_name="c", schedule_type="cron", schedule_value="61 * * * *")
+
+    with pytest.raises(ValidationError) as refused:
+        bad.full_clean(validate_unique=False)
+
+    assert list(refused.value.message_dict) == ["schedule_value"]
+
+
+def test_a_change_of_the_schedule_has_a_time_and_other_changes_have_none(alias: str) -> None:
+    row = JobDefinition(name="n", command_name="c", schedule_type="daily_at", schedule_value="02:30")
+    row.save(using=alias)
+    made_at = row.changed_at
+    row.max_retries = 1
+    row.save(using=alias)
+    unchanged = row.changed_at
+    row.enabled = False
+    row.save(using=alias, update_fields=["enabled"])
+
+    assert 0 < made_at == unchanged < row.changed_at
+    assert JobDefinition.objects.using(alias).get().changed_at == row.changed_at
+
+
+def test_an_event_is_part_of_the_callers_transaction_and_its_key_counts_once(alias: str) -> None:
+    def broken() -> None:
+        with transaction.atomic(using=alias):
+            emit("order.paid", {"order": 1}, using=alias)
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        broken()
+    first = emit("order.paid", {"order": 17}, dedupe_key="order-17", using=alias)
+    second = emit("order.paid", {"order": 17}, dedupe_key="order-17", using=alias)
+
+    assert first.pk == second.pk
+    assert list(Event.objects.using(alias).values_list("event_type", "payload_json")) == [("order.paid", {"order": 17})]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "words"),
+    [
+        (("order.*",), InvalidInput, "event_type"),
+        (("order", object()), InvalidInput, "payload is not JSON"),
+        (("order", "x" * 10_000_000), TooLarge, "payload has 10000002 bytes"),
+    ],
+)
+def test_a_bad_event_is_refused_and_nothing_is_written(alias: str, arguments: Any, error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        emit(*arguments, using=alias)
+
+    assert not Event.objects.using(alias).exists()
+
+
+def test_a_run_by_hand_has_its_id_at_once(alias: str) -> None:
+    row = JobDefinition(name="n", command_name="c", schedule_type="daily_at", schedule_value="02:30")
+    row.save(using=alias)
+
+    assert run_now(row, using=alias) == f"e{Event.objects.using(alias).get().pk}-{row.pk}"
+
+
+def test_the_settings_of_the_project_are_the_first_values(alias: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from django.conf import settings
+
+    monkeypatch.setattr(settings, "SCHEDULER_SKIP_LATE_RUNS_AFTER_SECONDS", 60, raising=False)
+    assert scheduler_settings(alias).skip_late_runs_after_seconds == 60
+    monkeypatch.setattr(settings, "SCHEDULER_SKIP_LATE_RUNS_AFTER_SECONDS", 90)
+    assert scheduler_settings(alias).skip_late_runs_after_seconds == 60
+
+
+def test_an_id_is_never_used_again(alias: str) -> None:
+    row = JobDefinition(name="n", command_name="c", schedule_type="daily_at", schedule_value="02:30")
+    row.save(using=alias)
+    first = row.pk
+    row.delete(using=alias)
+    other = JobDefinition(name="n", command_name="c", schedule_type="daily_at", schedule_value="02:30")
+    other.save(using=alias)
+
+    assert other.pk > first
