@@ -2,14 +2,17 @@
 
 import json
 import os
+import re
 import signal
+import subprocess
 import zipfile
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from tasuki.cli.jobs import progress_of
-from tests.cli.commands import DEADLINE_S, Running, User, read_fifo
+from tests.cli.commands import DEADLINE_S, TASUKI, Running, User, read_fifo
 
 pytestmark = pytest.mark.e2e
 
@@ -331,7 +334,7 @@ def test_ctrl_c_while_waiting_leaves_without_a_traceback(served: Served, tmp_pat
     user.run("cancel", "abandoned")
 
     assert process.returncode == 130
-    assert "tasuki status abandoned" in stderr
+    assert "tasuki wait abandoned" in stderr
     assert "Traceback" not in stderr
 
 
@@ -376,6 +379,138 @@ def test_a_canceled_job_that_had_ended_says_so(served: Served) -> None:
     assert user.run("cancel", "over").stdout == "over  had already ended: SUCCEEDED\n"
 
 
+# ---------------------------------------------------------------------------------------------------- an id that names an array
+
+
+@pytest.fixture(scope="module")
+def array(served: Served) -> User:
+    """The array `parts`: of five jobs, numbers 2 and 4 fail with one reason and 5 with another."""
+    user, _ = served
+    script = 'echo "part $0"; case $0 in 2|4) exit 3;; 5) exit 4;; esac; echo "$0" > "$TASUKI_OUT/number"'
+    done = user.run("submit", "--array", "1-5", "--job-id", "parts", "--retries", "0", "--wait", "sh", "-c", script, "{i}")
+
+    assert done.returncode == 1
+    first, *reasons = done.stdout.splitlines()
+    assert first == "parts  5 jobs, 3 FAILED, 2 SUCCEEDED"
+    assert reasons == [
+        "  2 FAILED: EXIT_CODE: exec 'sh' exited with code 3  (as parts.2; see: tasuki logs parts.2)",
+        "  1 FAILED: EXIT_CODE: exec 'sh' exited with code 4  (as parts.5; see: tasuki logs parts.5)",
+    ]
+    return user
+
+
+def test_the_status_of_an_array_counts_states_and_reasons(array: User) -> None:
+    done = array.run("status", "parts", "parts.1", "unknown")
+
+    assert done.returncode == 3
+    lines = done.stdout.splitlines()
+    assert lines[0] == "parts  array of 5 jobs: 3 FAILED, 2 SUCCEEDED"
+    assert lines[1].startswith("  2 FAILED: EXIT_CODE: exec 'sh' exited with code 3")
+    assert "parts.1  SUCCEEDED" in lines
+    assert "'unknown'" in done.stderr
+    [told] = array.json("status", "--json", "parts")
+    assert (told["count"], told["states"], told["left_s"]) == (5, {"FAILED": 3, "SUCCEEDED": 2}, None)
+    assert [(reason["count"], reason["example"]) for reason in told["reasons"]] == [(2, "parts.2"), (1, "parts.5")]
+
+
+def test_the_explanation_of_an_array_has_an_example_of_each_state(array: User) -> None:
+    done = array.run("explain", "parts")
+
+    assert done.stdout.startswith("parts  array of 5 jobs: 3 FAILED, 2 SUCCEEDED\n")
+    assert "parts.2  FAILED" in done.stdout
+    assert "parts.4  FAILED" not in done.stdout
+
+
+def test_logs_and_results_of_an_array_are_those_of_all_its_jobs(array: User) -> None:
+    logs = array.run("logs", "parts")
+    saved = array.run("result", "parts", "-o", "all")
+    unpacked = array.run("result", "parts", "--extract", "unpacked-parts")
+
+    assert logs.stdout == "".join(f"part {number}\n" for number in range(1, 6))
+    assert "==> parts.2\n" in logs.stderr
+    assert (saved.returncode, unpacked.returncode) == (1, 1)
+    assert saved.stdout.startswith("all  5 results, ")
+    assert sorted(path.name for path in (array.home / "all").iterdir()) == [f"parts.{number}.zip" for number in range(1, 6)]
+    assert (array.home / "unpacked-parts/parts.3/out/number").read_text() == "3\n"
+    assert "is an array; name one of its jobs" in array.run("result", "--stdout", "parts").stderr
+
+
+def test_jobs_and_arrays_are_waited_for(array: User) -> None:
+    array.run("submit", "--array", "1-2", "--job-id", "good", "sleep", "0.3")
+    array.run("submit", "--job-id", "single", "sleep", "0.3")
+
+    good = array.run("wait", "good", "single")
+    bad = array.run("wait", "parts", "single")
+
+    assert (good.returncode, good.stdout) == (0, "good  array of 2 jobs: 2 SUCCEEDED\nsingle  SUCCEEDED\n")
+    assert (bad.returncode, bad.stdout.splitlines()[0]) == (1, "parts  array of 5 jobs: 3 FAILED, 2 SUCCEEDED")
+    assert array.run("wait", "single", "nobody").returncode == 3
+
+
+def test_a_wait_has_an_end_and_the_jobs_go_on(served: Served) -> None:
+    user, _ = served
+    user.run("submit", "--job-id", "long", "sleep", "600")
+    done = user.run("wait", "--timeout", "0.2s", "long")
+    state = user.json("status", "--json", "long")[0]["state"]
+    user.run("cancel", "long")
+
+    assert (done.returncode, state in ("ASSIGNED", "RUNNING")) == (5, True)
+    assert "has not ended within 0.2s" in done.stderr
+
+
+def test_jobs_of_an_array_are_canceled_together_and_those_that_are_found_beside_unknown_ones(served: Served) -> None:
+    user, _ = served
+    user.run("submit", "--array", "1-3", "--job-id", "endless", "sleep", "600")
+    user.run("submit", "--job-id", "alone", "sleep", "600")
+
+    done = user.run("cancel", "endless", "nobody", "alone")
+
+    assert done.returncode == 3
+    assert [line.split()[0] for line in done.stdout.splitlines()] == ["endless.1", "endless.2", "endless.3", "alone"]
+    assert done.stderr == "tasuki: NOT_FOUND: there is no job 'nobody', or it is not yours\n"
+    assert user.run("wait", "endless", "alone").returncode == 1
+    assert user.json("status", "--json", "endless")[0]["states"] == {"CANCELED": 3}
+    assert user.run("cancel", "endless").stdout == "all jobs had already ended\n"
+
+
+def test_a_terminal_shows_how_far_an_array_and_a_transfer_are(served: Served) -> None:
+    user, _ = served
+    (user.home / "large.bin").write_bytes(os.urandom(3_000_000))
+    script = 'test $0 = 1 || sleep 3; cat in/large.bin > "$TASUKI_OUT/copy"; exit $0'
+    shown = b""
+    for words in (
+        [
+            "submit",
+            "--wait",
+            "--array",
+            "1-2",
+            "--file",
+            "large.bin",
+            "--retries",
+            "0",
+            "--job-id",
+            "far",
+            "sh",
+            "-c",
+            script,
+            "{i}",
+        ],
+        ["result", "far.1"],
+    ):
+        controller, terminal = os.openpty()
+        process = subprocess.Popen([*TASUKI, *words], cwd=user.home, env=user.environ, stdin=subprocess.DEVNULL, stderr=terminal)
+        os.close(terminal)
+        with suppress(OSError):  # the end of a terminal
+            while piece := os.read(controller, 10_000):
+                shown += piece
+        assert process.wait(DEADLINE_S) == 1
+        os.close(controller)
+
+    assert re.search(rb"uploading large.bin: [\d.]+[kM]B of 3.00MB", shown)
+    assert re.search(rb"1 of 2 jobs have ended, 1 of them without success, 1 running, about [\d.]+s left", shown)
+    assert re.search(rb"downloading the result: [\d.]+[kM]B of [\d.]+MB", shown)
+
+
 def test_an_unknown_array_cannot_be_set_going_again(served: Served) -> None:
     user, _ = served
     done = user.run("retry", "--array", "nope")
@@ -409,7 +544,7 @@ def test_who_stops_waiting_is_told_how_to_find_the_jobs(served: Served, tmp_path
 
     assert told == "submitted array awaited (1 jobs); waiting for the end\n"
     assert process.returncode == 130
-    assert "tasuki list --array awaited" in stderr
+    assert "tasuki cancel awaited" in stderr
 
 
 @pytest.mark.parametrize(

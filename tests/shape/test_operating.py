@@ -26,7 +26,8 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 MANIFESTS = sorted((ROOT / "deploy/kubernetes").glob("*.yaml"))
 
 # In a code block or in `code`, with or without a path, sudo or kubectl before it.
-_CALL = re.compile(r"(?:^|[\s`/])tasuki ((?:" + "|".join(COMMANDS) + r")\b[^`\n]*)", re.MULTILINE)
+# Not the namespace of `kubectl -n tasuki wait`.
+_CALL = re.compile(r"(?<!-n)(?:^|[\s`/])tasuki ((?:" + "|".join(COMMANDS) + r")\b[^`\n]*)", re.MULTILINE)
 _END_OF_CALL = {
     ">",
     "|",

@@ -32,7 +32,8 @@ if TYPE_CHECKING:
 SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
     "Run jobs": {
         "run": ("run.run", "Run one job: print its output, exit with its code."),
-        "submit": ("run.submit", "Submit jobs; return when they are durable."),
+        "submit": ("submit.submit", "Submit jobs; return when they are durable."),
+        "wait": ("submit.wait", "Wait until jobs have ended."),
         "demo": ("demo.demo", "Show jobs surviving the death of a worker and of the server."),
     },
     "Look at jobs": {

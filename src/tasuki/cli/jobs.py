@@ -11,6 +11,7 @@ from contextlib import suppress
 from typing import Any
 
 from tasuki.cli import command as cli
+from tasuki.cli.arrays import ASK_MAX, ENDED, PAGE, REASON_SHOWN_MAX, ArraySummary, elements, is_array, look_up, pages
 from tasuki.cli.connect import with_client
 from tasuki.cli.output import ExitCode, Output, plain, table, visible, when
 from tasuki.client import AsyncClient
@@ -20,48 +21,47 @@ from tasuki.core.job import State
 from tasuki.core.subject import app_subject, check_pattern
 from tasuki.errors import InvalidInput, NotFound
 
-PAGE = 1000
-ASK_MAX = 1000  # ids in one request
-ENDED = ("SUCCEEDED", "FAILED", "CANCELED", "TIMED_OUT", "SKIPPED")
+UNENDED = tuple(str(state) for state in State if not state.terminal)
 UNSUCCESSFUL = ("FAILED", "TIMED_OUT")
 STDERR_SHOWN_BYTES = 4096
-REASON_SHOWN_MAX = 100  # characters in the list of dead letters; `show` has all of it
 
 job_id_argument = cli.argument("job_id", metavar="JOB", help="Job id.")
-job_ids_argument = cli.argument("job_ids", metavar="JOB...", help="Job ids.", nargs=-1, required=True)
+ids_argument = cli.argument("ids", metavar="JOB|ARRAY...", help="Ids of jobs or arrays.", nargs=-1, required=True)
 any_job_ids_argument = cli.argument("job_ids", metavar="[JOB]...", help="Job ids.", nargs=-1)
 
 
 # ---------------------------------------------------------------------------------------------------- status and list
 
 
-@cli.command("status", examples=["tasuki status nightly-2026-01-31", "tasuki status --json JOB | jq .[0].state"])
-@job_ids_argument
+@cli.command(
+    "status",
+    examples=[
+        "tasuki status nightly-2026-01-31",
+        "tasuki status ARRAY                          # how many run, failed and why, and how long the rest may take",
+        "tasuki status --json JOB | jq .[0].state",
+    ],
+)
+@ids_argument
 @cli.connection_options()
-def status(output: Output, job_ids: tuple[str, ...], place: cli.Destination) -> int:
-    """Jobs that are found are shown; exit 3 if others are not."""
-    views, unknown = with_client(place, lambda client: _statuses(client, job_ids), agents=True)
-    output.show(views, lambda: [line for view in views for line in _view_lines(view)])
+def status(output: Output, ids: tuple[str, ...], place: cli.Destination) -> int:
+    """Jobs that are found are shown; exit 3 if others are not. Of an array: its states, the time that is left, the reasons."""
+
+    async def work(client: AsyncClient) -> tuple[list[dict[str, Any] | ArraySummary], list[NotFound]]:
+        found, unknown = await look_up(client, ids)
+        return [view or await ArraySummary.of(client, named, output) for named, view in found.items()], unknown
+
+    shown, unknown = with_client(place, work, agents=True)
+    output.show(
+        [one.view() if isinstance(one, ArraySummary) else one for one in shown],
+        lambda: [line for one in shown for line in (one.lines() if isinstance(one, ArraySummary) else _view_lines(one))],
+    )
+    return _tell_unknown(unknown, output)
+
+
+def _tell_unknown(unknown: list[NotFound], output: Output) -> int:
     for error in unknown:
         output.error(error)
     return ExitCode.NOT_FOUND if unknown else ExitCode.OK
-
-
-async def _statuses(client: AsyncClient, job_ids: tuple[str, ...]) -> tuple[list[dict[str, Any]], list[NotFound]]:
-    """Return the jobs that exist, and an error for each unknown id. The error for a single id is raised."""
-    try:
-        return await client.request("get", job_ids=list(job_ids)), []
-    except NotFound:
-        if len(job_ids) == 1:
-            raise
-    views: list[dict[str, Any]] = []
-    unknown: list[NotFound] = []
-    for job_id in job_ids:
-        try:
-            views += await client.request("get", job_ids=[job_id])
-        except NotFound as error:
-            unknown.append(error)
-    return views, unknown
 
 
 def _view_lines(view: dict[str, Any]) -> Iterable[str]:
@@ -167,14 +167,38 @@ def _find(
 # ---------------------------------------------------------------------------------------------------- cancel, explain, retry
 
 
-@cli.command("cancel", examples=["tasuki cancel JOB --reason 'wrong input'", "tasuki cancel JOB1 JOB2"])
-@job_ids_argument
+@cli.command(
+    "cancel",
+    examples=[
+        "tasuki cancel JOB --reason 'wrong input'",
+        "tasuki cancel JOB1 JOB2",
+        "tasuki cancel ARRAY      # all of its jobs",
+    ],
+)
+@ids_argument
 @cli.reason_option
 @cli.connection_options()
-def cancel(output: Output, job_ids: tuple[str, ...], reason: str, place: cli.Destination) -> None:
-    """Waiting jobs are canceled at once, running ones when their worker has stopped them; a job that has ended stays as it is."""
-    answer = with_client(place, lambda client: client.cancel(*job_ids, reason=reason), agents=True)
-    output.show(answer, lambda: [f"{job_id}  {_cancel_words(what)}" for job_id, what in answer.items()])
+def cancel(output: Output, ids: tuple[str, ...], reason: str, place: cli.Destination) -> int:
+    """Waiting jobs are canceled at once, running ones when their worker has stopped them; a job that has ended stays as it is.
+
+    Jobs that are found are canceled; exit 3 if others are not.
+    """
+
+    async def work(client: AsyncClient) -> tuple[dict[str, CancelAnswer], list[NotFound]]:
+        found, unknown = await look_up(client, ids)
+        job_ids: list[str] = []
+        for named, view in found.items():
+            job_ids += [named] if view is not None else await elements(client, named, UNENDED)
+        answers: dict[str, CancelAnswer] = {}
+        for start in range(0, len(job_ids), ASK_MAX):
+            answers |= await client.cancel(*job_ids[start : start + ASK_MAX], reason=reason)
+            output.progress(f"{len(answers)} of {len(job_ids)} jobs canceled")
+        return answers, unknown
+
+    answers, unknown = with_client(place, work, agents=True)
+    lines = [f"{job_id}  {_cancel_words(what)}" for job_id, what in answers.items()]
+    output.show(answers, lambda: lines or (["all jobs had already ended"] if not unknown else []))
+    return _tell_unknown(unknown, output)
 
 
 def _cancel_words(answer: CancelAnswer) -> str:
@@ -184,12 +208,26 @@ def _cancel_words(answer: CancelAnswer) -> str:
     return f"had already ended: {answer.state}" if ended_otherwise else str(answer.state)
 
 
-@cli.command("explain", examples=["tasuki explain JOB      # why it waits, why it failed, what happened to it"])
-@job_id_argument
+@cli.command(
+    "explain",
+    examples=[
+        "tasuki explain JOB      # why it waits, why it failed, what happened to it",
+        "tasuki explain ARRAY    # and one of its jobs in each state but SUCCEEDED",
+    ],
+)
+@cli.argument("named", metavar="JOB|ARRAY", help="Id of a job or an array.")
 @cli.connection_options()
-def explain(output: Output, job_id: str, place: cli.Destination) -> None:
-    explanation = with_client(place, lambda client: client.request("explain", job_id=job_id))
-    output.show(explanation, lambda: explain_lines(explanation))
+def explain(output: Output, named: str, place: cli.Destination) -> None:
+    async def work(client: AsyncClient) -> tuple[ArraySummary | None, list[dict[str, Any]]]:
+        found, _ = await look_up(client, [named])
+        summary = await ArraySummary.of(client, named, output) if found[named] is None else None
+        chosen = [named] if summary is None else list(summary.examples().values())
+        return summary, [await client.request("explain", job_id=job_id) for job_id in chosen]
+
+    summary, explained = with_client(place, work)
+    data = explained[0] if summary is None else {**summary.view(), "examples": explained}
+    head = summary.lines() if summary is not None else ()
+    output.show(data, lambda: [*head, *(line for one in explained for line in explain_lines(one))])
 
 
 def explain_lines(explanation: dict[str, Any]) -> Iterable[str]:
@@ -226,13 +264,12 @@ def retry(
 
     async def work(client: AsyncClient) -> dict[str, Any]:
         if array:
-            pages = _pages(client, {"array_id": array, "states": list(wanted)})
-            views = [view async for page in pages for view in page]
-            if not views and not (await client.request("find", limit=1, array_id=array))["jobs"]:
+            chosen = await elements(client, array, wanted)
+            if not chosen and not await is_array(client, array):
                 raise NotFound(f"there is no array {array[:128]!r}, or it is not yours")
         else:
             views = await client.request("get", job_ids=list(job_ids))
-        chosen = [view["job_id"] for view in views if view["state"] in wanted or not only_failed]
+            chosen = [view["job_id"] for view in views if view["state"] in wanted or not only_failed]
         answers: dict[str, Any] = {}
         for start in range(0, len(chosen), ASK_MAX):
             answers.update(await client.request("requeue", job_ids=chosen[start : start + ASK_MAX], reason=reason))
@@ -360,7 +397,7 @@ def retry_dead(
     async def work(client: AsyncClient) -> tuple[list[str], dict[str, str]]:
         done: list[str] = []
         left: dict[str, str] = {}
-        async for views in _named(client, job_ids) if job_ids else _pages(client, filter):
+        async for views in _named(client, job_ids) if job_ids else pages(client, filter):
             left |= {view["job_id"]: view["state"] for view in views if view["state"] not in UNSUCCESSFUL}
             chosen = [view["job_id"] for view in views if view["state"] in UNSUCCESSFUL]
             answers = await client.request("requeue", job_ids=chosen, reason=reason) if chosen and not dry_run else {}
@@ -390,17 +427,6 @@ def _dead_filter(subject: str | None, app: str | None) -> dict[str, Any]:
     if subject:
         check_pattern(subject)
     return {"states": list(UNSUCCESSFUL)} | ({"subject": subject} if subject else {})
-
-
-async def _pages(client: AsyncClient, filter: dict[str, Any]) -> AsyncIterator[list[dict[str, Any]]]:
-    """Yield the jobs page by page, newest first: a job that fails again meanwhile is not met twice."""
-    cursor = None
-    while True:
-        page = await client.request("find", limit=PAGE, cursor=cursor, **filter)
-        yield page["jobs"]
-        cursor = page["cursor"]
-        if cursor is None:
-            return
 
 
 async def _named(client: AsyncClient, job_ids: Iterable[str]) -> AsyncIterator[list[dict[str, Any]]]:

@@ -12,17 +12,17 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import click
 
 from tasuki.cli.command import PATH, STDIN, Duration, argument, duration, gather, number, option, options, several
-from tasuki.core.job import BODY_INLINE_MAX_BYTES, BUDGET_MAX, TIMEOUT_MAX_S
+from tasuki.cli.output import Output
+from tasuki.client import AsyncClient
+from tasuki.client.aio import SUBMIT_NAMES
+from tasuki.core.job import BODY_INLINE_MAX_BYTES, BUDGET_MAX, TIMEOUT_MAX_S, InputFile
 from tasuki.core.units import parse_duration
 from tasuki.errors import ConfigError, InvalidInput, TooLarge
-
-if TYPE_CHECKING:
-    from tasuki.client import AsyncClient
 
 INDEX, LINE = "{i}", "{line}"
 ARRAY_MAX = 1_000_000
@@ -79,6 +79,11 @@ def job_fields(
         **({"subject": subject} if subject else {}),
         **({"cwd": cwd} if cwd is not None else {}),
     }
+
+
+def submit_options(fields: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of a JobSpec as `AsyncClient.submit` calls them."""
+    return {SUBMIT_NAMES.get(name, name): value for name, value in fields.items()}
 
 
 def located(fields: dict[str, Any], client: AsyncClient) -> dict[str, Any]:
@@ -259,6 +264,19 @@ def check_files(files: Iterable[str]) -> tuple[str, ...]:
         except OSError as error:
             raise InvalidInput(f"the input file {file!r} cannot be read: {error.strerror or error}") from None
     return tuple(files)
+
+
+async def uploaded(client: AsyncClient, files: Iterable[str], output: Output, *, inline: bool = True) -> tuple[InputFile, ...]:
+    """Upload input files, and show how far that is. With `inline`, small ones travel inside the job."""
+    made = []
+    for file in files:
+        name, size_bytes = Path(file).name, Path(file).stat().st_size
+        if inline and size_bytes <= BODY_INLINE_MAX_BYTES // 4:
+            made.append(InputFile(name, data=Path(file).read_bytes()))
+        else:
+            ref = await client.put_file(file, output.transfer(f"uploading {name}", size_bytes))
+            made.append(InputFile(name, sha256=ref.sha256, size_bytes=ref.size_bytes))
+    return tuple(made)
 
 
 def parse_array(text: str) -> list[int]:

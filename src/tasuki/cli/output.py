@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import Any
 
+from tasuki.core.units import shown_size
 from tasuki.errors import (
     ConfigError,
     Conflict,
@@ -104,9 +105,18 @@ class Output:
             self.end_progress()
             tell(text)
 
+    @property
+    def shows_progress(self) -> bool:
+        """True if stderr is a terminal that a person looks at."""
+        return not self.json and not self.quiet and sys.stderr.isatty()
+
+    def transfer(self, what: str, size_bytes: int) -> Callable[[int], None]:
+        """Return a function that shows how many bytes of a transfer are done."""
+        return lambda done_bytes: self.progress(f"{what}: {shown_size(done_bytes)} of {shown_size(size_bytes)}")
+
     def progress(self, text: str) -> None:
-        """Replace the line of progress, if stderr is a terminal that a person looks at."""
-        if not self.json and not self.quiet and sys.stderr.isatty():
+        """Replace the line of progress, if there is somebody to see it."""
+        if self.shows_progress:
             self._progress = True
             print(f"{CLEAR_LINE}{visible(text)}", end="", file=sys.stderr, flush=True)
 

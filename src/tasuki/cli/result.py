@@ -17,13 +17,15 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from tasuki.cli.arrays import ArraySummary, elements, look_up, pages, wait_all
 from tasuki.cli.command import PATH, Destination, argument, command, connection_options, duration, flag, number, option
 from tasuki.cli.connect import with_client
 from tasuki.cli.output import ExitCode, Output, encode_json, write_line
 from tasuki.client import AsyncClient
 from tasuki.client.logs import LogFollower, LogPart
 from tasuki.core.protocol import JobResult
-from tasuki.errors import InvalidInput
+from tasuki.core.units import shown_size
+from tasuki.errors import InvalidInput, NotFound
 
 PIECE_BYTES = 64 * 1024
 STREAMS = ("stdout", "stderr")
@@ -41,17 +43,18 @@ ENDED_ITSELF = frozenset({"EXIT_CODE", "SIGNAL", "OOM", "PROCESS_LIMIT", "CPU_LI
         "tasuki result JOB -o out.zip --timeout 1m",
         "tasuki result JOB --extract ./out          # a new folder with logs and output files",
         "tasuki result --stdout JOB | wc -c",
+        "tasuki result ARRAY --extract ./out        # out/ARRAY.1, out/ARRAY.2, …",
     ],
 )
-@argument("job_id", metavar="JOB", help="Job id.")
-@option("--output", "-o", "output_file", metavar="FILE", type=PATH, help="Save it here; - for stdout.")
-@option("--extract", metavar="FOLDER", type=PATH, help="Unpack the ZIP into this new folder.")
+@argument("named", metavar="JOB|ARRAY", help="Id of a job or an array.")
+@option("--output", "-o", "output_file", metavar="FILE", type=PATH, help="Save it here; - for stdout. Of an array: a folder.")
+@option("--extract", metavar="FOLDER", type=PATH, help="Unpack the ZIP into this new folder; of an array one for each job.")
 @flag("--stdout", help="Write the bytes to stdout.")
 @duration("--timeout", help="How long to wait for the job's end. Default: no limit.")
 @connection_options()
 def result(
     output: Output,
-    job_id: str,
+    named: str,
     output_file: Path | None,
     extract: Path | None,
     stdout: bool,
@@ -60,7 +63,7 @@ def result(
 ) -> int:
     """The result of a command is a ZIP with its logs and output files, of a handler the bytes it returned.
 
-    Exit 1 if the job did not succeed.
+    Exit 1 if the job, or one of the array's, did not succeed.
     """
     if output_file == Path("-"):
         output_file, stdout = None, True
@@ -68,39 +71,79 @@ def result(
         raise InvalidInput("choose one of --output, --extract and --stdout")
     if stdout and output.json:
         raise InvalidInput("--stdout writes the result itself; it cannot stand with --json")
-    if not stdout and extract is None:
-        check_target(output_file or Path(f"{job_id}.zip"))
+    if output_file is not None and not output_file.is_dir():
+        check_target(output_file)
 
     async def work(client: AsyncClient) -> int:
-        from tasuki.blobs.zip.writer import extract_zip
-
-        output.progress(f"waiting for job {job_id} …")
-        ended = await client.job(job_id).outcome(timeout)
-        saved: Path | None = None
+        found, _ = await look_up(client, [named])
+        view = found[named]
+        if view is None:
+            if stdout:
+                raise InvalidInput(f"{named!r} is an array; name one of its jobs, or a folder for all results with -o FOLDER")
+            return await _save_array(client, named, output_file or extract or Path(named), extract is not None, timeout, output)
+        name = Path(f"{named}.{_suffix(view)}")
+        if output_file is None and not stdout and extract is None:
+            check_target(name)
+        output.progress(f"waiting for job {named} …")
+        ended = await client.job(named).outcome(timeout)
+        where: Path | None = None
         size = 0
-        with scratch_file() as scratch:
-            if has_result(ended):
-                suffix = "zip" if (await client.request("get", job_ids=[job_id]))[0]["exec"] else "bin"
-                saved = output_file or Path(f"{job_id}.{suffix}")
-                size = await client.save_result(ended, scratch if stdout or extract else saved)
-            if saved is not None and (stdout or extract):
-                with scratch.open("rb") as source:
-                    if extract is not None:
-                        extract_zip(source, extract)
-                    else:
-                        copy_all(source, sys.stdout.buffer.write)
-                        sys.stdout.buffer.flush()
-                saved = extract
-        succeeded = ended.state == "SUCCEEDED"
+        if has_result(ended):
+            where = output_file or extract or name
+            with saved_to(None if stdout or extract else where) as path:
+                size = await save(client, ended, path, output)
+                if stdout or extract:
+                    _unpack(path, extract)
         if not stdout:
-            answer = {**describe(ended), "path": str(saved) if saved else None, "size_bytes": size}
-            where = f"{saved}  {size} bytes" if saved else "it left no result"
-            output.show(answer, lambda: [where])
-        if not succeeded:
-            output.hint(f"job {job_id} is {ended.state}: {ended.outcome.message or ended.outcome.error_code}")
-        return ExitCode.OK if succeeded else ExitCode.FAILED
+            answer = {**describe(ended), "path": str(where) if where else None, "size_bytes": size}
+            line = f"{where}  {shown_size(size)}" if where else "it left no result"
+            output.show(answer, lambda: [line])
+        if ended.state != "SUCCEEDED":
+            output.hint(f"job {named} is {ended.state}: {ended.outcome.message or ended.outcome.error_code}")
+        return ExitCode.OK if ended.state == "SUCCEEDED" else ExitCode.FAILED
 
     return with_client(place, work, agents=True)
+
+
+def _suffix(view: dict[str, Any]) -> str:
+    return "zip" if view["exec"] else "bin"
+
+
+def _unpack(path: Path, folder: Path | None) -> None:
+    """Unpack a result into a new folder, or write it to stdout."""
+    from tasuki.blobs.zip.writer import extract_zip
+
+    with path.open("rb") as source:
+        if folder is not None:
+            extract_zip(source, folder)
+        else:
+            copy_all(source, sys.stdout.buffer.write)
+            sys.stdout.buffer.flush()
+
+
+async def _save_array(
+    client: AsyncClient, array_id: str, folder: Path, unpacked: bool, timeout: float | None, output: Output
+) -> int:
+    """Save the result of each element of an array in a folder, when all have ended: as a file, or unpacked."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InvalidInput(f"the folder {str(folder)!r} cannot be made: {error.strerror}; name another with -o FOLDER") from None
+    views = {view["job_id"]: view async for page in pages(client, {"array_id": array_id}) for view in page}
+    handles = [client.job(job_id) for job_id in views]
+    summary, saved, size = ArraySummary(array_id), 0, 0
+    for ended in await wait_all(client, handles, output, array_id=array_id, timeout=timeout):
+        summary.add_result(ended)
+        if has_result(ended):
+            with scratch_file() as scratch:
+                target = folder / ended.job_id if unpacked else folder / f"{ended.job_id}.{_suffix(views[ended.job_id])}"
+                size += await save(client, ended, scratch if unpacked else target, output)
+                if unpacked:
+                    _unpack(scratch, target)
+            saved += 1
+    answer = {**summary.view(), "path": str(folder), "saved": saved, "size_bytes": size}
+    output.show(answer, lambda: [f"{folder}  {saved} results, {shown_size(size)}", *summary.reason_lines()])
+    return ExitCode.FAILED if summary.unsuccessful else ExitCode.OK
 
 
 @contextmanager
@@ -160,6 +203,12 @@ def _copy(path: Path, stream: BinaryIO) -> None:
         stream.flush()
     except OSError as error:
         raise InvalidInput(f"the result cannot be written to -o: {error.strerror}; the same --job-id fetches it again") from None
+
+
+async def save(client: AsyncClient, ended: JobResult, path: Path, output: Output) -> int:
+    """Save a result, show how far its download is, and return its size."""
+    ref = ended.outcome.result_ref
+    return await client.save_result(ended, path, output.transfer("downloading the result", ref.size_bytes if ref else 0))
 
 
 def check_target(path: Path) -> None:
@@ -255,16 +304,16 @@ def describe(ended: JobResult) -> dict[str, Any]:
         "tasuki logs -f --tail 4096 --stream stdout JOB | grep ERROR",
     ],
 )
-@argument("job_id", metavar="JOB", help="Job id.")
+@argument("named", metavar="JOB|ARRAY", help="Id of a job or an array.")
 @flag("--follow", "-f", help="Go on to the job's end.")
 @option("--stream", metavar="stdout|stderr|both", default="both", help="Which of the two.")
 @number("--offset", metavar="BYTES", type=int, help="Begin at this byte.")
 @number("--tail", metavar="BYTES", type=int, help="Begin so much before the end.")
 @connection_options()
-def logs(
-    output: Output, job_id: str, follow: bool, stream: str, offset: int | None, tail: int | None, place: Destination
-) -> None:
-    """The job's stdout goes to stdout, its stderr to stderr. Where a long log was cut in its middle, a line says so.
+def logs(output: Output, named: str, follow: bool, stream: str, offset: int | None, tail: int | None, place: Destination) -> None:
+    """The job's stdout goes to stdout, its stderr to stderr; of an array, those of one job after the other.
+
+    Where a long log was cut in its middle, a line says so.
 
     Exits with 0 however the job ends: see tasuki status. With --json a line per piece (-f), else one object with both texts.
     """
@@ -278,9 +327,18 @@ def logs(
     show = _show_texts if output.json and not follow else _show_parts
 
     async def work(client: AsyncClient) -> None:
-        printer = LogPrinter(output)
-        make = functools.partial(LogFollower, offset=offset or 0, tail_bytes=tail, on_progress=printer.progress)
-        await show([make(client, job_id, name) for name in streams], follow, printer)
+        found, _ = await look_up(client, [named])
+        job_ids = [named] if found[named] is not None else await elements(client, named)
+        for job_id in job_ids:
+            if len(job_ids) > 1:
+                output.hint(f"==> {job_id}")
+            printer = LogPrinter(output)
+            make = functools.partial(LogFollower, offset=offset or 0, tail_bytes=tail, on_progress=printer.progress)
+            try:
+                await show([make(client, job_id, name) for name in streams], follow, printer)
+            except NotFound:  # of an array, a job that has no log
+                if len(job_ids) == 1:
+                    raise
 
     with_client(place, work, agents=True)
 

@@ -3,37 +3,28 @@
 The job's stdout, stderr and exit code become those of the command, the two streams as they come; what did not arrive while the
 job ran is read from its result. Ctrl-C cancels the job and waits for its end; a second one leaves the job. If the reader of our
 stdout goes away, the job is canceled too, as SIGPIPE would have ended the program.
-
-`tasuki submit`: one job, an array of jobs, or one job per line of a file; returns when they are durable.
 """
 
 from __future__ import annotations
 
 import asyncio
-import itertools
 import signal
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import click
 
 from tasuki.cli import agents, jobspec, result
-from tasuki.cli.command import PATH, STDIN, Destination, command, connection_options, duration, flag, option, quiet_option
+from tasuki.cli.arrays import PROGRESS_S, connection_notice, explaining_pending
+from tasuki.cli.command import PATH, STDIN, Destination, command, connection_options, duration, flag, option
 from tasuki.cli.connect import with_client
 from tasuki.cli.output import ExitCode, Output, when
 from tasuki.client import AsyncClient, AsyncJobHandle
-from tasuki.client.aio import SUBMIT_NAMES
 from tasuki.client.logs import LogFollower
-from tasuki.core.job import InputFile, JobSpec
 from tasuki.core.protocol import JobResult
 from tasuki.core.units import shown_duration
-from tasuki.errors import InvalidInput, TasukiError, Unavailable
+from tasuki.errors import TasukiError, Unavailable
 
-PROGRESS_S = 0.5
-PENDING_S = 3.0  # a job that waits longer than this has a reason that its user should know
-BATCH = 5_000  # jobs in memory at once
 CANCEL_S = 5.0  # how long a server that may be gone gets to answer before the user's terminal is free again
 
 
@@ -112,6 +103,7 @@ def run(
 async def _run(client: AsyncClient, fields: dict[str, Any], path: Path, output: Output, *, stream: bool) -> int:
     """Run a job, save its result at `path`, and return the exit code."""
     fields = jobspec.located(fields, client)
+    fields["files"] = await jobspec.uploaded(client, fields["files"], output)
     stop = _Interrupts()
     job_id = fields["job_id"] or client.new_id()
     streaming: _Streaming | None = None
@@ -122,7 +114,7 @@ async def _run(client: AsyncClient, fields: dict[str, Any], path: Path, output: 
         ending = asyncio.ensure_future(handle.outcome())
         if stream and fields["exec"]:
             streaming = _Streaming(client, job_id, ending, stop, output)
-        with _explaining_pending(client, lambda: job_id, output):
+        with explaining_pending(client, lambda: job_id, output):
             ended = await _wait(client, handle, ending, stop, output)
         if ended is not None:
             if handle.existed and fields["job_id"]:
@@ -202,15 +194,10 @@ class _Streaming:
             await follower.close()
 
 
-def _submit_options(fields: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of a JobSpec as `AsyncClient.submit` calls them."""
-    return {SUBMIT_NAMES.get(name, name): value for name, value in fields.items()}
-
-
 async def _submit(client: AsyncClient, fields: dict[str, Any], stop: _Interrupts, output: Output) -> AsyncJobHandle[bytes] | None:
     """Return the job as the server accepted it, or None if the user interrupted and the server did not answer."""
-    notice = _connection_notice(client, output)
-    submitting = asyncio.ensure_future(client.submit(**_submit_options(fields)))
+    notice = connection_notice(client, output)
+    submitting = asyncio.ensure_future(client.submit(**jobspec.submit_options(fields)))
     try:
         while not submitting.done() and not stop.count:
             await _sleep_until(submitting, stop)
@@ -231,7 +218,7 @@ async def _wait(
     """Return how the job ended, or None if the user does not want to wait for it any more."""
     loop = asyncio.get_running_loop()
     began = loop.time()
-    notice = _connection_notice(client, output)
+    notice = connection_notice(client, output)
     canceling: asyncio.Task[bool] | None = None
     try:
         while not ending.done():
@@ -291,7 +278,7 @@ async def _deliver(
     output.end_progress()
     left = result.has_result(ended)
     if left:
-        await client.save_result(ended, path)
+        await result.save(client, ended, path, output)
     if streaming is not None:
         await streaming.finish(path if left else None, ended.attempt)
     elif left:
@@ -316,175 +303,3 @@ def exit_code_of(ended: JobResult) -> int:
     if outcome.error_code in result.ENDED_ITSELF and outcome.exit_code:
         return outcome.exit_code
     return ExitCode.COULD_NOT_RUN
-
-
-# ---------------------------------------------------------------------------------------------------- while a job waits
-
-
-@contextmanager
-def _explaining_pending(client: AsyncClient, waited_for: Callable[[], str | None], output: Output) -> Iterator[None]:
-    """Hint once why a job still waits for a worker; `waited_for` returns the id of a job that has not ended."""
-
-    async def explain() -> None:
-        await asyncio.sleep(PENDING_S)
-        job_id = waited_for()
-        if job_id is None or output.json or output.quiet:
-            return
-        with suppress(TasukiError):  # only a hint: a user who may not ask why still gets the result
-            explanation = await client.explain(job_id)
-            if explanation.state == "PENDING" and explanation.because:
-                output.hint(f"job {job_id} is PENDING: {explanation.because[0]}")
-
-    task = asyncio.ensure_future(explain())
-    try:
-        yield
-    finally:
-        task.cancel()
-
-
-def _connection_notice(client: AsyncClient, output: Output) -> Callable[[], None]:
-    """Return a function that hints, the first time that it finds the client not connected."""
-    given = False
-
-    def notice() -> None:
-        nonlocal given
-        if not client.connected and not given:
-            given = True
-            output.hint("connection lost; trying again …")
-
-    return notice
-
-
-# ---------------------------------------------------------------------------------------------------- submit
-
-
-@command(
-    "submit",
-    settings=jobspec.TAKES_A_COMMAND,
-    examples=[
-        "tasuki submit --subject render.eu.1 --file scene.blend render --mode fast",
-        "tasuki submit --array 1-1000 --job-id study-7 simulate --seed {i}      # jobs study-7.1 to study-7.1000",
-        "ls *.wav | tasuki submit --each-line - --file {line} --wait encode      # one job per file, which it finds as in/NAME",
-        "tasuki submit --subject math.square --payload-file number.txt -        # - instead of EXEC: a Python handler's job",
-    ],
-)
-@option("--array", metavar="RANGE", help="One job per index (1-1000, 0-100:10, 3,7,9-12); {i} in ARGS and --file is replaced.")
-@option("--each-line", metavar="FILE", help="One job per line (- for stdin): {line} in ARGS or --file, or the last argument.")
-@flag("--wait", help="Wait until all have ended; exit 1 if one did not succeed.")
-@jobspec.job_options(retries=3)
-@connection_options()
-@quiet_option
-def submit(
-    output: Output,
-    array: str | None,
-    each_line: str | None,
-    wait: bool,
-    fields: dict[str, Any],
-    place: Destination,
-) -> int:
-    """A second job with the same --job-id and body is the same job."""
-    if array and each_line:
-        raise InvalidInput("--array and --each-line cannot stand together; choose one")
-    if array:
-        elements = jobspec.array_elements(jobspec.parse_array(array), fields["args"], fields["files"])
-        return with_client(place, lambda client: _submit_many(client, fields, elements, wait, output))
-    if each_line:
-        with jobspec.open_lines(each_line) as lines:
-            elements = jobspec.line_elements(lines, fields["args"], fields["files"])
-            return with_client(place, lambda client: _submit_many(client, fields, elements, wait, output))
-    return with_client(place, lambda client: _submit_one(client, fields, wait, output))
-
-
-async def _submit_one(client: AsyncClient, fields: dict[str, Any], wait: bool, output: Output) -> int:
-    fields = jobspec.located(fields, client)
-    job_id = fields["job_id"] or client.new_id()
-    try:
-        handle = await client.submit(**_submit_options({**fields, "job_id": job_id}), watch=wait)
-    except asyncio.CancelledError:  # Ctrl-C; the server may have accepted the job all the same
-        output.hint(
-            f"it is not known whether the job was accepted; see: tasuki status {job_id}; stop it with: tasuki cancel {job_id}"
-        )
-        raise
-    answer: dict[str, Any] = {"job_id": job_id, "existed": handle.existed}
-    failed = 0
-    if wait:
-        hint = f"the job goes on; look at it with: tasuki status {job_id}; stop it with: tasuki cancel {job_id}"
-        states = await _wait_all(client, [handle], f"job {job_id}", hint, output)
-        answer["state"] = states[0]
-        failed = states[0] != "SUCCEEDED"
-    output.show(answer, lambda: [f"{job_id}{'  ' + answer['state'] if wait else ''}"], [job_id])
-    return ExitCode.FAILED if failed else ExitCode.OK
-
-
-async def _submit_many(
-    client: AsyncClient,
-    fields: dict[str, Any],
-    elements: Iterable[jobspec.ArrayJob],
-    wait: bool,
-    output: Output,
-) -> int:
-    array_id = fields["job_id"] or client.new_id()
-    fields = {**jobspec.located(fields, client), "array_id": array_id}
-    uploaded: dict[str, InputFile] = {}
-    handles: list[AsyncJobHandle[bytes]] = []
-    count = 0
-    if fields["files"]:  # all of them are looked at before the first job is submitted
-        elements = list(elements)
-        for file in jobspec.check_files(dict.fromkeys(file for element in elements for file in element.files)):
-            uploaded[file] = await _uploaded(client, file)
-            output.progress(f"{len(uploaded)} files uploaded")
-    elements = iter(elements)
-    while batch := list(itertools.islice(elements, BATCH)):
-        submitted = await client.submit_many([_spec(fields, array_id, element, uploaded) for element in batch], watch=wait)
-        count += len(submitted)
-        if wait:
-            handles += submitted
-        output.progress(f"{count} jobs submitted")
-    if not count:
-        raise InvalidInput("there was nothing to submit: no line with text in it")
-    states: list[str] = []
-    if wait:
-        listing = f"tasuki list --array {array_id}"
-        stop = f"{listing} --quiet --limit {count} | xargs tasuki cancel"
-        hint = f"the jobs go on; look at them with: {listing}; stop them with: {stop}"
-        states = await _wait_all(client, handles, f"array {array_id} ({count} jobs)", hint, output)
-    tally = {state: states.count(state) for state in sorted(set(states))}
-    answer = {"array_id": array_id, "count": count, **({"states": tally} if wait else {})}
-    line = f"{array_id}  {count} jobs" + "".join(f", {number} {state}" for state, number in tally.items())
-    output.show(answer, lambda: [line], [array_id])
-    output.hint(f"look at them with: tasuki list --array {array_id}")
-    return ExitCode.FAILED if any(state != "SUCCEEDED" for state in states) else ExitCode.OK
-
-
-def _spec(fields: dict[str, Any], array_id: str, element: jobspec.ArrayJob, uploaded: dict[str, InputFile]) -> JobSpec:
-    own = {"job_id": f"{array_id}.{element.number}", "args": element.args, "headers": {"array_index": str(element.number)}}
-    return JobSpec(**{**fields, **own, "files": tuple(uploaded[file] for file in element.files)})
-
-
-async def _uploaded(client: AsyncClient, file: str) -> InputFile:
-    """Upload an input of an array once; every element that needs it names it by its hash."""
-    ref = await client.put_file(file)
-    return InputFile(Path(file).name, sha256=ref.sha256, size_bytes=ref.size_bytes)
-
-
-async def _wait_all(
-    client: AsyncClient, handles: Sequence[AsyncJobHandle[bytes]], what: str, hint: str, output: Output
-) -> list[str]:
-    """Wait for all jobs, and return the states that they ended in; `hint` is shown if the user interrupts."""
-    output.hint(f"submitted {what}; waiting for the end")
-    notice = _connection_notice(client, output)
-    ends = [asyncio.ensure_future(handle.outcome()) for handle in handles]
-    try:
-        pending = set(ends)
-        with _explaining_pending(client, lambda: next((each.job_id for each in handles if not each.done), None), output):
-            while pending:
-                output.progress(f"{len(ends) - len(pending)} of {len(ends)} jobs have ended")
-                _, pending = await asyncio.wait(pending, timeout=PROGRESS_S)
-                notice()
-        return [str(end.result().state) for end in ends]
-    except asyncio.CancelledError:  # Ctrl-C
-        output.hint(hint)
-        raise
-    finally:
-        for end in ends:
-            end.cancel()

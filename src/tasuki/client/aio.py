@@ -753,8 +753,13 @@ class AsyncClient:
             raise
         return file
 
-    async def save_result(self, ended: JobResult, path: str | os.PathLike[str]) -> int:
-        """Write the result to a file, verified, and return its size. The file appears whole or not at all."""
+    async def save_result(
+        self, ended: JobResult, path: str | os.PathLike[str], progress: Callable[[int], None] | None = None
+    ) -> int:
+        """Write the result to a file, verified, and return its size. The file appears whole or not at all.
+
+        `progress` is told how many bytes of a large one have come.
+        """
         target = Path(path)
         temporary = target.with_name(f".{target.name}.{os.getpid()}.part")
         outcome = ended.outcome
@@ -764,7 +769,8 @@ class AsyncClient:
                 if outcome.result_ref is None:
                     file.write(outcome.result or b"")
                 else:
-                    await self._blobs.get(outcome.result_ref, ended.job_id, file.write)
+                    tell = progress or (lambda done: None)
+                    await self._blobs.get(outcome.result_ref, ended.job_id, lambda data: tell(file.tell() + file.write(data)))
                 size = file.tell()
             temporary.replace(target)
         finally:

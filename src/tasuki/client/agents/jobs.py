@@ -177,8 +177,10 @@ class AgentJobsClient:
 
     # ------------------------------------------------------------------------------------------------ actions
 
-    async def save_result(self, ended: JobResult, path: str | os.PathLike[str]) -> int:
-        """Download the result of a job whose status was asked for; return its size."""
+    async def save_result(
+        self, ended: JobResult, path: str | os.PathLike[str], progress: Callable[[int], None] | None = None
+    ) -> int:
+        """Download the result of a job whose status was asked for; return its size. Agents tell no progress."""
         target, node = Path(path), self._at[ended.job_id]
         listener = TransferListener(0, node, 0, lambda event: None, lambda progress: None)
         try:
