@@ -35,10 +35,11 @@ up: $(if $(wildcard $(STAMP)),$(STAMP),$(DEMO_STAMP)) ## Start a server and loca
 	@$(BIN)/tasuki up
 
 # Compiled once: where Python is told to write no bytecode, each of the thousand processes of the tests would do it for itself,
-# and each of pytest's own would rewrite all the assertions.
+# and each of pytest's own would rewrite all the assertions. Hypothesis' table of characters, too, takes each of them 2 s.
 test: export PYTHONDONTWRITEBYTECODE =
 test: $(STAMP) ## Run the tests (TESTARGS='tests/core -x' for some of them)
 	@$(BIN)/python -m compileall -q src
+	@$(BIN)/python -c 'from hypothesis import strategies; strategies.text().validate()'
 	@test -d tests/__pycache__ || $(BIN)/python -m pytest --collect-only -qq $(TESTARGS) >/dev/null 2>&1 || true
 	@$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder --durations=25 $(TESTARGS)
 

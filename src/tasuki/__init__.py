@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 from tasuki.version import __version__
 
 if TYPE_CHECKING:
-    from tasuki.client import AsyncClient, AsyncJobHandle, Client, JobHandle
     from tasuki.client.agents.client import AgentsClient, AsyncAgentsClient
+    from tasuki.client.aio import AsyncClient, AsyncJobHandle
+    from tasuki.client.sync import Client, JobHandle
     from tasuki.client.types import CommandResult, Explanation, JobPage, JobStatus, WorkerStatus
     from tasuki.core.job import InputFile, Job, JobSpec, State
     from tasuki.core.protocol import JobResult
@@ -29,15 +30,15 @@ if TYPE_CHECKING:
         Unavailable,
         WrongType,
     )
-    from tasuki.worker import Worker
     from tasuki.worker.attempt import HandlerJob
+    from tasuki.worker.worker import Worker
 
 _HOME = {
     "AgentsClient": "tasuki.client.agents.client",
     "AsyncAgentsClient": "tasuki.client.agents.client",
-    "AsyncClient": "tasuki.client",
-    "AsyncJobHandle": "tasuki.client",
-    "Client": "tasuki.client",
+    "AsyncClient": "tasuki.client.aio",
+    "AsyncJobHandle": "tasuki.client.aio",
+    "Client": "tasuki.client.sync",
     "CommandResult": "tasuki.client.types",
     "Conflict": "tasuki.errors",
     "DeadlineExceeded": "tasuki.errors",
@@ -48,7 +49,7 @@ _HOME = {
     "InvalidInput": "tasuki.errors",
     "Job": "tasuki.core.job",
     "JobFailed": "tasuki.errors",
-    "JobHandle": "tasuki.client",
+    "JobHandle": "tasuki.client.sync",
     "JobPage": "tasuki.client.types",
     "JobResult": "tasuki.core.protocol",
     "JobSpec": "tasuki.core.job",
@@ -60,7 +61,7 @@ _HOME = {
     "TooLarge": "tasuki.errors",
     "Unauthorized": "tasuki.errors",
     "Unavailable": "tasuki.errors",
-    "Worker": "tasuki.worker",
+    "Worker": "tasuki.worker.worker",
     "WorkerStatus": "tasuki.client.types",
     "WrongType": "tasuki.errors",
 }

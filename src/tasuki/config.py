@@ -14,10 +14,11 @@ from __future__ import annotations
 import os
 import re
 import secrets
+import signal
 import socket
 import stat
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Self
@@ -324,6 +325,25 @@ def enrol_variable() -> str:
     return os.environ.get("TASUKI_ENROLL", "").strip()
 
 
-def fault_point() -> str:
-    """Return TASUKI_FAULT, the point at which a server under test kills itself (see docs/decisions), or ""."""
-    return os.environ.get("TASUKI_FAULT", "")
+def fault_hook() -> Callable[[str], None]:
+    """Return the hook of TASUKI_FAULT, the point at which a process under test kills itself (see docs/decisions)."""
+    return kill_at(os.environ.get("TASUKI_FAULT", ""))
+
+
+def kill_at(points: str) -> Callable[[str], None]:
+    """Return a fault hook, for tests, that kills the process at a named point, `name`, or the nth time there, `name:n`.
+
+    `one,other` counts `other` only after `one`: `submit.written,turn.committed` is right after the commit of a submit.
+    """
+    ahead = [(name, int(count or 1)) for name, _, count in (point.partition(":") for point in points.split(",") if point)]
+
+    def fault(name: str) -> None:
+        if not ahead or ahead[0][0] != name:
+            return
+        wanted, count = ahead.pop(0)
+        if count > 1:
+            ahead.insert(0, (wanted, count - 1))
+        elif not ahead:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    return fault

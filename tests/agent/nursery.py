@@ -17,8 +17,8 @@ from pathlib import Path
 
 from tasuki.agent.app import Agent
 from tasuki.agent.settings import AgentConfig
+from tasuki.config import kill_at
 from tasuki.core.address import Address
-from tasuki.server.assembly import kill_at
 from tasuki.worker.execs import parse_exec_flag
 from tasuki.worker.keeper.client import Keeper
 

@@ -22,7 +22,7 @@ from tasuki.core.protocol import (
     Welcome,
 )
 from tasuki.errors import Overloaded, TasukiError, Unavailable
-from tasuki.net import TcpLink
+from tasuki.net.tcp_link import TcpLink
 
 DEADLINE_S = 15.0
 FAILOVER_S = 0.5

@@ -13,7 +13,8 @@ from tasuki.core.address import Address
 from tasuki.core.job import BlobRef
 from tasuki.core.protocol import ErrorMessage, HelloClient, Message, Reply, Request, SubmitJobs, Welcome
 from tasuki.errors import Unauthorized, Unavailable
-from tasuki.net import TcpLink, connect, server_connection
+from tasuki.net import server_connection
+from tasuki.net.tcp_link import TcpLink, connect
 
 DEADLINE_S = 10.0
 

@@ -14,8 +14,9 @@ import pytest
 from tasuki.core.job import BlobRef
 from tasuki.core.protocol import CHUNK_BYTES, BlobGet, BlobPut, Chunk, ErrorMessage, Message, Reply
 from tasuki.errors import Corrupt, InvalidInput, TasukiError, Unauthorized, Unavailable
-from tasuki.net import TcpLink, blob_transfer
+from tasuki.net import blob_transfer
 from tasuki.net.blob_transfer import WAITING_CHUNKS_MAX, BlobClient
+from tasuki.net.tcp_link import TcpLink
 
 DEADLINE_S = 5.0
 

@@ -12,7 +12,8 @@ from tasuki.core.machine import Closed, Opened, Received
 from tasuki.core.protocol import Heartbeat, Message, Welcome
 from tasuki.core.reconnect import Connect
 from tasuki.errors import Unavailable
-from tasuki.net import ServerConnection, TcpLink
+from tasuki.net.server_connection import ServerConnection
+from tasuki.net.tcp_link import TcpLink
 
 DEADLINE_S = 5.0
 WELCOME = Welcome(corr_id=1, version=2, server_id="s", identity="i", kind="client", codecs=("gzip",))

@@ -13,7 +13,7 @@ import pytest
 from tasuki.core.address import Address
 from tasuki.core.protocol import FRAME_MAX_BYTES, ErrorMessage, Heartbeat, Message, Reply
 from tasuki.errors import Unavailable
-from tasuki.net import TcpLink, connect
+from tasuki.net.tcp_link import TcpLink, connect
 from tasuki.wire.messages import encode_frame
 
 DEADLINE_S = 5.0

@@ -17,8 +17,10 @@ import uvloop
 
 from tasuki.core.address import Address
 from tasuki.errors import ConfigError, NotTasuki, ResponseLost, Unavailable
-from tasuki.net import client_tls, connect, tls
+from tasuki.net import tls
 from tasuki.net.http.transport import HttpTransport
+from tasuki.net.tcp_link import connect
+from tasuki.net.tls import client_tls
 from tests.support.certificates import TestAuthority
 
 DEADLINE_S = 20.0

@@ -16,8 +16,9 @@ from tasuki.core.broker import authentication
 from tasuki.doors.tcp import TcpDoor
 from tasuki.errors import TasukiError, Unauthorized
 from tasuki.net.enrol import is_good, register
-from tasuki.worker import Worker, credentials
+from tasuki.worker import credentials
 from tasuki.worker.credentials import Credential, CredentialFile, CredentialToken
+from tasuki.worker.worker import Worker
 from tests.doors.http.stage import Stage
 from tests.support.waiting import until_async
 

@@ -23,7 +23,7 @@ from tasuki.core.protocol import (
 )
 from tasuki.core.store_messages import Grant
 from tasuki.errors import ConfigError
-from tasuki.net import TcpLink
+from tasuki.net.tcp_link import TcpLink
 from tasuki.worker.execs import parse_execs
 from tasuki.worker.folder import RunFolders
 from tasuki.worker.worker import disconnect_policy

@@ -69,13 +69,13 @@ class Agent:
         keeper: Keeper | None = None,
         registry: StoreRegistry | None = None,
         inputs: InputSource | None = None,
-        fault: Callable[[str], None] | None = None,
+        fault: Callable[[str], None] = lambda point: None,
         on_lost: Callable[[KeeperLost], None] = lambda error: None,
     ) -> None:
         """`on_lost` is called when the keeper is gone: all runs were stopped, and nothing can be started any more."""
         self._config = config
         self._inputs = inputs
-        self.folders = JobFolders(config.data, fault or (lambda point: None))
+        self.folders = JobFolders(config.data, fault)
         self._metrics = AgentMetrics(config.slots, self.folders.free_bytes)
         self._on_lost = on_lost
         logs = LogFollow(lambda piece: self.jobs.log_was_read(piece))

@@ -17,6 +17,7 @@ import ssl
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -200,7 +201,7 @@ class GuardedServer:
         self.idle = asyncio.Event()
         self.idle.set()
         guarded = [(method, path, self._guarded(handler)) for method, path, handler in routes]
-        self._app = application(f"tasuki {who}", [*guarded, ("GET", "/health", health)])
+        self._app = application(Starlette(), [*guarded, ("GET", "/health", health)])
         self.serving: UvicornServer | None = None
 
     async def open(self, sock: socket.socket, tls: ssl.SSLContext | None, host_names: tuple[str, ...] = ()) -> None:

@@ -26,7 +26,7 @@ from tasuki.config import (
     check_app,
     data_folder,
     ensure_agent_token,
-    fault_point,
+    fault_hook,
     find_token,
     forget_tokens,
     host_name,
@@ -41,7 +41,6 @@ from tasuki.dispatcher.settings import KEEP_INPUTS_DAYS, UPLOAD_MAX_BYTES, Dispa
 from tasuki.doors.listening import ServerCertificate
 from tasuki.errors import ConfigError
 from tasuki.net.tls import client_tls
-from tasuki.server.assembly import StoreClient, kill_at
 from tasuki.worker.commands import check_secrets
 from tasuki.worker.keeper.client import Keeper
 from tasuki.worker.linux_calls import wipe_variables
@@ -260,17 +259,20 @@ def agent(
 
     async def main() -> int:
         from tasuki.agent.app import Agent
-        from tasuki.agent.input_sources import open_inputs
 
+        source = None
+        if inputs:
+            from tasuki.agent.input_sources import open_inputs
+
+            source = open_inputs(inputs, config.tokens[0] if config.tokens else "", tls_ca)
         lost = asyncio.Event()
-        points = fault_point()
         agent = Agent(
             config,
             incarnation,
             keeper=keeper,
             registry=make_agent_registry(shared, config, incarnation, tls_ca) if shared else None,
-            inputs=open_inputs(inputs, config.tokens[0] if config.tokens else "", tls_ca) if inputs else None,
-            fault=kill_at(points) if points else None,
+            inputs=source,
+            fault=fault_hook(),
             on_lost=lambda error: lost.set(),
         )
         names, data = sorted(config.execs), str(config.data)
@@ -444,6 +446,7 @@ def make_agent_registry(shared: RegistryOptions, config: AgentConfig, incarnatio
     """Return the registry for an agent; nothing is opened yet."""
     from tasuki.agent.results import Peers
     from tasuki.agent.store_registry import ClaimJournal, StoreRegistry
+    from tasuki.server.assembly import StoreClient
 
     retention_s = config.keep_days * DAY_S
     server = process.server_config(config.data, lease_ttl_s=shared.lease_ttl_s, retention_s=retention_s, host=config.node)
@@ -462,6 +465,7 @@ def make_agent_registry(shared: RegistryOptions, config: AgentConfig, incarnatio
 def make_dispatcher_registry(shared: RegistryOptions) -> DispatcherRegistry:
     """Return the registry for a dispatcher; nothing is opened yet."""
     from tasuki.dispatcher.registry import DispatcherRegistry
+    from tasuki.server.assembly import StoreClient
 
     nowhere = Path()  # a dispatcher has no folder, and without duties nothing is kept in one
     places = guest_places(StoreAddress(shared.url, shared.app, shared.results), nowhere)

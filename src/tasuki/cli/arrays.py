@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from tasuki.cli.output import Output, plain
-from tasuki.client import AsyncClient, AsyncJobHandle
+from tasuki.client.aio import AsyncClient, AsyncJobHandle
 from tasuki.core.job import TERMINAL
 from tasuki.core.protocol import JobResult
 from tasuki.core.units import shown_duration

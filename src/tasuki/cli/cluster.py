@@ -26,7 +26,7 @@ from tasuki.cli.command import (
 )
 from tasuki.cli.connect import with_client
 from tasuki.cli.output import Output, table, when
-from tasuki.client import AsyncClient
+from tasuki.client.aio import AsyncClient
 from tasuki.config import check_app
 from tasuki.core.access import ENROL_TOKEN_S, token_sha256
 from tasuki.core.subject import app_subject

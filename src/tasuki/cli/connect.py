@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar, cast
 from tasuki.blobs.files import durable_write
 from tasuki.cli.command import STDIN, Destination
 from tasuki.cli.output import when
-from tasuki.client import AsyncClient
 from tasuki.client.embedded import answers, owner_files, read_owner
 from tasuki.config import (
     TOKEN_MAX_CHARS,
@@ -42,6 +41,7 @@ from tasuki.errors import ConfigError, Unavailable
 
 if TYPE_CHECKING:
     from tasuki.client.agents.client import AsyncAgentsClient
+    from tasuki.client.aio import AsyncClient
     from tasuki.server.assembly import StorageLocations
     from tasuki.server.server import Server
 
@@ -69,6 +69,8 @@ def with_client(
 
             async with open_agents_client(place) as nodes:
                 return await work(cast("AsyncClient", AgentJobsClient(nodes)))
+        from tasuki.client.aio import AsyncClient
+
         if url is not None and is_store(url):
             # Commands have no options for the settings that the servers of a store share.
             get = os.environ.get

@@ -22,7 +22,7 @@ import click
 
 from tasuki.cli.command import command, option
 from tasuki.cli.output import Output, write_line
-from tasuki.client import AsyncClient
+from tasuki.client.aio import AsyncClient
 from tasuki.client.types import JobStatus
 from tasuki.config import OWN_COMMAND
 from tasuki.core.job import JobSpec

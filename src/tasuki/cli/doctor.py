@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 from tasuki.cli.command import Destination, command, connection_options, option
 from tasuki.cli.connect import are_named, find_server, is_store, listening, open_agents_client, owner_of
 from tasuki.cli.output import ExitCode, Output, table
-from tasuki.client import AsyncClient
+from tasuki.client.aio import AsyncClient
 from tasuki.client.embedded import answers
 from tasuki.config import DISK_FLOOR_BYTES, DISK_FLOOR_INODES, DataFolder, data_folder, default_url
 from tasuki.core.failover.events import WAY_IN

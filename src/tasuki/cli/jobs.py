@@ -14,7 +14,7 @@ from tasuki.cli import command as cli
 from tasuki.cli.arrays import ASK_MAX, ENDED, PAGE, REASON_SHOWN_MAX, ArraySummary, elements, is_array, look_up, pages
 from tasuki.cli.connect import with_client
 from tasuki.cli.output import ExitCode, Output, plain, table, visible, when
-from tasuki.client import AsyncClient
+from tasuki.client.aio import AsyncClient
 from tasuki.client.types import CancelAnswer
 from tasuki.config import check_app
 from tasuki.core.job import State

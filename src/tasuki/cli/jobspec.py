@@ -18,8 +18,7 @@ import click
 
 from tasuki.cli.command import PATH, STDIN, Duration, argument, duration, gather, number, option, options, several
 from tasuki.cli.output import Output
-from tasuki.client import AsyncClient
-from tasuki.client.aio import SUBMIT_NAMES
+from tasuki.client.aio import SUBMIT_NAMES, AsyncClient
 from tasuki.core.job import BODY_INLINE_MAX_BYTES, BUDGET_MAX, TIMEOUT_MAX_S, InputFile
 from tasuki.core.units import parse_duration
 from tasuki.errors import ConfigError, InvalidInput, TooLarge

@@ -21,7 +21,7 @@ from tasuki.cli.arrays import ArraySummary, elements, look_up, pages, wait_all
 from tasuki.cli.command import PATH, Destination, argument, command, connection_options, duration, flag, number, option
 from tasuki.cli.connect import with_client
 from tasuki.cli.output import ExitCode, Output, encode_json, write_line
-from tasuki.client import AsyncClient
+from tasuki.client.aio import AsyncClient
 from tasuki.client.logs import LogFollower, LogPart
 from tasuki.core.protocol import JobResult
 from tasuki.core.units import shown_size

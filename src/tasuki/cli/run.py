@@ -19,7 +19,7 @@ from tasuki.cli.arrays import PROGRESS_S, connection_notice, explaining_pending
 from tasuki.cli.command import PATH, STDIN, Destination, command, connection_options, duration, flag, option
 from tasuki.cli.connect import with_client
 from tasuki.cli.output import ExitCode, Output, when
-from tasuki.client import AsyncClient, AsyncJobHandle
+from tasuki.client.aio import AsyncClient, AsyncJobHandle
 from tasuki.client.logs import LogFollower
 from tasuki.core.protocol import JobResult
 from tasuki.core.units import shown_duration

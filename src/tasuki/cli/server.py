@@ -21,7 +21,7 @@ from tasuki.cli import command as cli
 from tasuki.cli import process
 from tasuki.cli.connect import note_listening
 from tasuki.cli.output import Output
-from tasuki.config import check_app, data_folder, fault_point, parse_http, parse_listen, user_key
+from tasuki.config import check_app, data_folder, fault_hook, parse_http, parse_listen, user_key
 from tasuki.core.address import Address, parse_url
 from tasuki.core.apps import DEFAULT_APP, AppLimits, template_of
 from tasuki.core.election import LOCK_TTL_S
@@ -44,7 +44,6 @@ from tasuki.server.assembly import (
     check_redis_driver,
     check_store,
     is_redis,
-    kill_at,
     make_server,
     open_presigned,
 )
@@ -461,7 +460,7 @@ async def serve(options: ServerOptions, events: process.Events, while_open: Call
         await process.check_ports([*listen.tcp, *([listen.http] if listen.http is not None and not listen.http_if_free else [])])
     prepare_folder(folder)
     try:
-        server = make_server(options.places, options.config, kill_at(fault_point()))
+        server = make_server(options.places, options.config, fault_hook())
     except OSError as error:
         raise ConfigError(f"the data folder {folder.root} cannot be written to: {error.strerror or error}") from None
     presigned = open_presigned(options.places.blobs, listen.presign_endpoint) if listen.presign else None

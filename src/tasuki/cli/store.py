@@ -17,12 +17,12 @@ from tasuki.cli.command import PATH, argument, command, coordination_option, dat
 from tasuki.cli.connect import StoreAddress, guest_places, owner_of
 from tasuki.cli.output import ExitCode, Output, plain, when
 from tasuki.cli.server import blobs_option, lead_ttl_option, retention_option, store_option
-from tasuki.config import DataFolder, data_folder, fault_point
+from tasuki.config import DataFolder, data_folder, fault_hook
 from tasuki.core.units import shown_duration
 from tasuki.errors import InvalidInput, Unavailable
 from tasuki.server import backup as backups
 from tasuki.server.archive import Manifest
-from tasuki.server.assembly import StorageLocations, check_store, is_redis, kill_at, make_guest, make_server
+from tasuki.server.assembly import StorageLocations, check_store, is_redis, make_guest, make_server
 from tasuki.server.cluster import Cluster
 from tasuki.server.server import Server
 
@@ -92,9 +92,7 @@ def restore(output: Output, file: Path, data: Path | None, force: bool, check: b
         if manifest.missing:
             output.hint(f"{len(manifest.missing)} blobs were gone when it was made")
         return
-    done = backups.restore(
-        file.absolute(), data_folder(data), force=force, progress=output.progress, fault=kill_at(fault_point())
-    )
+    done = backups.restore(file.absolute(), data_folder(data), force=force, progress=output.progress, fault=fault_hook())
     facts = {
         "data": done.data,
         "epoch": done.epoch,

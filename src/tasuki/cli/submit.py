@@ -25,7 +25,7 @@ from tasuki.cli.command import (
 )
 from tasuki.cli.connect import with_client
 from tasuki.cli.output import ExitCode, Output
-from tasuki.client import AsyncClient, AsyncJobHandle
+from tasuki.client.aio import AsyncClient, AsyncJobHandle
 from tasuki.core.job import InputFile, JobSpec
 from tasuki.errors import InvalidInput
 

@@ -31,12 +31,11 @@ from tasuki.core.store_messages import Grant
 from tasuki.core.subject import app_subject
 from tasuki.core.units import parse_size
 from tasuki.errors import ConfigError, TooLarge
-from tasuki.worker import Worker
 from tasuki.worker.attempt import MESSAGE_MAX_CHARS, Attempt, HandlerJob, RunResult
 from tasuki.worker.execs import Exec, load_execs, parse_exec_flag
 from tasuki.worker.linux_calls import wipe_variables
 from tasuki.worker.logs import LogCaps
-from tasuki.worker.worker import RECONNECT_GRACE_MAX_S, what_it_takes
+from tasuki.worker.worker import RECONNECT_GRACE_MAX_S, Worker, what_it_takes
 
 ORPHAN_GRACE_S = 30.0  # without a server
 ORPHAN_POLL_S = 1.0

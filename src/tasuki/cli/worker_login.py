@@ -25,7 +25,7 @@ from tasuki.core.access import TOKEN_PREFIXES, PeerKind, covers
 from tasuki.core.address import Address
 from tasuki.core.subject import app_subject
 from tasuki.errors import ConfigError, Unauthorized, Unavailable
-from tasuki.net import client_tls
+from tasuki.net.tls import client_tls
 from tasuki.worker.credentials import Credential, CredentialFile, CredentialToken
 from tasuki.worker.outbox import OUTBOX_FOLDER
 

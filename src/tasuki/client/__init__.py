@@ -11,8 +11,3 @@ A call becomes an event of `core.client_machine`, whose commands are sent over a
 handles. May import `tasuki.wire`, `tasuki.net`, `tasuki.blobs`, `tasuki.stores` (to submit straight to a store), and what all may
 import (`core`, `errors`, `config`). Importing it never imports Django.
 """
-
-from tasuki.client.aio import AsyncClient, AsyncJobHandle
-from tasuki.client.sync import Client, JobHandle
-
-__all__ = ["AsyncClient", "AsyncJobHandle", "Client", "JobHandle"]

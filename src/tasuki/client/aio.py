@@ -82,7 +82,8 @@ from tasuki.errors import (
     from_wire,
 )
 from tasuki.event_loop import BackgroundTasks
-from tasuki.net import ServerConnection, client_tls
+from tasuki.net.server_connection import ServerConnection
+from tasuki.net.tls import client_tls
 from tasuki.version import __version__
 from tasuki.wire.compression import CODECS
 from tasuki.wire.messages import encode

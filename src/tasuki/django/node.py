@@ -38,10 +38,9 @@ from tasuki.server.assembly import BLOB_MAX_BYTES, NoBlobs, StorageLocations, ma
 from tasuki.server.server import Server, ServerConfig
 from tasuki.stores.sql.sqlite import FileWatch, OwnerLock, SqliteReadOnly
 from tasuki.stores.sql.store import SqlReader, SqlStore
-from tasuki.worker import Worker
 from tasuki.worker.attempt import Attempt, RunResult, StopReason
 from tasuki.worker.logs import LogCaps
-from tasuki.worker.worker import ActiveAttempt
+from tasuki.worker.worker import ActiveAttempt, Worker
 
 LOG_INTERVAL_S = 1.0
 SQLITE_LOOK_S = 0.05  # between two looks whether another process has changed the file: 10 µs each

@@ -14,7 +14,7 @@ from tasuki.core.address import Address
 from tasuki.core.protocol import error_message
 from tasuki.doors.listening import AcceptedSocket, Connections, ListeningSocket, bound
 from tasuki.errors import ConfigError, Overloaded
-from tasuki.net import TcpLink
+from tasuki.net.tcp_link import TcpLink
 from tasuki.server.server import Server
 from tasuki.wire.messages import encode
 

@@ -9,9 +9,3 @@ Messages of a state machine go through `ServerConnection` to a link, which sends
 
 docs/decisions/0007 tells why this is a part of its own.
 """
-
-from tasuki.net.server_connection import ServerConnection
-from tasuki.net.tcp_link import TcpLink, connect
-from tasuki.net.tls import client_tls
-
-__all__ = ["ServerConnection", "TcpLink", "client_tls", "connect"]

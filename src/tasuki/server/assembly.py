@@ -13,9 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import secrets
-import signal
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from functools import partial
@@ -59,25 +57,6 @@ TTL_SLACK_S = 86_400.0  # pruning by the leader comes first; a key's own end is 
 def make_secret(kind: str) -> str:
     """Return a new token: its kind in the prefix, 256 random bits."""
     return TOKEN_PREFIXES[kind] + secrets.token_urlsafe(32)
-
-
-def kill_at(points: str) -> Callable[[str], None]:
-    """Return a fault hook, for tests, that kills the process at a named point, `name`, or the nth time there, `name:n`.
-
-    `one,other` counts `other` only after `one`: `submit.written,turn.committed` is right after the commit of a submit.
-    """
-    ahead = [(name, int(count or 1)) for name, _, count in (point.partition(":") for point in points.split(",") if point)]
-
-    def fault(name: str) -> None:
-        if not ahead or ahead[0][0] != name:
-            return
-        wanted, count = ahead.pop(0)
-        if count > 1:
-            ahead.insert(0, (wanted, count - 1))
-        elif not ahead:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    return fault
 
 
 def _open_sqlite(folder: DataFolder, fault: Callable[[str], None]) -> Store:

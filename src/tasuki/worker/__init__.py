@@ -19,8 +19,3 @@ A granted attempt goes worker → runner → keeper; its end goes keeper → run
 May import `wire`, `net`, `blobs`, `stores` (to lease straight from a store), and what all may import (`core`, `errors`, `config`,
 `clocks`). Importing it never imports Django.
 """
-
-from tasuki.worker.attempt import HandlerJob
-from tasuki.worker.worker import Worker
-
-__all__ = ["HandlerJob", "Worker"]

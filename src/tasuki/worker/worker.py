@@ -46,7 +46,8 @@ from tasuki.core.worker import events
 from tasuki.core.worker.machine import WorkerMachine
 from tasuki.errors import ConfigError, TasukiError, Unavailable
 from tasuki.event_loop import BackgroundTasks, loop_factory
-from tasuki.net import ServerConnection, client_tls
+from tasuki.net.server_connection import ServerConnection
+from tasuki.net.tls import client_tls
 from tasuki.version import __version__
 from tasuki.wire.compression import CODECS
 from tasuki.worker.attempt import Attempt, Handler, HandlerJob, Handlers, JobRefused, RunResult, StopReason, worker_failure

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import TextIO
 
 from tasuki import AsyncClient
-from tasuki.client import AsyncJobHandle
+from tasuki.client.aio import AsyncJobHandle
 from tasuki.core.job import JobSpec
 
 GROUP = "chaos"

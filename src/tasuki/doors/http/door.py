@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 from fastapi import FastAPI
+from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -22,7 +23,7 @@ from tasuki.doors.http import exchange
 from tasuki.doors.http.context import Authenticator, HttpConfig, HttpContext, RequestContext
 from tasuki.doors.http.exchange import discreet, error_answer, json_answer
 from tasuki.doors.http.metrics import Metrics
-from tasuki.doors.http.openapi import document
+from tasuki.doors.http.openapi import document_text
 from tasuki.doors.http.routes import ROUTES, Route
 from tasuki.doors.http.uvicorn_server import Handler, UvicornServer, application
 from tasuki.doors.http.virtual_connection import Clients
@@ -102,14 +103,13 @@ class HttpDoor:
 
     # ------------------------------------------------------------------------------------------------ the application
 
-    def _application(self) -> FastAPI:
-        text = msgspec.json.encode(document())
-
+    def _application(self) -> Starlette:
         async def openapi(request: Request) -> Response:
-            return Response(text, media_type="application/json")
+            return Response(document_text(), media_type="application/json")
 
         routes = [(route.method, route.path, self._endpoint(route)) for route in ROUTES]
-        return application("tasuki", [*routes, ("GET", "/openapi.json", openapi)])
+        app = FastAPI(title="tasuki", openapi_url=None, docs_url=None, redoc_url=None)
+        return application(app, [*routes, ("GET", "/openapi.json", openapi)])
 
     def _endpoint(self, route: Route) -> Handler:
         async def endpoint(request: Request) -> Response:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import sys
 from typing import Any
@@ -30,6 +31,12 @@ DESCRIPTIONS = {
 }
 _REF = "#/components/schemas/{name}"
 _parameters = re.compile(r"{(\w+)}").findall
+
+
+@functools.cache
+def document_text() -> bytes:
+    """Return the document as JSON. Made when it is first asked for: that takes longer than the rest of the door's start."""
+    return msgspec.json.encode(document())
 
 
 def document() -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """uvicorn inside this process, shared by all HTTP doors; free of the server, so that node agents and dispatchers use it too.
 
-    server = UvicornServer(application("tasuki agent", routes), tls, close_timeout_s)
+    server = UvicornServer(application(Starlette(), routes), tls, close_timeout_s)
     await server.open(sock); server.hurry(2); await server.close()
 
 `LimitedProtocol` is uvicorn's h11 protocol with limits. While no request is handled, the connection has one deadline: for request
@@ -24,8 +24,8 @@ from typing import Any, TypeAlias
 import h11
 import msgspec
 import uvicorn
-from fastapi import FastAPI
 from h11._receivebuffer import ReceiveBuffer
+from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
@@ -55,9 +55,8 @@ Handler: TypeAlias = Callable[[Request], Awaitable[Response]]
 # ---------------------------------------------------------------------------------------------------- application
 
 
-def application(title: str, routes: Iterable[tuple[str, str, Handler]]) -> FastAPI:
-    """Return an application of (method, path, handler). Parameters and bodies are the handlers' business, not FastAPI's."""
-    app = FastAPI(title=title, openapi_url=None, docs_url=None, redoc_url=None)
+def application(app: Starlette, routes: Iterable[tuple[str, str, Handler]]) -> Starlette:
+    """Return the application, with routes of (method, path, handler). Parameters and bodies are the handlers' business."""
     app.router.redirect_slashes = False
     for method, path, handler in routes:
         app.router.add_route(path, handler, methods=[method])
@@ -86,7 +85,7 @@ class FastRouter:
     route is left to the framework.
     """
 
-    def __init__(self, app: FastAPI) -> None:
+    def __init__(self, app: Starlette) -> None:
         self._app = app
         self._routes: dict[tuple[str, int], list[Route]] = {}
         """By method and number of slashes, in the framework's order."""
@@ -283,7 +282,7 @@ class UvicornServer:
     """One application on one socket. Event loop and signals belong to the caller."""
 
     def __init__(
-        self, app: FastAPI, tls: ssl.SSLContext | None, close_timeout_s: int, connections: Connections | None = None
+        self, app: Starlette, tls: ssl.SSLContext | None, close_timeout_s: int, connections: Connections | None = None
     ) -> None:
         """`close_timeout_s`: time that requests under way have at the end. `connections` are those of the process."""
         config = uvicorn.Config(
