@@ -83,9 +83,24 @@ def test_workers_that_subscribe_to_nothing() -> None:
 
 def test_the_workers_that_subscribe_take_another_kind_of_job() -> None:
     answer = told(job(exec="render"), worker("w1", takes="handlers"), worker("w2", "other.>"))
-    assert "do not run the exec 'render' for you (w1 takes handlers); allow it at one" in answer["because"][0]
+    assert "do not offer the exec 'render' to you (w1: takes handlers). No connected worker offers it" in answer["because"][0]
     assert (answer["facts"]["why"], answer["facts"]["other_kind_workers"]) == ("OTHER_KIND", {"w1": "handlers"})
     assert "which need a Python handler" in because(job(), worker("w1", takes="commands"))
+
+
+def test_the_workers_that_subscribe_offer_other_programs() -> None:
+    offers = [worker("w1", takes="commands", execs=["a", "b"]), worker("w2", "other.>", takes="any", execs=["render"])]
+    answer = told(job(exec="render"), *offers)
+    assert "(w1: a, b). w2 offers it, but subscribes to other subjects" in answer["because"][0]
+    assert answer["facts"]["offered_by"] == ["w2"]
+    assert told(job(exec="b"), *offers)["facts"]["fitting_workers"] == ["w1"]
+
+
+def test_a_program_that_is_on_a_list_is_left_to_those_who_have_it() -> None:
+    own, named = worker("own", takes="own", execs=["*"]), worker("named", takes="commands", execs=["render"])
+    assert told(job(exec="render", submitter="uid:1"), own, named)["facts"]["fitting_workers"] == ["named"]
+    assert told(job(exec="ls", submitter="uid:1"), own, named)["facts"]["fitting_workers"] == ["own"]
+    assert "own: any program of its own user" in because(job(exec="ls"), own)
 
 
 def test_the_workers_that_fit_are_detached() -> None:

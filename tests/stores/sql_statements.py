@@ -17,6 +17,7 @@ INDEX_OF = {
     "groups": "tasuki_job_ready",
     "subjects": "tasuki_job_ready",
     "queues": "tasuki_job_ready",
+    "execs": "tasuki_job_ready",
     "ahead": "tasuki_job_ready",
     "leases_over": "tasuki_job_leased",
     "renew_all": "tasuki_job_leased",

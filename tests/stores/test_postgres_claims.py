@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tasuki.core.job import JobSpec, State, body_hash
-from tasuki.core.store_messages import LeaseRequest, Submission, Takes
+from tasuki.core.store_messages import LeaseRequest, Offer, Submission, Takes
 from tasuki.errors import Unavailable
 from tasuki.stores.sql.postgres import PostgresDatabase
 from tasuki.stores.sql.store import SqlStore
@@ -144,8 +144,8 @@ def test_the_same_holds_for_a_single_queue(stores: list[SqlStore]) -> None:
     one.submit([submission(f"job-{number}") for number in range(10)])
 
     with one.turn():
-        mine = lease(one, 4, takes=Takes.HANDLERS)
-        theirs = lease(two, 4, takes=Takes.HANDLERS)
+        mine = lease(one, 4, offer=Offer(Takes.HANDLERS))
+        theirs = lease(two, 4, offer=Offer(Takes.HANDLERS))
 
     assert mine == [f"job-{number}" for number in range(4)]
     assert theirs == [f"job-{number}" for number in range(4, 8)]

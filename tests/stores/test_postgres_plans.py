@@ -21,9 +21,10 @@ OF_THE_READY = (
 )  # fmt: skip
 INDEX_OF = {**sql_statements.INDEX_OF, **dict.fromkeys(OF_THE_READY, "tasuki_job_ready")}
 HOT = [
-    "submit_plain", "submit_full", "band", "groups", "subjects", "queues", "band_above", "groups_above", "subjects_above",
-    "ready_below", "claim_of_queue", "next_of_queues", "start", "renew", "release", "finish_plain", "finish_full", "settle",
-    "resume", "leases_over", "late", "delayed_due", "promote", "next_lease_over", "next_delayed", "old", "count", "mark",
+    "submit_plain", "submit_full", "band", "groups", "subjects", "queues", "execs", "band_above", "groups_above",
+    "subjects_above", "ready_below", "claim_of_queue", "next_of_queues", "start", "renew", "release", "finish_plain",
+    "finish_full", "settle", "resume", "leases_over", "late", "delayed_due", "promote", "next_lease_over", "next_delayed",
+    "old", "count", "mark",
 ]  # fmt: skip
 
 MEANT_WHOLE = {"counts": {"tasuki_counter"}}  # some rows for each group; there is no order in which to look

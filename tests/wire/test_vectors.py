@@ -149,7 +149,7 @@ LIMITS = [
     ("`credit`", f"{CREDIT_MAX:,}"),
     ("`job_id`", f"1–{JOB_ID_MAX_CHARS} characters"),
     ("`client_id`", f"1–{NAME_MAX_CHARS} characters"),
-    ("`exec`", f"{job.EXEC_MAX_CHARS:,} printable"),
+    ("`exec`", f"printable, at most {job.EXEC_MAX_BYTES:,} bytes"),
     ("`args`", f"at most {job.ARGS_MAX:,}, each at most {job.TEXT_MAX_BYTES:,}"),
     ("`env`", f"at most {job.ENV_MAX}"),
     ("`payload`", f"{job.BODY_INLINE_MAX_BYTES:,} bytes"),

@@ -65,9 +65,10 @@ def _worker_lines(rows: list[dict[str, Any]]) -> list[str]:
 
     def cells(row: dict[str, Any]) -> tuple[object, ...]:
         slots = "detached" if row["detached"] else row["slots"]
-        return row["worker_id"], row["host"], row["server_id"], row["running"], slots, " ".join(row["patterns"])
+        execs = ", ".join(row["execs"] or ()) or f"({row['takes']})"
+        return row["worker_id"], row["host"], row["server_id"], row["running"], slots, execs, " ".join(row["patterns"])
 
-    return table(("WORKER", "HOST", "SERVER", "RUNNING", "SLOTS", "SUBJECTS"), map(cells, rows))
+    return table(("WORKER", "HOST", "SERVER", "RUNNING", "SLOTS", "EXECS", "SUBJECTS"), map(cells, rows))
 
 
 @command("stats", examples=["tasuki stats", "tasuki stats --watch", "tasuki stats --watch --interval 10 --json >> stats.jsonl"])

@@ -35,7 +35,7 @@ from tasuki.worker.attempt import MESSAGE_MAX_CHARS, Attempt, HandlerJob, RunRes
 from tasuki.worker.execs import Exec, load_execs, parse_exec_flag
 from tasuki.worker.linux_calls import wipe_variables
 from tasuki.worker.logs import LogCaps
-from tasuki.worker.worker import RECONNECT_GRACE_MAX_S, Worker, what_it_takes
+from tasuki.worker.worker import RECONNECT_GRACE_MAX_S, Worker, what_it_offers
 
 ORPHAN_GRACE_S = 30.0  # without a server
 ORPHAN_POLL_S = 1.0
@@ -215,7 +215,7 @@ def wanted_patterns(
     app: str | None, subjects: Sequence[str], execs: Mapping[str, Exec], *, any_program: bool, over_http: bool
 ) -> tuple[str, ...]:
     """Return the subjects that the command line names. Raise ConfigError if the worker could run nothing of them."""
-    what_it_takes(handlers=False, execs=bool(execs), any_program=any_program)
+    what_it_offers(handlers=False, execs=execs, any_program=any_program)
     if app is None:
         return tuple(subjects)
     if check_app(app) not in execs and over_http:

@@ -161,6 +161,8 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True, repr_omit_defaults
     host: str = ""
     slots: int = 1
     takes: str = "any"
+    execs: tuple[str, ...] | None = None
+    """Programs that it offers; `*`: any program, for jobs of its own user. None: it does not say."""
     credit: int = 0
     running: int = 0
     address: str = ""

@@ -131,6 +131,8 @@ class WorkerInfo(msgspec.Struct, frozen=True, gc=False, array_like=True):
     addressed: bool = False
     """The worker has given credit since its Hello: a subject that ends in its id is for it alone."""
     owner: str = ""
+    execs: tuple[str, ...] | None = None
+    """Programs that it offers; None: it does not say."""
 
     def view(self, server_id: str) -> dict[str, object]:
         """Return the description that the API and `tasuki workers` show."""

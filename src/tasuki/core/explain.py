@@ -14,7 +14,7 @@ import msgspec
 
 from tasuki.core.job import READY, TERMINAL, Job, JobIncident, State
 from tasuki.core.lifecycle import is_late, was_made
-from tasuki.core.store_messages import Takes
+from tasuki.core.store_messages import OWN_PROGRAMS, Offer, Takes, kind_of
 from tasuki.core.subject import matches
 from tasuki.core.units import shown_duration
 
@@ -93,9 +93,12 @@ def _why_waiting(job: Job, context: ExplainContext) -> Explanation:
     fitting = [worker for worker in context.workers if _pattern_of(worker, job.spec.subject) is not None]
     if not fitting:
         return _no_pattern(job.spec.subject, context.workers)
-    able = [worker for worker in fitting if Takes(worker.get("takes", "any")).fits(job.spec.exec, job.submitter)]
+    kind = kind_of(job.spec.exec, job.submitter)
+    able = [worker for worker in fitting if _offer_of(worker).fits(kind, job.spec.exec)]
     if not able:
-        return _other_kind(job, fitting)
+        return _not_offered(job, fitting, context.workers)
+    if named := [worker for worker in able if job.spec.exec in (worker.get("execs") or ())]:
+        able = named  # workers that run any program leave it to these
     attached = [worker for worker in able if not worker.get("detached")]
     if not attached:
         names = _names(able)
@@ -136,14 +139,36 @@ def _no_pattern(subject: str, workers: Sequence[Worker]) -> Explanation:
     return "NO_PATTERN", [f"No connected worker subscribes to {subject!r}. {near}"], facts
 
 
-def _other_kind(job: Job, fitting: Sequence[Worker]) -> Explanation:
-    exec_ = job.spec.exec
-    kind = f"the exec {exec_!r} for you" if exec_ else "jobs without an exec, which need a Python handler"
-    hint = f"; allow it at one: tasuki worker --exec {exec_}=COMMAND" if exec_ else ""
+def _not_offered(job: Job, fitting: Sequence[Worker], workers: Sequence[Worker]) -> Explanation:
+    exec_, subject = job.spec.exec, job.spec.subject
+    kind = f"offer the exec {exec_!r} to you" if exec_ else "run jobs without an exec, which need a Python handler"
     takes = {worker["worker_id"]: str(worker.get("takes", "any")) for worker in fitting[:LISTED_MAX]}
-    shown = ", ".join(f"{name} takes {what}" for name, what in list(takes.items())[:SHOWN_MAX])
-    words = f"The workers that subscribe to {job.spec.subject!r} do not run {kind} ({shown}){hint}."
-    return "OTHER_KIND", [words], {"other_kind_workers": takes}
+    shown = "; ".join(f"{worker['worker_id']}: {_offered_by(worker)}" for worker in fitting[:SHOWN_MAX])
+    words = f"The workers that subscribe to {subject!r} do not {kind} ({shown})."
+    facts: dict[str, Any] = {"other_kind_workers": takes}
+    if not exec_:
+        return "OTHER_KIND", [words], facts
+    facts["offered_by"] = _names([worker for worker in workers if exec_ in (worker.get("execs") or ())])
+    if facts["offered_by"]:
+        words += f" {', '.join(facts['offered_by'][:SHOWN_MAX])} offers it, but subscribes to other subjects."
+    else:
+        words += f" No connected worker offers it; start one with: tasuki worker --exec {exec_}=COMMAND"
+    return "OTHER_KIND", [words], facts
+
+
+def _offer_of(worker: Worker) -> Offer:
+    execs = worker.get("execs")
+    return Offer(Takes(worker.get("takes", "any")), None if execs is None else tuple(execs))
+
+
+def _offered_by(worker: Worker) -> str:
+    """Describe what a worker runs."""
+    execs = worker.get("execs")
+    if execs is None:
+        return f"takes {worker.get('takes', 'any')}"
+    names = ["any program of its own user" if name == OWN_PROGRAMS else name for name in execs]
+    has_handlers = worker.get("takes") in (Takes.ANY, Takes.HANDLERS)
+    return ", ".join([*(["handlers"] if has_handlers else []), *names[:SHOWN_MAX], *(["…"] if len(names) > SHOWN_MAX else [])])
 
 
 def _its_turn(job: Job, fitting: Sequence[Worker], context: ExplainContext) -> Explanation:

@@ -23,7 +23,7 @@ JOB_ID_MAX_CHARS = 128
 NAME_MAX_CHARS = 64
 RESULT_INLINE_MAX_BYTES = 64 * 1024  # larger results are blobs, durable before the finish
 BODY_INLINE_MAX_BYTES = 64 * 1024  # payload + inline files of one job; more travels as blobs
-EXEC_MAX_CHARS = 1024  # a name, or the path of a program where any program is allowed
+EXEC_MAX_BYTES = 1024  # a name, or the path of a program where any program is allowed
 ARGS_MAX = 4096
 ENV_MAX = 256
 FILES_MAX = 1024
@@ -342,8 +342,8 @@ def check_spec(spec: JobSpec) -> JobSpec:
     check_subject(spec.subject)
     if spec.exec:
         _check_text(spec.exec, "the exec name")
-        if len(spec.exec) > EXEC_MAX_CHARS or not spec.exec.isprintable():
-            raise InvalidInput(f"exec {spec.exec[:40]!r} must be printable and at most {EXEC_MAX_CHARS} characters")
+        if len(spec.exec.encode("utf-8", "surrogatepass")) > EXEC_MAX_BYTES or not spec.exec.isprintable():
+            raise InvalidInput(f"exec {spec.exec[:40]!r} must be printable and have at most {EXEC_MAX_BYTES} bytes")
     if spec.cwd:
         _check_text(spec.cwd, "cwd")
         if not spec.exec or not spec.cwd.startswith("/"):

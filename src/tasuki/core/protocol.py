@@ -133,6 +133,8 @@ class HelloWorker(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     host: str = ""
     slots: WholeNumber = 1
     takes: Takes = Takes.ANY
+    execs: Patterns | None = None
+    """Programs of its list, and OWN_PROGRAMS if it runs any for its own user; None: it does not say."""
     transfers: bool = False
 
 

@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import msgspec
 from msgspec.structs import replace
 
-from tasuki.core.job import LEASED, Job, JobSpec, OnDisconnect, Outcome, Progress, State
+from tasuki.core.job import LEASED, Job, JobSpec, OnDisconnect, Outcome, Progress, State, check_name
 from tasuki.core.lifecycle import LEASE_TTL_S
 from tasuki.core.subject import matches
-from tasuki.errors import Conflict
+from tasuki.errors import Conflict, InvalidInput
 
 # ---------------------------------------------------------------------------------------------------- requests
 
@@ -56,6 +57,7 @@ class ReadyQueue(NamedTuple):
 
     subject: str
     kind: JobKind
+    exec: str = ""
 
 
 class Takes(enum.StrEnum):
@@ -71,9 +73,6 @@ class Takes(enum.StrEnum):
     def kinds(self) -> tuple[JobKind, ...]:
         return _KINDS[self]
 
-    def fits(self, exec: str, submitter: str) -> bool:
-        return kind_of(exec, submitter) in _KINDS[self]
-
 
 _KINDS = {
     Takes.ANY: tuple(JobKind),
@@ -83,6 +82,54 @@ _KINDS = {
 }
 
 
+EXECS_MAX = 100  # of one worker: each costs a lease two seeks for every subject
+OWN_PROGRAMS = "*"  # among the execs of a worker; no exec has this name
+"""Stands for every program, for the local commands of the worker's own user."""
+
+
+class Offer(msgspec.Struct, frozen=True, gc=False):
+    """The jobs that a worker can run: their kinds, and of commands the programs."""
+
+    takes: Takes = Takes.ANY
+    execs: tuple[str, ...] | None = None
+    """Names of its programs, perhaps with OWN_PROGRAMS; None: all, as of a worker that does not say."""
+
+    def fits(self, kind: JobKind, exec: str) -> bool:
+        if kind not in _KINDS[self.takes]:
+            return False
+        if kind is JobKind.HANDLER or self.execs is None or exec in self.execs:
+            return True
+        return kind is JobKind.LOCAL_COMMAND and OWN_PROGRAMS in self.execs
+
+    def queues(self) -> tuple[tuple[tuple[int, str], ...], tuple[int, ...]]:
+        """Return kind and exec of the queues of each subject that the worker is served from, and the kinds of which it is
+        served from every queue."""
+        return _queues_of(self)
+
+
+def checked_offer(takes: Takes, execs: tuple[str, ...] | None) -> Offer:
+    """Return what a worker's Hello offers, each program once, the same for all workers that offer the same."""
+    if execs is None:
+        return Offer(takes)
+    if len(execs) > EXECS_MAX:
+        raise InvalidInput(f"{len(execs)} execs are too many, the limit is {EXECS_MAX}; start several workers")
+    return Offer(takes, tuple(sorted({exec_ if exec_ == OWN_PROGRAMS else check_name(exec_, "exec") for exec_ in execs})))
+
+
+@lru_cache(4096)
+def _queues_of(offer: Offer) -> tuple[tuple[tuple[int, str], ...], tuple[int, ...]]:
+    named: list[tuple[int, str]] = []
+    whole: list[int] = []
+    for kind in offer.takes.kinds:
+        if kind is JobKind.HANDLER:
+            named.append((int(kind), ""))
+        elif offer.execs is None or (kind is JobKind.LOCAL_COMMAND and OWN_PROGRAMS in offer.execs):
+            whole.append(int(kind))
+        else:
+            named += [(int(kind), exec) for exec in offer.execs if exec != OWN_PROGRAMS]
+    return tuple(named), tuple(whole)
+
+
 class LeaseRequest(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     """A worker's request for up to `limit` ready jobs, by patterns or by job_ids (which may also take over an expired lease)."""
 
@@ -90,8 +137,11 @@ class LeaseRequest(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     incarnation: str
     patterns: tuple[str, ...] = ()
     job_ids: tuple[str, ...] = ()
-    takes: Takes = Takes.ANY
-    """Kinds to take among the jobs that the patterns match; a job_id is granted whatever its kind."""
+    offer: Offer = Offer()
+    """What to take among the jobs that the patterns match; a job_id is granted whatever it needs."""
+    named_elsewhere: Mapping[str, tuple[str, ...]] = {}
+    """Programs that other live workers offer by name, and this one does not, with the patterns of these workers: OWN_PROGRAMS
+    leaves such jobs to them."""
     limit: int = 1
     ttl_s: float = LEASE_TTL_S
     on_disconnect: OnDisconnect = OnDisconnect.STOP
@@ -104,6 +154,13 @@ class LeaseRequest(msgspec.Struct, frozen=True, gc=False, kw_only=True):
         """Return whether the subject's last token names another live worker that subscribes to it: its jobs are left for it."""
         last = subject.rpartition(".")[2]
         return last != self.worker_id and any(matches(pattern, subject) for pattern in self.live_workers.get(last, ()))
+
+    def may_take(self, subject: str, kind: JobKind, exec: str) -> bool:
+        """Return whether the worker offers what jobs of this queue need, and they are not left to one that has the program."""
+        if not self.offer.fits(kind, exec):
+            return False
+        elsewhere = self.named_elsewhere.get(exec, ()) if kind is JobKind.LOCAL_COMMAND else ()
+        return not any(matches(pattern, subject) for pattern in elsewhere)
 
 
 class HeldLease(msgspec.Struct, frozen=True, gc=False):

@@ -66,8 +66,8 @@ class JobRun(Row):
     """1: may be leased now (PENDING and due, or ORPHANED). 2: PENDING, waits for its not_before. 0: all others, also a run that
     waits until the run that it replaces has ended."""
     kind = models.SmallIntegerField(db_default=1)
-    """JobKind: 0 a command, 1 a Python handler's, 2 a command of the server's own user. Part of the index of ready rows:
-    a worker that takes only some kinds does not read the others."""
+    """JobKind: 0 a command, 1 a Python handler's, 2 a command of the server's own user. Part of the index of ready rows, like the
+    exec: a worker does not read what it cannot run."""
     priority = models.SmallIntegerField(db_default=5)
     group = NameField(max_length=255)
     subject = NameField(max_length=255)
@@ -149,8 +149,10 @@ class JobRun(Row):
 
     class Meta:
         indexes = [
-            # Leasing: seeks by band, group, subject and kind, then age.
-            models.Index(fields=["-priority", "group", "subject", "kind", "id"], condition=Q(ready=1), name="tasuki_job_ready"),
+            # Leasing: seeks by band, group, subject, kind and exec, then age.
+            models.Index(
+                fields=["-priority", "group", "subject", "kind", "exec", "id"], condition=Q(ready=1), name="tasuki_job_ready"
+            ),
             # Reaping, and queries for running jobs. One entry per live lease, not per job.
             models.Index(fields=["lease_expires_at"], condition=Q(lease_expires_at__isnull=False), name="tasuki_job_leased"),
             # Promotion of delayed jobs and retries.

@@ -11,7 +11,16 @@ from msgspec.structs import replace
 
 from tasuki.core.job import JobSpec, OnDisconnect, Outcome, Progress, State
 from tasuki.core.lifecycle import LEASE_MARGIN_S, LEASE_TTL_S
-from tasuki.core.store_messages import Grant, LeaseHolder, LeaseRequest, LeaseStatus, ReportStatus, Takes
+from tasuki.core.store_messages import (
+    OWN_PROGRAMS,
+    Grant,
+    LeaseHolder,
+    LeaseRequest,
+    LeaseStatus,
+    Offer,
+    ReportStatus,
+    Takes,
+)
 from tasuki.stores.common import LEASES_ENDED_MAX
 from tasuki.testing.store_stage import GRACE_S, KEEP, PAST_LEASE_S, Stage, StoreCase
 
@@ -115,24 +124,48 @@ class LeaseCases(StoreCase):
         stage.add("command", exec="render")
         stage.add("function-2")
 
-        assert ids(stage.lease("w1", limit=10, takes=Takes.COMMANDS)) == ["command"]
-        assert stage.lease("w1", limit=10, takes=Takes.COMMANDS) == []
-        assert ids(stage.lease("w2", limit=10, takes=Takes.HANDLERS)) == ["function-1", "function-2"]
+        assert ids(stage.lease("w1", limit=10, offer=Offer(Takes.COMMANDS))) == ["command"]
+        assert stage.lease("w1", limit=10, offer=Offer(Takes.COMMANDS)) == []
+        assert ids(stage.lease("w2", limit=10, offer=Offer(Takes.HANDLERS))) == ["function-1", "function-2"]
 
-    def test_a_worker_for_its_own_user_takes_only_what_that_user_submitted(self, stage: Stage) -> None:
+    @pytest.mark.parametrize("pattern", ["a.x", "a.*", ">"])
+    def test_a_worker_takes_only_programs_that_it_offers(self, stage: Stage, pattern: str) -> None:
+        for number, exec_ in enumerate(["render", "price", "render", "", "other"]):
+            stage.add(f"{number}", subject="a.x", exec=exec_)
+        offered = ("price", "render", "unused")
+
+        assert ids(stage.lease("w1", limit=10, patterns=(pattern,), offer=Offer(Takes.COMMANDS, ("price",)))) == ["1"]
+        assert ids(stage.lease("w2", limit=1, patterns=(pattern,), offer=Offer(Takes.ANY, offered))) == ["0"]
+        assert ids(stage.lease("w2", limit=10, patterns=(pattern,), offer=Offer(Takes.ANY, offered))) == ["2", "3"]
+        assert stage.lease("w1", limit=10, patterns=(pattern,), offer=Offer(Takes.ANY, ())) == []
+
+    def test_programs_that_nobody_offers_do_not_stand_in_the_way(self, stage: Stage) -> None:
+        stage.store.submit([stage.submission(f"{number:04}", subject="a.x", exec=f"p{number}") for number in range(1100)])
+        stage.add("mine", subject="a.x", exec="render")
+
+        assert ids(stage.lease(limit=10, patterns=("a.x",), offer=Offer(Takes.ANY, ("render",)))) == ["mine"]
+
+    def test_a_worker_that_runs_every_program_of_its_user_takes_them_by_age(self, stage: Stage) -> None:
         stage.add("theirs", exec="render")
-        stage.store.submit([stage.submission("own", exec="render", submitter="uid:1000")])
+        for number, exec_ in enumerate(["ls", "render", "cat", "ls"]):
+            stage.submit(f"own-{number}", subject="a.x", exec=exec_, submitter="uid:1000")
+        own, elsewhere = Offer(Takes.OWN, (OWN_PROGRAMS,)), {"render": ("a.>",), "cat": ("b.>",)}
 
-        assert ids(stage.lease("w1", limit=10, takes=Takes.OWN)) == ["own"]
-        assert ids(stage.lease("w2", limit=10, takes=Takes.COMMANDS)) == ["theirs"]
+        assert ids(stage.lease("w1", offer=own)) == ["own-0"]
+        assert ids(stage.lease("w2", limit=9, offer=own, named_elsewhere=elsewhere)) == ["own-2", "own-3"]
+        assert ids(stage.lease("w3", limit=9, offer=Offer(Takes.COMMANDS, ("render", OWN_PROGRAMS)))) == ["theirs", "own-1"]
 
-    def test_kinds_are_mixed_by_age_for_a_worker_that_takes_both(self, stage: Stage) -> None:
-        stage.add("first")
-        stage.add("second", exec="render")
-        stage.add("third")
+    def test_every_program_of_a_user_has_its_turn(self, stage: Stage) -> None:
+        def submit(names: list[str]) -> None:
+            stage.store.submit([stage.submission(name, subject="a.x", exec=name, submitter="uid:1000") for name in names])
 
-        assert ids(stage.lease(limit=2)) == ["first", "second"]
-        assert ids(stage.lease(limit=2)) == ["third"]
+        submit([f"p{number}" for number in range(600)])
+        taken: list[str] = []
+        for number in range(20):
+            taken += ids(stage.lease(limit=50, patterns=("a.x",), offer=Offer(Takes.OWN, (OWN_PROGRAMS,))))
+            submit([f"a{number}-{place}" for place in range(50)])
+
+        assert "p599" in taken
 
     def test_requests_of_one_batch_never_share_a_job(self, stage: Stage) -> None:
         stage.add(*"abc")

@@ -26,11 +26,13 @@ from tasuki.core.store_messages import (
     Grant,
     HeldLease,
     LeaseRequest,
+    Offer,
     Report,
     ReportAnswer,
     Submission,
     Submitted,
     Takes,
+    kind_of,
 )
 from tasuki.core.subject import group_of, matches
 from tasuki.errors import Conflict, StaleEpoch
@@ -40,6 +42,7 @@ from tasuki.testing.clocks import FakeClock
 from tasuki.testing.harness import History
 
 JOB_IDS = [f"job-{number}" for number in range(8)]
+LOCAL_IDS = JOB_IDS[:4]  # of the server's own user
 SUBJECTS = ["a.x", "a.y", "b.x", "job.assign.c.1", "calc.w1", "calc.w2"]
 WORKERS = ["w1", "w2"]
 BLOB = "ab" * 32
@@ -58,6 +61,7 @@ specs = st.builds(
     max_retries=st.integers(0, 2),
     max_losses=st.integers(0, 2),
     delay_first_loss=st.booleans(),
+    exec=st.sampled_from(["", "", "run", "other"]),
     backoff_s=st.sampled_from([0.0, 10.0]),
     priority=st.sampled_from([1, 5]),
     array_id=st.sampled_from([None, "array"]),
@@ -190,7 +194,7 @@ class StoreMachine(RuleBasedStateMachine):
     def submit(self, bodies: list[JobSpec], delay_s: float | None, on_failed: str, patience_s: float | None = None) -> None:
         not_before, not_after = (None if span is None else self.clock.wall() + span for span in (delay_s, patience_s))
         timed = [msgspec.structs.replace(spec, not_before=not_before, not_after=not_after) for spec in bodies]
-        submissions = [Submission(spec, "alice", body_hash(spec)) for spec in timed]
+        submissions = [Submission(spec, "uid:1" if spec.job_id in LOCAL_IDS else "alice", body_hash(spec)) for spec in timed]
         self.history.submitted(submissions, self.both("submit", submissions, on_failed=on_failed))
 
     @rule(ids=some_job_ids)
@@ -215,7 +219,8 @@ class StoreMachine(RuleBasedStateMachine):
         patterns=st.sampled_from([(">",), ("a.*", "b.x"), ("job.assign.>",), ("calc.*", ">"), ("none",)]),
         limit=st.integers(0, 4),
         live_workers=st.sampled_from([{}, dict.fromkeys(WORKERS, (">",)), {"w1": ("calc.*",), "w2": ("a.*", "calc.w1")}]),
-        takes=st.sampled_from([Takes.ANY, Takes.ANY, Takes.COMMANDS, Takes.HANDLERS, Takes.OWN]),
+        offer=st.builds(Offer, st.sampled_from(list(Takes)), st.sampled_from([None, None, ("run",), ("other", "run"), ("*",)])),
+        named_elsewhere=st.sampled_from([{}, {}, {"run": ("a.*", "calc.*")}]),
         terms=lease_terms,
     )
     def lease(
@@ -225,7 +230,8 @@ class StoreMachine(RuleBasedStateMachine):
         patterns: tuple[str, ...],
         limit: int,
         live_workers: dict[str, tuple[str, ...]],
-        takes: Takes,
+        offer: Offer,
+        named_elsewhere: dict[str, tuple[str, ...]],
         terms: dict[str, Any],
     ) -> None:
         request = LeaseRequest(
@@ -234,7 +240,8 @@ class StoreMachine(RuleBasedStateMachine):
             patterns=patterns,
             limit=limit,
             live_workers=live_workers,
-            takes=takes,
+            offer=offer,
+            named_elsewhere=named_elsewhere,
             **terms,
         )
         candidates = self.candidates(request)
@@ -247,7 +254,7 @@ class StoreMachine(RuleBasedStateMachine):
     @rule(worker_id=workers, limit=st.integers(1, 4), terms=lease_terms)
     def lease_anything(self, worker_id: str, limit: int, terms: dict[str, Any]) -> None:
         """Lease without conditions: the common case, so that histories are rich in grants."""
-        self.lease(worker_id, "1", (">",), limit, {}, Takes.ANY, terms)
+        self.lease(worker_id, "1", (">",), limit, {}, Offer(), {}, terms)
 
     def candidates(self, request: LeaseRequest) -> list[Job]:
         """Return the jobs that the request may be given, oldest first."""
@@ -267,7 +274,7 @@ class StoreMachine(RuleBasedStateMachine):
             and not any(
                 job.spec.subject.endswith(f".{worker_id}") and matches(pattern, job.spec.subject) for worker_id, pattern in others
             )
-            and request.takes.fits(job.spec.exec, job.submitter)
+            and request.may_take(job.spec.subject, kind_of(job.spec.exec, job.submitter), job.spec.exec)
         ]
 
     @rule(worker_id=workers, incarnation=incarnations, ids=some_job_ids, limit=st.integers(1, 3), terms=lease_terms)

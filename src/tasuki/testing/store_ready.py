@@ -78,8 +78,8 @@ class ReadyCases(StoreCase):
         page = stage.store.ready_queues()
 
         assert page.place is None
-        assert sorted(page.queues[:2]) == [("b.x", JobKind.COMMAND), ("b.x", JobKind.HANDLER)]
-        assert page.queues[2:] == [("a.x", JobKind.HANDLER)]
+        assert sorted(page.queues[:2]) == [("b.x", JobKind.COMMAND, "render"), ("b.x", JobKind.HANDLER, "")]
+        assert page.queues[2:] == [("a.x", JobKind.HANDLER, "")]
 
     def test_the_walk_over_queues_goes_on_at_its_place(self, stage: Stage) -> None:
         for number in range(7):

@@ -16,7 +16,7 @@ import shutil
 import stat
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
 import msgspec
@@ -25,7 +25,7 @@ from tasuki.config import OTHERS_READ, secret_problem
 from tasuki.core.job import JobSpec
 from tasuki.errors import ConfigError, quoted
 from tasuki.worker.attempt import Attempt, JobRefused
-from tasuki.worker.execs import ARGS, FILE, FILES, RESERVED_PREFIX, Exec, any_program
+from tasuki.worker.execs import ARGS, FILE, FILES, RESERVED_PREFIX, Exec, any_program, base_environment
 from tasuki.worker.folder import RunFolder
 from tasuki.worker.keeper.protocol import NO_LIMITS, PROGRESS_DESCRIPTOR, Limits, Prepare
 from tasuki.worker.logs import PROGRESS_VARIABLE
@@ -284,6 +284,16 @@ def _fill(exec_: Exec, spec: JobSpec, folder: RunFolder) -> tuple[str, ...]:
         else:
             argv.append(element)
     return tuple(argv)
+
+
+def missing_programs(execs: Mapping[str, Exec]) -> Iterator[str]:
+    """Yield a sentence for each exec whose program is not there, or may not be executed."""
+    environment = base_environment()
+    for exec_ in execs.values():
+        try:
+            _program(exec_, exec_.argv[0], {**environment, **exec_.env})
+        except JobRefused as error:
+            yield f"its jobs will fail: {error.message}"
 
 
 def _program(exec_: Exec, program: str, env: Mapping[str, str]) -> str:

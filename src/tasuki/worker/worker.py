@@ -40,7 +40,7 @@ from tasuki.core.lifecycle import GRACE_MAX_S, HTTP_LEASE_TTL_S
 from tasuki.core.machine import Closed, Hangup, Opened, Received, Send, Ticked
 from tasuki.core.protocol import Ending, HeartbeatAnswer, Message, Welcome
 from tasuki.core.reconnect import Connect
-from tasuki.core.store_messages import Grant, Takes
+from tasuki.core.store_messages import OWN_PROGRAMS, Grant, Offer, Takes
 from tasuki.core.subject import check_pattern
 from tasuki.core.worker import events
 from tasuki.core.worker.machine import WorkerMachine
@@ -51,6 +51,7 @@ from tasuki.net.tls import client_tls
 from tasuki.version import __version__
 from tasuki.wire.compression import CODECS
 from tasuki.worker.attempt import Attempt, Handler, HandlerJob, Handlers, JobRefused, RunResult, StopReason, worker_failure
+from tasuki.worker.commands import missing_programs
 from tasuki.worker.credentials import CredentialFile, Rotation
 from tasuki.worker.execs import Exec
 from tasuki.worker.function_processes import FunctionProcesses
@@ -205,6 +206,7 @@ class Worker:
         on_disconnect, grace_s, ttl_s = self._policy(over_http=all(address.http for address in addresses))
         only_async = bool(self._handlers) and not self._handlers.plain and not self._execs
         capacity = self._concurrency or (ASYNC_CONCURRENCY if only_async else os.cpu_count() or 1)
+        offer = what_it_offers(bool(self._handlers), self._execs, self._any_program)
         identity = events.WorkerIdentity(
             worker_id=self.worker_id,
             incarnation=self.incarnation,
@@ -218,7 +220,8 @@ class Worker:
             host=socket.gethostname(),
             agent=f"tasuki-python/{__version__}",
             codecs=CODECS if remote else (),
-            takes=what_it_takes(bool(self._handlers), bool(self._execs), self._any_program),
+            takes=offer.takes,
+            execs=offer.execs,
         )
         self._machine = WorkerMachine(identity, addresses=addresses, jitter=random.random)
         self._done: asyncio.Future[None] = self._loop.create_future()
@@ -245,6 +248,8 @@ class Worker:
     async def _prepare(self, folder: Path) -> None:
         """Open the parts that use the data folder, and sweep the files and processes that dead workers left."""
         DataFolder(folder).make()
+        for problem in missing_programs(self._execs):
+            logger.warning("%s", problem)
         self._runner = CommandRunner(
             folder,
             self._execs,
@@ -585,12 +590,11 @@ def check_slots(concurrency: int | None) -> int | None:
     return concurrency
 
 
-def what_it_takes(handlers: bool, execs: bool, any_program: bool) -> Takes:
-    """Return the kinds of jobs that this worker can run; others are left to other workers."""
+def what_it_offers(handlers: bool, execs: Iterable[str], any_program: bool) -> Offer:
+    """Return the jobs that this worker can run; others are left to other workers."""
+    names = (*execs, *((OWN_PROGRAMS,) if any_program else ()))
     if handlers:
-        return Takes.ANY if execs or any_program else Takes.HANDLERS
-    if execs:
-        return Takes.COMMANDS
-    if any_program:
-        return Takes.OWN
+        return Offer(Takes.ANY, names) if names else Offer(Takes.HANDLERS)
+    if names:
+        return Offer(Takes.OWN if names == (OWN_PROGRAMS,) else Takes.COMMANDS, names)
     raise ConfigError("this worker has nothing to run: give it execs (--exec NAME=COMMAND, --config FILE) or handlers")

@@ -28,7 +28,7 @@ from tasuki.core.broker.turn_builder import TurnEffects, ignore
 from tasuki.core.job import TIME_END, check_name, is_sha256
 from tasuki.core.lifecycle import LEASE_MARGIN_S, LEASE_TTL_RANGE_S
 from tasuki.core.machine import Now, Peer, Send
-from tasuki.core.store_messages import LeaseHolder, TokenRow
+from tasuki.core.store_messages import LeaseHolder, TokenRow, checked_offer
 from tasuki.core.subject import DEFAULT_PATTERN
 from tasuki.errors import Forbidden, InvalidInput, NotFound, ProtocolError, TasukiError, Unauthorized, VersionMismatch, discreet
 
@@ -198,7 +198,7 @@ def _new_worker(state: BrokerState, common: dict[str, Any], hello: protocol.Hell
         ttl_s=min(ttl_s, max(config.lease_ttl_max_s, config.lease_ttl_s)),
         host=hello.host[:200],
         slots=hello.slots,
-        takes=hello.takes,
+        offer=checked_offer(hello.takes, hello.execs),
         version=min(protocol.PROTOCOL_VERSION, hello.version),
     )
 

@@ -96,9 +96,9 @@ class Broker(BrokerState):
 
     def _ready_found(self, event: events.ReadyFound, now: Now) -> list[events.Command]:
         self.walk.came(event.page.place, now)
-        for subject, kind in event.page.queues:
-            self.note_ready(subject, kind)
-            self.look_for(subject, kind, backlog=True, enough=CHOICE_MIN)
+        for queue in event.page.queues:
+            self.note_ready(*queue)
+            self.look_for(*queue, backlog=True, enough=CHOICE_MIN)
         return []
 
     def _received(self, event: Received, now: Now) -> list[events.Command]:

@@ -78,7 +78,7 @@ def submit(state: BrokerState, client: ClientSession, identity: Identity, messag
     submitter, builder = identity.name, state.builder
     is_local = submitter.startswith("uid:")
     key = state.config.key if is_local else b""
-    subjects, command_kind = builder.subjects, kind_of("any", submitter)
+    queues, command_kind = builder.queues, kind_of("any", submitter)
     submissions: list[Submission] = []
     rejected: list[protocol.Acceptance] = []
     indexes: list[int] | None = None  # place in the message of each submission; None: all of the message
@@ -104,9 +104,7 @@ def submit(state: BrokerState, client: ClientSession, identity: Identity, messag
             indexes.append(index)
         if spec.mac or (key and spec.exec):
             spec = mark(spec, submitter, key)
-        kind = command_kind if spec.exec else JobKind.HANDLER
-        if subjects.setdefault(spec.subject, kind) is not kind:
-            subjects[spec.subject] = None
+        queues[spec.subject, command_kind if spec.exec else JobKind.HANDLER, spec.exec] = None
         size_bytes += len(spec.payload)
         if spec.args or spec.env or spec.files or spec.headers:
             size_bytes += _lists_bytes(spec)

@@ -20,7 +20,7 @@ from tasuki.core.broker.state import BrokerState, WorkerSession
 from tasuki.core.cluster_messages import Hint
 from tasuki.core.machine import Now, Send
 from tasuki.core.protocol import CancelLeases
-from tasuki.core.store_messages import LeaseHolder, Takes
+from tasuki.core.store_messages import LeaseHolder, Offer
 from tasuki.errors import ProtocolError, Unauthorized
 
 POLL_INTERVAL_S = 1.0  # a revoked token must be noticed within 2 s, whether or not the hint came
@@ -80,13 +80,13 @@ def _look_for(state: BrokerState, hint: Hint) -> None:
         named = state.workers.get(subject.rpartition(".")[2])
         if named is not None and named.account.available:
             state.look(named, backlog=True)
-        lookers: Counter[Takes] = Counter()
+        lookers: Counter[Offer] = Counter()
         for worker in state.idle_workers(subject):
             is_busy = worker.reading or worker.resuming or worker.worker_id in state.cluster.detached
-            if lookers[worker.takes] < enough and not is_busy:
-                lookers[worker.takes] += 1  # counted by kind, because the job may be of a kind that only some of them run
+            if lookers[worker.offer] < enough and not is_busy:
+                lookers[worker.offer] += 1  # counted by offer, because the job may be one that only some of them can run
                 state.look(worker, backlog=True)
-                if lookers[Takes.ANY] >= enough:
+                if lookers[Offer()] >= enough:
                     break
 
 

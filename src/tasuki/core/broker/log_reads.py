@@ -135,7 +135,7 @@ def _answer(state: BrokerState, number: int, piece: protocol.LogPiece | None) ->
 def _may_be_a_command(state: BrokerState, job: Job) -> bool:
     """Return whether a job that names no program may run one: the worker of an app can have one for it."""
     worker = state.workers.get(job.lease.worker_id) if job.lease is not None and job.state in LEASED else None
-    return worker is not None and worker.takes is Takes.ANY
+    return worker is not None and worker.offer.takes is Takes.ANY
 
 
 def _left_a_log(job: Job) -> bool:

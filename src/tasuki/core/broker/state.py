@@ -6,7 +6,7 @@ over `BrokerState` in the modules above this one; methods here keep several fiel
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Set
 from itertools import islice
 from operator import attrgetter
@@ -23,7 +23,7 @@ from tasuki.core.job import OnDisconnect
 from tasuki.core.machine import Hangup, Peer
 from tasuki.core.protocol import Claim, JobResult, ReadLog, Reply, error_message
 from tasuki.core.shares import Shares
-from tasuki.core.store_messages import JobKind, ReadyQueue, Takes
+from tasuki.core.store_messages import OWN_PROGRAMS, JobKind, Offer, ReadyQueue
 from tasuki.core.subject import matches
 from tasuki.errors import InvalidInput, TasukiError, discreet
 
@@ -156,7 +156,7 @@ class WorkerSession(Session, kw_only=True):
     ttl_s: float
     host: str = ""
     slots: int = 1
-    takes: Takes = Takes.ANY
+    offer: Offer = Offer()
     version: int = 1
     """Version of the protocol that both sides speak."""
     log_reads: int = 0
@@ -199,7 +199,8 @@ class WorkerSession(Session, kw_only=True):
             patterns=self.patterns,
             host=self.host,
             slots=self.slots,
-            takes=self.takes,
+            takes=self.offer.takes,
+            execs=self.offer.execs,
             credit=self.account.available + self.account.reserved,
             running=self.account.running,
             address=self.peer.address,
@@ -334,6 +335,8 @@ class BrokerState:
         self.over_budget = ""
         """Reason why this server, which leads, takes no new blobs; empty: there is room."""
         self._live_workers: dict[str, tuple[str, ...]] | None = {}
+        self._named: dict[str, tuple[str, ...]] = {}
+        """Patterns of the live workers that offer each program."""
 
     @property
     def blob_problem(self) -> str:
@@ -366,9 +369,9 @@ class BrokerState:
             if not self._mixed[pair]:
                 del self._mixed[pair]
                 self._pattern_shares.give_back(owner)
-        self.subscriptions.remove(worker.conn, worker.patterns, worker.takes)
+        self.subscriptions.remove(worker.conn, worker.patterns, worker.offer)
         worker.patterns = patterns
-        worker.subscriptions = self.subscriptions.add(worker.conn, patterns, worker.takes)
+        worker.subscriptions = self.subscriptions.add(worker.conn, patterns, worker.offer)
         worker.unsure = True
 
     def change_patterns(self, worker: WorkerSession, patterns: tuple[str, ...]) -> None:
@@ -474,15 +477,16 @@ class BrokerState:
         """Walk over all that is ready: jobs may have become ready of which nobody tells."""
         self.walk.is_wanted = True
 
-    def note_ready(self, subject: str, kind: JobKind | None = None) -> None:
-        """Note that jobs of this subject are ready: at the worker that it names, or at all patterns that match."""
+    def note_ready(self, subject: str, kind: JobKind | None = None, exec: str = "") -> None:
+        """Note that jobs of this queue are ready: at the worker that its subject names, or at all patterns that match.
+        Kind None: it is not known what they need."""
         last = subject.rpartition(".")[2]
         if last in self.live_workers() and any(matches(pattern, subject) for pattern in self.live_workers()[last]):
             self.left_for.add(last)
-            if (worker := self.workers.get(last)) is not None and (kind is None or kind in worker.takes.kinds):
+            if (worker := self.workers.get(last)) is not None and (kind is None or worker.offer.fits(kind, exec)):
                 worker.want([*worker.again, subject])
         else:
-            self.subscriptions.note(subject, kind)
+            self.subscriptions.note(subject, kind, exec)
 
     def leave_no_more(self, worker_ids: Set[str]) -> None:
         """Let others look for the jobs that were left for these workers, if there were any."""
@@ -490,8 +494,10 @@ class BrokerState:
             self.left_for -= worker_ids
             self.look_everywhere()
 
-    def look_for(self, subject: str, kind: JobKind | None = None, *, backlog: bool, enough: int | None = None) -> None:
-        """Ask for work for idle workers that may take this subject: jobs that the next turn submits, or with `backlog` others.
+    def look_for(
+        self, subject: str, kind: JobKind | None = None, exec: str = "", *, backlog: bool, enough: int | None = None
+    ) -> None:
+        """Ask for work for idle workers that may take this queue: jobs that the next turn submits, or with `backlog` others.
 
         No more than `enough` workers look: more than there are jobs, so that the least busy can be chosen, and far fewer than
         all, whose number would be the cost of every turn. Those that get all they asked for let others look.
@@ -500,7 +506,7 @@ class BrokerState:
         if named is not None and subject in named.again and named.account.available:
             self.look(named, backlog=backlog)
             return
-        for worker in islice(self.idle_workers(subject, kind), enough):
+        for worker in islice(self.idle_workers(subject, kind, exec), enough):
             self.look(worker, backlog=backlog)
 
     def came_back(self, queues: Collection[ReadyQueue] | None, jobs: int) -> None:
@@ -510,11 +516,11 @@ class BrokerState:
             self.look_everywhere()
             self.cluster.everything = True
             return
-        for subject, kind in queues:
-            self.note_ready(subject, kind)
-            self.look_for(subject, kind, backlog=True)
+        for queue in queues:
+            self.note_ready(*queue)
+            self.look_for(*queue, backlog=True)
         if queues:
-            self.cluster.add_ready((subject for subject, _ in queues), jobs)
+            self.cluster.add_ready((queue.subject for queue in queues), jobs)
 
     def has_news(self, worker: WorkerSession) -> bool:
         """Return whether the worker has something to look for."""
@@ -542,9 +548,9 @@ class BrokerState:
             worker.idle_since = self._served
         self._idle[worker.conn] = worker
 
-    def idle_workers(self, subject: str, kind: JobKind | None = None) -> Iterator[WorkerSession]:
-        """Yield the workers with credit that may take jobs of this subject, the one served last at the end."""
-        able = self.subscriptions.matching(subject, kind)
+    def idle_workers(self, subject: str, kind: JobKind | None = None, exec: str = "") -> Iterator[WorkerSession]:
+        """Yield the workers with credit that may take jobs of this queue, the one served last at the end."""
+        able = self.subscriptions.matching(subject, kind, exec)
         if sum(len(one.workers) for one in able) < len(self._idle):
             few = {conn for one in able for conn in one.workers if conn in self._idle}
             idle = sorted((self._idle[conn] for conn in few), key=_idle_since)
@@ -564,11 +570,25 @@ class BrokerState:
         """Return the patterns of all workers that gave credit: jobs whose subject names one of them are left for it."""
         if self._live_workers is None:
             # A new one each time: requests of turns under way keep theirs.
-            live = {worker.worker_id: worker.patterns for _, worker in self.cluster.workers() if worker.addressed}
-            live |= {worker_id: worker.patterns for worker_id, worker in self.workers.items() if worker.addressed}
-            detached = self.cluster.detached
-            self._live_workers = {worker_id: patterns for worker_id, patterns in live.items() if worker_id not in detached}
+            live = {worker.worker_id: (worker.patterns, worker.execs) for _, worker in self.cluster.workers() if worker.addressed}
+            live |= {w.worker_id: (w.patterns, w.offer.execs) for w in self.workers.values() if w.addressed}
+            attached = {worker_id: one for worker_id, one in live.items() if worker_id not in self.cluster.detached}
+            self._live_workers = {worker_id: patterns for worker_id, (patterns, _) in attached.items()}
+            named: defaultdict[str, dict[str, None]] = defaultdict(dict)
+            for patterns, execs in attached.values():
+                for exec_ in execs or ():
+                    named[exec_].update(dict.fromkeys(patterns))
+            self._named = {exec_: tuple(patterns) for exec_, patterns in named.items() if exec_ != OWN_PROGRAMS}
         return self._live_workers
+
+    def named_elsewhere(self, worker: WorkerSession) -> dict[str, tuple[str, ...]]:
+        """Return the programs that other live workers offer by name, with their patterns, if this one offers every program of
+        its user: it leaves them jobs that may be for them."""
+        execs = worker.offer.execs
+        if not execs or OWN_PROGRAMS not in execs:
+            return {}
+        self.live_workers()
+        return {exec_: patterns for exec_, patterns in self._named.items() if exec_ not in execs}
 
     # -- descriptions ---------------------------------------------------------------------------------------------
     @property

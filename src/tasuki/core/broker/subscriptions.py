@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from tasuki.core.machine import Now
-from tasuki.core.store_messages import JobKind, Takes
+from tasuki.core.store_messages import JobKind, Offer
 from tasuki.core.subject import SubjectTrie
 
 NOTED_MAX = 256  # subjects that one pattern remembers
@@ -30,12 +30,12 @@ PAGE_TIMEOUT_S = 5.0  # after which a page that did not come is asked for again
 
 
 class Subscription:
-    """A pattern, the workers of one kind that subscribe to it, and what became ready for them lately."""
+    """A pattern, the workers with one offer that subscribe to it, and what became ready for them lately."""
 
-    __slots__ = ("forgotten", "latest", "noted", "takes", "workers")
+    __slots__ = ("forgotten", "latest", "noted", "offer", "workers")
 
-    def __init__(self, takes: Takes) -> None:
-        self.takes = takes
+    def __init__(self, offer: Offer) -> None:
+        self.offer = offer
         self.workers: set[int] = set()
         """Connections of the workers."""
         self.noted: dict[str, int] = {}
@@ -66,36 +66,36 @@ class Subscriptions:
         self.trie: SubjectTrie[Subscription] = SubjectTrie()
         self.number = 0
         """Number of the last queue that was noted."""
-        self._all: dict[tuple[str, Takes], Subscription] = {}
+        self._all: dict[tuple[str, Offer], Subscription] = {}
 
-    def add(self, conn: int, patterns: tuple[str, ...], takes: Takes) -> list[Subscription]:
+    def add(self, conn: int, patterns: tuple[str, ...], offer: Offer) -> list[Subscription]:
         """Subscribe a worker."""
         found = []
         for pattern in dict.fromkeys(patterns):
-            one = self._all.get((pattern, takes))
+            one = self._all.get((pattern, offer))
             if one is None:
-                one = self._all[pattern, takes] = Subscription(takes)
+                one = self._all[pattern, offer] = Subscription(offer)
                 self.trie.add(pattern, one)
             one.workers.add(conn)
             found.append(one)
         return found
 
-    def remove(self, conn: int, patterns: tuple[str, ...], takes: Takes) -> None:
+    def remove(self, conn: int, patterns: tuple[str, ...], offer: Offer) -> None:
         for pattern in dict.fromkeys(patterns):
-            one = self._all[pattern, takes]
+            one = self._all[pattern, offer]
             one.workers.remove(conn)
             if not one.workers:
-                del self._all[pattern, takes]
+                del self._all[pattern, offer]
                 self.trie.remove(pattern, one)
 
-    def matching(self, subject: str, kind: JobKind | None = None) -> list[Subscription]:
-        """Return the subscriptions whose workers may take jobs of this subject; None: of any kind."""
-        return [one for one in self.trie.match(subject) if kind is None or kind in one.takes.kinds]
+    def matching(self, subject: str, kind: JobKind | None = None, exec: str = "") -> list[Subscription]:
+        """Return the subscriptions whose workers may take jobs of this queue; kind None: of any kind and program."""
+        return [one for one in self.trie.match(subject) if kind is None or one.offer.fits(kind, exec)]
 
-    def note(self, subject: str, kind: JobKind | None = None) -> None:
-        """Note that jobs of this subject are ready."""
+    def note(self, subject: str, kind: JobKind | None = None, exec: str = "") -> None:
+        """Note that jobs of this queue are ready."""
         self.number += 1
-        for one in self.matching(subject, kind):
+        for one in self.matching(subject, kind, exec):
             one.note(subject, self.number)
 
 

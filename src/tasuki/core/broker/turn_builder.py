@@ -100,8 +100,8 @@ class TurnBuilder:
     def __init__(self) -> None:
         self.items: dict[str, Any] = {}
         """Lists of items by verb: the fields of the turn."""
-        self.subjects: dict[str, JobKind | None] = {}
-        """Subjects of the jobs that the turn submits, in the order of arrival, with their kind; None: of several."""
+        self.queues: dict[tuple[str, JobKind, str], None] = {}
+        """Queues of the jobs that the turn submits (as ReadyQueue, which would cost more to make), in the order of arrival."""
         self.size_bytes = 0
         """Size of the payloads and results in it."""
         self.by_owner: dict[str, int] = {}

@@ -22,7 +22,7 @@ from tasuki.core.broker import authentication, log_reads
 from tasuki.core.broker.client_messages import ask_ends, transferred
 from tasuki.core.broker.events import Command, LogFenced
 from tasuki.core.broker.state import CHOICE_MIN, Account, BrokerState, Delivery, WorkerSession
-from tasuki.core.broker.turn_builder import REPORTED_PER_TURN, OnAnswers, TurnBuilder, TurnEffects
+from tasuki.core.broker.turn_builder import REPORTED_PER_TURN, OnAnswers, TurnEffects
 from tasuki.core.job import EMPTY_SHA256, TERMINAL, Outcome, Progress
 from tasuki.core.machine import Now, Send
 from tasuki.core.store_messages import (
@@ -36,6 +36,7 @@ from tasuki.core.store_messages import (
     ReportStatus,
     Submitted,
     Turn,
+    kind_of,
 )
 from tasuki.errors import InvalidInput, ProtocolError, TasukiError, quoted
 
@@ -282,10 +283,10 @@ class _Look(NamedTuple):
 
 def ask_leases(state: BrokerState, now: Now) -> None:
     """Add the lease requests of all workers that look for work, and know of something to look for, to the turn."""
-    subjects, new_jobs = state.builder.subjects, state.builder.new_jobs
-    for subject, kind in subjects.items():
-        state.note_ready(subject, kind)
-        state.look_for(subject, kind, backlog=False, enough=2 * new_jobs + CHOICE_MIN)
+    queues, new_jobs = state.builder.queues, state.builder.new_jobs
+    for queue in queues:
+        state.note_ready(*queue)
+        state.look_for(*queue, backlog=False, enough=2 * new_jobs + CHOICE_MIN)
     if not state.looking or state.disk_problem:
         return
     full, fresh = _able(state, now)
@@ -293,6 +294,7 @@ def ask_leases(state: BrokerState, now: Now) -> None:
     if not plan:
         return
     live_workers = state.live_workers()
+    subjects = {queue[0] for queue in queues}
     looks: list[_Look] = []
     for worker_id, limit in plan:
         worker = state.workers[worker_id]
@@ -302,7 +304,8 @@ def ask_leases(state: BrokerState, now: Now) -> None:
             incarnation=worker.incarnation,
             owner=worker.owner,
             patterns=patterns,
-            takes=worker.takes,
+            offer=worker.offer,
+            named_elsewhere=state.named_elsewhere(worker),
             limit=worker.account.reserve(limit),
             ttl_s=worker.ttl_s,
             on_disconnect=worker.on_disconnect,
@@ -444,16 +447,14 @@ def offer_the_rest(state: BrokerState, turn: Turn, answers: Answers) -> None:
     granted = {grant.job_id for grants in answers.lease for grant in grants}
     pairs = chain(zip(turn.submit, answers.submit, strict=True), zip(turn.rerun, answers.rerun, strict=True))
     left = Counter(
-        submission.spec.subject
+        (submission.spec.subject, kind_of(submission.spec.exec, submission.submitter), submission.spec.exec)
         for submission, answer in pairs
         if isinstance(answer, Submitted) and answer.created and answer.job_id not in granted
     )
-    builder: TurnBuilder = turn.context
-    for subject, jobs in left.items():
-        state.cluster.add_ready((subject,), jobs)
-        kind = builder.subjects[subject]
-        state.note_ready(subject, kind)
-        state.look_for(subject, kind, backlog=True)
+    for queue, jobs in left.items():
+        state.cluster.add_ready(queue[:1], jobs)
+        state.note_ready(*queue)
+        state.look_for(*queue, backlog=True)
 
 
 # ---------------------------------------------------------------------------------------------------- deliveries

@@ -32,6 +32,7 @@ class WorkerIdentity(msgspec.Struct, frozen=True, kw_only=True):
     agent: str = ""
     codecs: tuple[str, ...] = ()
     takes: Takes = Takes.ANY
+    execs: tuple[str, ...] | None = None
 
     def hello(self, msg_id: int, patterns: tuple[str, ...], *, resumed: bool) -> HelloWorker:
         """Return the Hello message; `resumed`: the worker was connected before."""

@@ -97,7 +97,7 @@ class BlobRow(msgspec.Struct, frozen=True):
 
 
 def queue_of(job: Job) -> ReadyQueue:
-    return ReadyQueue(job.spec.subject, kind_of(job.spec.exec, job.submitter))
+    return ReadyQueue(job.spec.subject, kind_of(job.spec.exec, job.submitter), job.spec.exec)
 
 
 class MemoryRecords:

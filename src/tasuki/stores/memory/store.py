@@ -40,6 +40,7 @@ from tasuki.core.store_messages import (
     LeaseRequest,
     LeaseStatus,
     MissingBlobs,
+    ReadyQueue,
     Reaped,
     Report,
     ReportAnswer,
@@ -208,11 +209,11 @@ class MemoryStore(MemoryRecords):
         queues = list(self._ready[priority].items())
         begin = self._walks_begin_at % len(queues)
         in_vain, is_cut = 0, False
-        for (subject, kind), entries in queues[begin:] + queues[:begin]:
+        for queue, entries in queues[begin:] + queues[:begin]:
             is_walked = in_vain < IN_VAIN_MAX
             is_cut = is_cut or not is_walked
-            if (is_walked or subject in request.patterns) and kind in request.takes.kinds and _may_take(request, subject):
-                groups.setdefault(subjects.group_of(subject), []).append(entries)
+            if (is_walked or queue.subject in request.patterns) and _may_take(request, queue):
+                groups.setdefault(subjects.group_of(queue.subject), []).append(entries)
             elif is_walked:
                 in_vain += 1
                 self._walks_begin_at += 1
@@ -529,8 +530,9 @@ class MemoryStore(MemoryRecords):
             return len(doomed)
 
 
-def _may_take(request: LeaseRequest, subject: str) -> bool:
-    return any(matches(pattern, subject) for pattern in request.patterns) and not request.leaves(subject)
+def _may_take(request: LeaseRequest, queue: ReadyQueue) -> bool:
+    is_asked_for = any(matches(pattern, queue.subject) for pattern in request.patterns)
+    return is_asked_for and request.may_take(*queue) and not request.leaves(queue.subject)
 
 
 def _due(entries: list[Entry], now: float, limit: int) -> list[str]:

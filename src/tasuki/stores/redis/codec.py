@@ -62,6 +62,7 @@ class SpecFacts(msgspec.Struct, frozen=True, array_like=True, gc=False):
     subject: str
     group: str
     kind: str
+    """See `kind_text`."""
     priority: str
     submitter: str
     max_retries: str
@@ -143,7 +144,12 @@ _decode_facts = msgspec.msgpack.Decoder(SpecFacts).decode
 
 
 Place = tuple[int, str, str, str]
-"""Priority, group, kind and subject of a queue."""
+"""Priority, group, kind (see `kind_text`) and subject of a queue."""
+
+
+def kind_text(kind: int, exec: str) -> str:
+    """Return how the store writes a kind: its number, and behind it the program of a command."""
+    return f"{kind:d}:{exec}" if exec else f"{kind:d}"
 
 
 class SharedValues(NamedTuple):
@@ -160,7 +166,7 @@ class SharedValues(NamedTuple):
 def shape_of(
     subject: str, exec: str, submitter: str, priority: int, max_retries: int, max_losses: int, backoff_s: float
 ) -> SharedValues:
-    group, kind = group_of(subject), str(kind_of(exec, submitter).value)
+    group, kind = group_of(subject), kind_text(kind_of(exec, submitter), exec)
     budgets = (str(max_retries), str(max_losses), repr(backoff_s))
     facts = SpecFacts(subject, group, kind, str(priority), submitter, *budgets, "0" * _HASH_CHARS)
     return SharedValues((priority, group, kind, subject), facts, encode(facts)[: -_HASH_CHARS - len(_PLAIN_FACTS)])

@@ -129,7 +129,8 @@ class _AppKeys:
             queue = f"{self._app}:queue"
             return f"job {job_id} waits and is not in {queue}: LPUSH {queue} {job_id}", ("LPOS", queue, job_id)
         priority, group, kind, subject = place
-        queue = f"{self._app}:queue:{priority}:{group}:{kind}:{subject}"
+        number, _, exec_ = kind.partition(":")
+        queue = f"{self._app}:queue:{priority}:{group}:{number}:{subject}" + (f"\0{exec_}" if exec_ else "")
         return f"job {job_id} waits and is in no queue: cancel it and retry it", ("ZSCORE", queue, job_id)
 
     def _all(self, commands: Iterable[tuple[Any, ...]]) -> list[Any]:

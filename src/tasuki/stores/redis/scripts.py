@@ -38,7 +38,7 @@ from tasuki.core.job import (
     State,
 )
 from tasuki.core.lifecycle import LEASE_MARGIN_S, RESUMED, RETRY_DELAY_MAX_S, TAKEOVER_TIE_S, TRANSITIONS
-from tasuki.core.store_messages import COUNTED
+from tasuki.core.store_messages import COUNTED, JobKind
 from tasuki.errors import ConfigError, InterruptCause, StaleEpoch, TasukiError, TurnInterrupted, Unavailable
 from tasuki.stores.common import GENERATIONS_BEGIN_AT, REMEMBERED_GROUPS_MAX
 from tasuki.stores.redis.codec import RARE, SHARED_TYPES, Argument, JobRecord, Reply, SpecFacts, read_fields, template_value
@@ -98,6 +98,7 @@ def _constants() -> str:
         "TAKEOVER_TIE_S": TAKEOVER_TIE_S,
         "RETRY_DELAY_MAX_S": RETRY_DELAY_MAX_S,
         "PRIORITY_MAX": PRIORITY_MAX,
+        "LOCAL_COMMAND": str(JobKind.LOCAL_COMMAND.value),
         "REMEMBERED_GROUPS_MAX": REMEMBERED_GROUPS_MAX,
         "GENERATIONS_BEGIN_AT": GENERATIONS_BEGIN_AT,
         "MARK_TTL_S": MARK_TTL_S,
@@ -198,7 +199,7 @@ class RedisSession:
         self._name = secrets.token_hex(8)
         self._number = 0
         self.notes: tuple[list[bytes], list[bytes]] | None = ([], [])
-        """Of the last turn: {kind}:{subject} of the queues that jobs came back to, and positions of lease requests that were cut
+        """Of the last turn: subject and kind of the queues that jobs came back to, and positions of lease requests that were cut
         short. None: not known."""
 
     def close(self) -> None:

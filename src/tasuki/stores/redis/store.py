@@ -11,9 +11,10 @@ An outsider's `SET {app}:payload:{id}` + `LPUSH {app}:queue {id}` is a job, made
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial, wraps
+from functools import lru_cache, partial, wraps
+from itertools import starmap
 from typing import Any, Concatenate, NamedTuple, ParamSpec, Self, TypeVar
 
 import msgspec
@@ -41,6 +42,7 @@ from tasuki.core.store_messages import (
     LeaseRequest,
     LeaseStatus,
     MissingBlobs,
+    Offer,
     Page,
     ReadyPage,
     ReadyQueue,
@@ -53,7 +55,6 @@ from tasuki.core.store_messages import (
     StoreVerb,
     Submission,
     Submitted,
-    Takes,
     TokenRow,
     Turn,
     TurnNotes,
@@ -210,7 +211,7 @@ class RedisStore:
         if self._session.notes is None:
             return TurnNotes(ready=None)
         ready, cut = self._session.notes
-        return TurnNotes(tuple(_ready_queue(*name.split(b":", 1)) for name in ready), tuple(map(int, cut)))
+        return TurnNotes(tuple(_ready_queue(*name.split(b"\0")) for name in ready), tuple(map(int, cut)))
 
     def _calls_of(self, verb: StoreVerb, asked: Any, epoch: int) -> ScriptCall[Any] | list[ScriptCall[Any]]:
         """Return the call of one verb of a Turn, or a list if the verb takes one call for each item."""
@@ -454,8 +455,8 @@ class RedisStore:
     def ready_queues(self, place: Any = None, *, limit: int = 256) -> ScriptCall[ReadyPage]:
         def decode(reply: Reply) -> ReadyPage:
             rows, own = reply
-            queues = [_ready_queue(kind, subject) for _, _, subject, kind in rows]
-            queues += [_ready_queue(kind, subject) for subject, kind in ([own] if own else [])]
+            queues = [_ready_queue(subject, kind) for _, _, subject, kind in rows]
+            queues += [_ready_queue(*own)] if own else []
             return ReadyPage(queues, (int(rows[-1][0]), rows[-1][1]) if len(rows) == limit else None)
 
         priority, after = place or (PRIORITY_MAX, "")
@@ -582,7 +583,8 @@ def _terms(request: LeaseRequest, live_workers: int) -> tuple[Argument, ...]:
         request.ttl_s,
         request.on_disconnect.value,
         request.reconnect_grace_s,
-        _KINDS[request.takes],
+        *_offered(request.offer),
+        *_patterns_by_name(request.named_elsewhere),
         request.limit,
         live_workers,
         len(request.patterns),
@@ -590,7 +592,17 @@ def _terms(request: LeaseRequest, live_workers: int) -> tuple[Argument, ...]:
     )
 
 
-_KINDS = {takes: "".join(str(kind.value) for kind in takes.kinds) for takes in Takes}
+def _patterns_by_name(patterns: Mapping[str, tuple[str, ...]]) -> list[Argument]:
+    arguments: list[Argument] = [len(patterns)]
+    for name, found in patterns.items():
+        arguments += (name, len(found), *found)
+    return arguments
+
+
+@lru_cache(4096)
+def _offered(offer: Offer) -> tuple[Argument, ...]:
+    named, whole = offer.queues()
+    return ("".join(map(str, whole)), len(named), *starmap(codec.kind_text, named))
 
 
 def _key_of(claim: HeldLease) -> tuple[Argument, ...]:
@@ -629,8 +641,9 @@ def _some_of(verb: str, names: Sequence[str]) -> ScriptCall[list[str]]:
 # ---------------------------------------------------------------------------------------------------- answers
 
 
-def _ready_queue(kind: bytes, subject: bytes) -> ReadyQueue:
-    return ReadyQueue(subject.decode(), JobKind(int(kind)))
+def _ready_queue(subject: bytes, kind: bytes) -> ReadyQueue:
+    number, _, exec_ = kind.decode().partition(":")
+    return ReadyQueue(subject.decode(), JobKind(int(number)), exec_)
 
 
 def _submitted(submission: Submission, row: Reply) -> Answered:

@@ -64,11 +64,11 @@ class InsertedRows(NamedTuple):
 
 
 class Queues(NamedTuple):
-    """Queues to claim from (subject and kind) of one group and priority, and how many of their oldest jobs."""
+    """Queues to claim from (subject, kind and exec) of one group and priority, and how many of their oldest jobs."""
 
     priority: int
     group: str
-    members: list[tuple[str, int]]
+    members: list[tuple[str, int, str]]
     limit: int
 
 

@@ -95,9 +95,9 @@ def promote(tx: Transaction, *, epoch: int, limit: int = 1024) -> int:
     tx.check_epoch(epoch)
     due = _due(tx, "delayed_due", tx.clock.wall(), limit)
     if due:
-        tx.session.change("promote", (tx.session.listed([row_id for row_id, _, _ in due]),))
-    for row_id, subject, kind in due:
-        tx.comes_back(ReadyQueue(subject, JobKind(kind)), row_id)
+        tx.session.change("promote", (tx.session.listed([row_id for row_id, *_ in due]),))
+    for row_id, subject, kind, exec_ in due:
+        tx.comes_back(ReadyQueue(subject, JobKind(kind), exec_), row_id)
     return len(due)
 
 

@@ -4,7 +4,8 @@
 needs: priorities from the highest, groups of a priority GROUPS_AT_ONCE at a time, and inside a group only the subjects in the
 ranges that the request's patterns can match, SUBJECTS_AT_ONCE at a time. The price: in a priority with more groups than that,
 each request serves some of them and the next request the following ones; in a group with more ready subjects than that, subjects
-take turns, and age decides among those of the current window.
+take turns, and age decides among those of the current window. A queue is a subject, a kind and an exec: a worker that offers its
+execs is served from these queues, by a seek each, however many others wait; one that runs every program from EXECS_AT_ONCE.
 
 A call looks at IN_VAIN_MAX names in vain: subjects that no pattern matches, jobs of other kinds, subjects that are left to other
 workers. Then it looks only for subjects that a pattern names, and notes which requests were cut short (`Transaction.cut`). So
@@ -29,7 +30,6 @@ from tasuki.stores.sql import report
 from tasuki.stores.sql.database import (
     ABOVE_ALL_PRIORITIES,
     NOTHING_STORED,
-    Parameters,
     Queues,
     SqlSession,
     Transaction,
@@ -41,9 +41,11 @@ from tasuki.stores.store import Clock
 LEASE_ID_BYTES = 16
 GROUPS_AT_ONCE = 256
 SUBJECTS_AT_ONCE = 128
+EXECS_AT_ONCE = 256
+QUEUES_AT_ONCE = 1024
 IN_VAIN_MAX = 512  # some 2 ms of a transaction
 _REMEMBERED_MAX = 10_000
-_BEFORE_ALL_QUEUES = ("", "", 0)
+_BEFORE_ALL_QUEUES = ("", "", 0, "")
 _PENDING = State.PENDING.value
 _ORPHANED = State.ORPHANED.value
 
@@ -52,8 +54,9 @@ _ORPHANED = State.ORPHANED.value
 Region = tuple[str | None, str, str, bool]
 """Range of the index that holds a pattern's subjects: group (None: any), first subject, end, whether matching is still needed."""
 
-Place = tuple[int] | tuple[int, str, str]
-"""Object of a scan: the groups of a priority; or the subjects of a priority and group that a pattern matches."""
+Place = tuple[int] | tuple[int, str, str] | tuple[int, str, int]
+"""Object of a scan: the groups of a priority; the subjects of a priority and group that a pattern matches; or its execs of a
+kind."""
 
 Read = Callable[[str, str, int], list[str]]
 """(low, high, n): return the first n names from low on, below high."""
@@ -114,8 +117,9 @@ class Scan:
 class ReadyIndex:
     """The ready jobs, as far as one `lease` call has asked. `starts` says where incomplete scans of earlier calls stopped."""
 
-    def __init__(self, rows: Callable[[str, Parameters], list[Any]], starts: dict[Place, str]) -> None:
-        self._rows = rows
+    def __init__(self, session: SqlSession, starts: dict[Place, str]) -> None:
+        self._rows = session.rows
+        self._listed = session.listed
         self._starts = starts
         self._priorities: list[int] = []
         self._has_lower = True
@@ -182,6 +186,26 @@ class ReadyIndex:
                 self.looked_in_vain(sum(scan.looked for scan in scans.values()))
             scans = {place: scan for place, scan in scans.items() if self._go_on(scan, place)}
 
+    def queues(self, priority: int, group: str, subjects: list[str], request: LeaseRequest) -> list[tuple[str, int, str]]:
+        """Return the queues of these subjects that the request may take from. Those that it names may be empty."""
+        named, whole = request.offer.queues()
+        found = [(subject, kind, exec_) for subject in subjects for kind, exec_ in named]
+        for kind in whole:
+            rows = self._execs((priority, group, kind), subjects)
+            found += [(subject, kind, exec_) for subject, exec_ in rows if request.may_take(subject, JobKind(kind), exec_)]
+        return found
+
+    def _execs(self, place: tuple[int, str, int], subjects: list[str]) -> list[tuple[str, str]]:
+        """Return subject and exec of the ready jobs of a kind, EXECS_AT_ONCE at a time, from where the last call stopped."""
+        start = self._starts.pop(place, "")
+        rows = self._rows("execs", (*place, self._listed(subjects), start, EXECS_AT_ONCE))
+        if len(rows) == EXECS_AT_ONCE:
+            self._start_at(place, rows[-1][1])
+        elif start:
+            from_begin = self._rows("execs", (*place, self._listed(subjects), "", EXECS_AT_ONCE - len(rows)))
+            rows += [row for row in from_begin if row[1] < start]
+        return rows
+
     def _go_on(self, scan: Scan, place: Place) -> bool:
         """Read the next window of a scan, if there is one and this call may still look."""
         if scan.is_over or not self._may_walk():
@@ -207,16 +231,19 @@ class ReadyIndex:
 
     def _remember(self, scan: Scan, place: Place) -> None:
         """Let the next scan of the place begin where this one is."""
+        self._start_at(place, scan.last)
+
+    def _start_at(self, place: Place, name: str) -> None:
         if len(self._starts) >= _REMEMBERED_MAX:
             self._starts.clear()
-        self._starts[place] = scan.last
+        self._starts[place] = name
 
 
 # ---------------------------------------------------------------------------------------------------- verbs
 
 
 def lease(tx: Transaction, requests: Sequence[LeaseRequest]) -> list[list[Grant]]:
-    ready = ReadyIndex(tx.session.rows, tx.ready_starts)
+    ready = ReadyIndex(tx.session, tx.ready_starts)
     answers = []
     for position, request in enumerate(requests):
         ready.is_cut = False
@@ -246,15 +273,17 @@ def _lease_next(tx: Transaction, request: LeaseRequest, ready: ReadyIndex) -> li
 def _take(tx: Transaction, ready: ReadyIndex, priority: int, group: str, limit: int, request: LeaseRequest) -> list[Grant]:
     taken: list[Grant] = []
     for subjects in ready.windows(priority, group, request):
-        members = [(subject, kind) for subject in subjects for kind in map(int, request.takes.kinds)]
-        prefix = _lease_id_prefix(tx)
-        queues = Queues(priority, group, members, limit - len(taken))
-        rows = tx.session.claim(queues, _terms(tx, prefix, request, epoch=None))
-        if not rows:
-            ready.looked_in_vain(len(subjects))
-        taken += _granted(tx, rows, group, prefix, request)
-        if len(taken) == limit:
-            return taken
+        members = ready.queues(priority, group, subjects, request)
+        before = len(taken)
+        for start in range(0, len(members), QUEUES_AT_ONCE):
+            prefix = _lease_id_prefix(tx)
+            queues = Queues(priority, group, members[start : start + QUEUES_AT_ONCE], limit - len(taken))
+            rows = tx.session.claim(queues, _terms(tx, prefix, request, epoch=None))
+            taken += _granted(tx, rows, group, prefix, request)
+            if len(taken) == limit:
+                return taken
+        if len(taken) == before:
+            ready.looked_in_vain(max(len(subjects), len(members) // len(JobKind)))
     if not taken:
         ready.looked_in_vain(1)
     return taken
@@ -370,7 +399,7 @@ def ready_queues(session: SqlSession, place: Any, limit: int) -> ReadyPage:
     while bands:
         priority = bands[0][0]
         rows = session.rows("queues", (priority, *behind, limit - len(queues)))
-        queues += [ReadyQueue(subject, JobKind(kind)) for _, subject, kind in rows]
+        queues += [ReadyQueue(subject, JobKind(kind), exec_) for _, subject, kind, exec_ in rows]
         if len(queues) == limit:
             return ReadyPage(queues, (priority, *rows[-1]))
         bands, behind = session.rows("band", (priority,)), _BEFORE_ALL_QUEUES

@@ -38,8 +38,8 @@ _LOOK_IDS_FIRST = 16_384
 _LOOK_IDS_MAX = 1 << 40
 _COUNTED_MAX = 10_000
 
-QueueKey = tuple[int, str, str, int]
-"""Queue of the ready index: priority, group, subject, kind."""
+QueueKey = tuple[int, str, str, int, str]
+"""Queue of the ready index: priority, group, subject, kind, exec."""
 
 
 class ReadyParts(NamedTuple):
@@ -49,8 +49,10 @@ class ReadyParts(NamedTuple):
     """Ranges of groups without a floor: priority, low, high."""
     subjects: list[tuple[int, str, str, str]]
     """Ranges of subjects without a floor in the other groups: priority, group, low, high."""
-    queues: list[tuple[int, str, str, int, int]]
-    """The queues of the other subjects: priority, group, subject, kind, floor."""
+    execs: list[tuple[int, str, str, int, str, str]]
+    """Ranges of execs without a floor in the other subjects: priority, group, subject, kind, low, high."""
+    queues: list[tuple[int, str, str, int, str, int]]
+    """The queues of the other execs: priority, group, subject, kind, exec, floor."""
 
 
 class ReadyFloors:
@@ -94,27 +96,28 @@ class ReadyFloors:
     def parts(self, priority: int, low: str = "", high: str = ABOVE_ALL_TEXT) -> ReadyParts:
         """Return the parts of a priority in which jobs may be ready, of the groups from `low` on, below `high`."""
         floors = [queue for queue in self.known if queue[0] == priority and low <= queue[1] < high]
-        groups = sorted({group for _, group, _, _ in floors})
-        found = ReadyParts([(priority, *gap) for gap in _gaps(groups, low, high)], [], [])
+        groups = sorted({queue[1] for queue in floors})
+        found = ReadyParts([(priority, *gap) for gap in _gaps(groups, low, high)], [], [], [])
         for group in groups:
             inside = self.parts_of_group(priority, group)
             found.subjects.extend(inside.subjects)
+            found.execs.extend(inside.execs)
             found.queues.extend(inside.queues)
         return found
 
     def parts_of_group(self, priority: int, group: str, low: str = "", high: str = ABOVE_ALL_TEXT) -> ReadyParts:
         """Return the parts of a group in which jobs may be ready, of the subjects from `low` on, below `high`."""
         place = (priority, group)
-        subjects = sorted({queue[2] for queue in self.known if queue[:2] == place and low <= queue[2] < high})
-        return ReadyParts(
-            [],
-            [(*place, *gap) for gap in _gaps(subjects, low, high)],
-            [
-                (*place, subject, int(kind), self.known.get((*place, subject, int(kind)), 0))
-                for subject in subjects
-                for kind in JobKind
-            ],
-        )
+        queues = [(*queue, floor) for queue, floor in self.known.items() if queue[:2] == place and low <= queue[2] < high]
+        subjects = sorted({queue[2] for queue in queues})
+        gaps = [(*place, *gap) for gap in _gaps(subjects, low, high)]
+        execs = []
+        for subject in subjects:
+            for kind in map(int, JobKind):
+                known = sorted(queue[4] for queue in queues if queue[2:4] == (subject, kind))
+                if known != [""]:  # the only exec of the jobs for handlers
+                    execs += [(*place, subject, kind, *gap) for gap in _gaps(known, "", ABOVE_ALL_TEXT)]
+        return ReadyParts([], gaps, execs, queues)
 
 
 def _gaps(names: list[str], low: str, high: str) -> Iterator[tuple[str, str]]:
@@ -214,20 +217,23 @@ class ReadySession(PostgresSession):
                 *_columns(gaps, 2),
                 *_columns(list(chain.from_iterable(part.groups for part in parts)), 3),
                 *_columns(list(chain.from_iterable(part.subjects for part in parts)), 4),
-                *_columns(list(chain.from_iterable(part.queues for part in parts)), 5),
+                *_columns(list(chain.from_iterable(part.execs for part in parts)), 6),
+                *_columns(list(chain.from_iterable(part.queues for part in parts)), 6),
             ),
         )
         return [] if found is None else [(found,)]
 
     def _groups(self, priority: int, low: str, high: str, n: int) -> list[Any]:
         parts = self._floors.parts(priority, low, high)
-        groups = _columns(parts.groups, 3)[1:]
-        names = super().rows("groups_above", (priority, n, *groups, *_columns(parts.subjects, 4), *_columns(parts.queues, 5)))
+        groups, subjects = _columns(parts.groups, 3)[1:], _columns(parts.subjects, 4)
+        inside = (*_columns(parts.execs, 6), *_columns(parts.queues, 6))
+        names = super().rows("groups_above", (priority, n, *groups, *subjects, *inside))
         return sorted(names)[:n]
 
     def _subjects(self, priority: int, group: str, low: str, high: str, n: int) -> list[Any]:
         parts = self._floors.parts_of_group(priority, group, low, high)
-        names = super().rows("subjects_above", (priority, n, *_columns(parts.subjects, 4), *_columns(parts.queues, 5)))
+        inside = (*_columns(parts.execs, 6), *_columns(parts.queues, 6))
+        names = super().rows("subjects_above", (priority, n, *_columns(parts.subjects, 4), *inside))
         return sorted(names)[:n]
 
 

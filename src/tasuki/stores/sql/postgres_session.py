@@ -299,10 +299,9 @@ class PostgresSession:
                 return
 
     def _next_of(self, queues: Queues, places: list[int], seen: list[int], step: int, wall: float) -> list[tuple[int, list[int]]]:
-        subjects = [queues.members[place][0] for place in places]
-        kinds = [queues.members[place][1] for place in places]
         found: list[list[int]] = [[] for _ in places]
-        parameters = (queues.priority, queues.group, subjects, kinds, [seen[place] for place in places], step, wall)
+        behind = columns((*queues.members[place], seen[place]) for place in places)
+        parameters = (queues.priority, queues.group, *(behind or [()] * 4), step, wall)
         for number, row_id in self.rows("next_of_queues", parameters):
             found[number - 1].append(row_id)
         return list(zip(places, found, strict=True))

@@ -44,6 +44,7 @@ class JobRow(NamedTuple):
     group: str
     subject: str
     kind: int
+    exec: str
     attempt: int
     version: int
     lease_id: str
@@ -90,7 +91,7 @@ class JobRow(NamedTuple):
 
     @property
     def queue(self) -> ReadyQueue:
-        return ReadyQueue(self.subject, JobKind(self.kind))
+        return ReadyQueue(self.subject, JobKind(self.kind), self.exec)
 
 
 def _columns(fields: tuple[str, ...]) -> str:

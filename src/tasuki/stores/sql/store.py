@@ -95,8 +95,7 @@ class SqlReads:
         place = self._select("place", (job_id,))
         if not place:
             return None
-        *queue, kind = place[0]
-        ((ahead,),) = self._select("ahead", (*queue, limit, kind))
+        ((ahead,),) = self._select("ahead", (*place[0], limit))
         return int(ahead)
 
     def top_band(self) -> int | None:

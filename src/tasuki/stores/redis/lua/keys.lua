@@ -22,8 +22,10 @@
 --   {app}:spec:{id}             STRING  everything that never changes about a job (see jobs.lua)
 --   {app}:outcome:{id}          STRING  msgpack of the Outcome without the parts that have a key of their own
 --   {app}:incidents:{id}        LIST    msgpack of [at, kind, attempt, worker_id, actor, reason], the oldest first
---   {app}:queue:{priority}:{group}:{kind}:{subject}  ZSET  all other ready jobs, by seq
---   {app}:queues:{priority}     ZSET    group, subject and kind of the queues above that hold a job, NUL between; all by 0
+--   {app}:queue:{priority}:{group}:{kind}:{subject}  ZSET  all other ready jobs, by seq; commands of each exec apart: NUL and its
+--                                       name stand behind the subject
+--   {app}:queues:{priority}     ZSET    group, subject and kind of the queues above that hold a job, NUL between; all by 0. The
+--                                       kind of a command has its exec behind it: 0:render
 --   {app}:walks                 HASH    where a walk over {app}:queues:{priority} goes on that was cut short; queue: how many
 --                                       entries at the old end of {app}:queue were looked at for jobs without a record
 --   {app}:served                ZSET    groups by their turn in which they were last given a job

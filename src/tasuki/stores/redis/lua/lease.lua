@@ -7,24 +7,33 @@
 -- job it writes {app}:job|lease|status:{id} and {app}:lease:index, and deletes {app}:outcome|result|summary|freqs:{id} of the
 -- attempt before.
 
+local function read_patterns()
+  local patterns = {}
+  for _ = 1, take_number() do
+    local name = take(1)
+    patterns[name] = take_list()
+  end
+  return patterns
+end
+
 local function read_live_workers()
   local lists = {}
   for i = 1, take_number() do
-    local live = {}
-    for _ = 1, take_number() do
-      local worker_id = take(1)
-      live[worker_id] = take_list()
-    end
-    lists[i] = live
+    lists[i] = read_patterns()
   end
   return lists
 end
 
--- Reads the terms that several requests may have in common.
+-- Reads the terms that several requests may have in common. `kinds` are those that the worker offers, with their execs,
+-- `whole` the kinds of which it offers every exec, but for jobs of its own user those that are `named_elsewhere`, by patterns.
 local function read_terms(lists)
   local terms = {}
   for i = 1, take_number() do
-    local incarnation, owner, ttl_s, on_disconnect, reconnect_grace_s, kinds = take(6)
+    local incarnation, owner, ttl_s, on_disconnect, reconnect_grace_s, whole = take(6)
+    local kinds, has_kind = take_list(), {}
+    for _, kind in ipairs(kinds) do
+      has_kind[kind] = true
+    end
     terms[i] = {
       incarnation = incarnation,
       owner = owner,
@@ -32,7 +41,10 @@ local function read_terms(lists)
       on_disconnect = on_disconnect,
       reconnect_grace_s = reconnect_grace_s,
       has_grace = tonumber(reconnect_grace_s) ~= 0,
+      whole = whole,
       kinds = kinds,
+      has_kind = has_kind,
+      named_elsewhere = read_patterns(),
       limit = take_number(),
       live_workers = lists[take_number()],
       patterns = take_list(),

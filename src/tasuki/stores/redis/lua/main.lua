@@ -2,7 +2,7 @@
 --   mode, session, number, lease clock or '', wall clock or '', digest, count of verbs, then for each its name, how many
 --     arguments, these
 -- Modes:
---   run     do it. Answers {'done', answers, sentences for the log, {kind}:{subject} of queues that jobs came back to, positions of
+--   run     do it. Answers {'done', answers, sentences for the log, subject and kind of queues that jobs came back to, positions of
 --           lease requests that were cut short}
 --   lead    as run, for turns with a leader's verbs, which may be refused after others were done
 --   look    as run, for verbs that only read: leaves no trace of the turn

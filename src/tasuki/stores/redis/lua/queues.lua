@@ -1,12 +1,12 @@
 -- Queues of ready jobs, and which queues a worker is served from in which order.
 --
--- There is one queue for each priority, kind and subject, so that neither jobs nor patterns that do not fit cost anything. The
+-- There is one queue for each priority, subject, kind and exec, so that neither jobs nor patterns that do not fit cost anything. The
 -- queue of the app's own subject is the list {app}:queue; all others are sorted sets by seq, and members of
 -- {app}:queues:{priority} in the order of group, subject and kind: the subjects that a pattern can match are a range there.
 
 local emptied = {} -- queues that a job was taken from; swept after each verb
 local indexed = {} -- names of queues that this script has put into the index
-local came_back = {} -- {kind}:{subject} of the queues that jobs came back to in this turn
+local came_back = {} -- subject and kind, NUL between, of the queues that jobs came back to in this turn
 
 function queues.is_own(facts)
   return facts.subject == OWN.subject and facts.kind == OWN.kind and tonumber(facts.priority) == OWN.priority
@@ -20,8 +20,9 @@ function queues.index_of(priority)
 end
 
 function queues.queue_of(priority, group, kind, subject)
+  local number, exec = string.match(kind, '^(%d):?(.*)$')
   return {
-    name = key.queue .. ':' .. priority .. ':' .. group .. ':' .. kind .. ':' .. subject,
+    name = key.queue .. ':' .. priority .. ':' .. group .. ':' .. number .. ':' .. subject .. (exec ~= '' and '\0' .. exec or ''),
     index = queues.index_of(priority),
     member = group .. '\0' .. subject .. '\0' .. kind,
     group = group,
@@ -93,10 +94,10 @@ end
 
 -- Notes for the server that jobs came back to a queue.
 function queues.came_back_to(queue)
-  came_back[queue.kind .. ':' .. queue.subject] = true
+  came_back[queue.subject .. '\0' .. queue.kind] = true
 end
 
--- Returns {kind}:{subject} of the queues that jobs came back to.
+-- Returns subject and kind of the queues that jobs came back to.
 function queues.all_came_back_to()
   local found = {}
   for name in pairs(came_back) do

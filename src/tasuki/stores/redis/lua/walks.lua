@@ -36,16 +36,30 @@ function queues.may_walk()
   return in_vain < IN_VAIN_MAX
 end
 
--- Returns whether a live worker other than the one that asks is named by the subject, which is then left to it.
-local function leaves(request, subject)
-  local names = fair.tokens_of(subject)
-  local last = names[#names]
-  for _, pattern in ipairs(last ~= request.worker_id and request.live_workers[last] or {}) do
+local function matches_any(patterns, subject)
+  for _, pattern in ipairs(patterns or {}) do
     if fair.matches(pattern, subject) then
       return true
     end
   end
   return false
+end
+
+-- Returns whether a live worker other than the one that asks is named by the subject, which is then left to it.
+local function leaves(request, subject)
+  local names = fair.tokens_of(subject)
+  local last = names[#names]
+  return last ~= request.worker_id and matches_any(request.live_workers[last], subject)
+end
+
+-- Returns whether the worker that asks offers what the jobs of a queue need, and they are not left to one that has the program.
+local function offers(request, queue)
+  if request.has_kind[queue.kind] then
+    return true
+  end
+  local number, exec = string.sub(queue.kind, 1, 1), string.sub(queue.kind, 3)
+  return string.find(request.whole, number, 1, true)
+    and not (number == LOCAL_COMMAND and matches_any(request.named_elsewhere[exec], queue.subject))
 end
 
 local function group_of(subject)
@@ -183,7 +197,7 @@ function queues.each_window(request, priority, group, visit)
       return
     end
     seen[queue.name] = true
-    if string.find(request.kinds, queue.kind, 1, true) and not leaves(request, queue.subject) then
+    if offers(request, queue) and not leaves(request, queue.subject) then
       waiting[#waiting + 1] = queue
     else
       in_vain = in_vain + 1
@@ -201,6 +215,24 @@ function queues.each_window(request, priority, group, visit)
     end
   end
 
+  -- Looks for the queues of one subject that the worker offers, however many others it has.
+  local function add_literal(range)
+    local members, place = {}, group .. '\0' .. range.pattern .. '\0'
+    for i, kind in ipairs(request.kinds) do
+      members[i] = place .. kind
+    end
+    for i, score in ipairs(#members > 0 and redis.call('ZMSCORE', index, unpack(members)) or {}) do
+      if score then
+        add(queue_of(priority, group, request.kinds[i], range.pattern))
+      end
+    end
+    for kind in string.gmatch(request.whole, '%d') do
+      local name = table.concat({ priority, group, range.pattern, kind }, '\0')
+      walks[#walks + 1] = begin_walk(name, index, '[' .. place .. kind .. ':', '(' .. place .. kind .. ';')
+      walks[#walks].range = range
+    end
+  end
+
   local has_own = group == own.group and is_own_ready(priority)
   for _, ranges in ipairs({ request.of_group[group] or {}, request.of_any }) do
     for _, range in ipairs(ranges) do
@@ -209,7 +241,7 @@ function queues.each_window(request, priority, group, visit)
         add(own)
       end
       if range.is_literal then
-        add_members(redis.call('ZRANGEBYLEX', index, low, high), range)
+        add_literal(range)
       elseif queues.may_walk() then
         walks[#walks + 1] = begin_walk(table.concat({ priority, group, range.pattern }, '\0'), index, low, high)
         walks[#walks].range = range

@@ -109,20 +109,37 @@ WITH RECURSIVE head (name) AS (
 SELECT name FROM head WHERE name IS NOT NULL LIMIT $5::bigint
 
 -- name: queues
-WITH RECURSIVE head ("group", subject, kind) AS (
-    (SELECT "group", subject, kind FROM tasuki_jobrun
-     WHERE ready = 1 AND priority = $1::smallint AND ("group", subject, kind) > ($2::text, $3::text, $4::smallint)
-     ORDER BY "group", subject, kind LIMIT 1)
+WITH RECURSIVE head ("group", subject, kind, exec) AS (
+    (SELECT "group", subject, kind, exec FROM tasuki_jobrun
+     WHERE ready = 1 AND priority = $1::smallint AND ("group", subject, kind, exec) > ($2::text, $3::text, $4::smallint, $5::text)
+     ORDER BY "group", subject, kind, exec LIMIT 1)
     UNION ALL
     SELECT next.* FROM head CROSS JOIN LATERAL (
-        SELECT "group", subject, kind FROM tasuki_jobrun
-        WHERE ready = 1 AND priority = $1 AND ("group", subject, kind) > (head."group", head.subject, head.kind)
-        ORDER BY "group", subject, kind LIMIT 1) AS next
+        SELECT "group", subject, kind, exec FROM tasuki_jobrun
+        WHERE ready = 1 AND priority = $1 AND ("group", subject, kind, exec) > (head."group", head.subject, head.kind, head.exec)
+        ORDER BY "group", subject, kind, exec LIMIT 1) AS next
 )
-SELECT "group", subject, kind FROM head LIMIT $5::bigint
+SELECT "group", subject, kind, exec FROM head LIMIT $6::bigint
+
+-- name: execs
+-- Not around the floors: it is asked for workers that run every program of a user, who starts fewer of them.
+WITH RECURSIVE head (subject, exec) AS (
+    SELECT name, (SELECT exec FROM tasuki_jobrun
+                  WHERE ready = 1 AND priority = $1::smallint AND "group" = $2::text AND subject = name AND kind = $3::smallint
+                    AND exec >= $5::text
+                  ORDER BY exec LIMIT 1)
+    FROM unnest($4::text[]) AS name
+    UNION ALL
+    SELECT subject, (SELECT exec FROM tasuki_jobrun
+                     WHERE ready = 1 AND priority = $1 AND "group" = $2 AND subject = head.subject AND kind = $3
+                       AND exec > head.exec
+                     ORDER BY exec LIMIT 1)
+    FROM head WHERE head.exec IS NOT NULL
+)
+SELECT subject, exec FROM head WHERE exec IS NOT NULL LIMIT $6::bigint
 
 -- The next three ask the same as band, groups and subjects, around what lies below the floors (stores/sql/postgres_ready.py): in
--- ranges of priorities, groups or subjects without floors, and in single queues behind a row. Ranges of rows, as in (group, subject)
+-- ranges of priorities, groups, subjects or execs without floors, and in single queues behind a row. Ranges of rows, as in (group, subject)
 -- < (…), would not do: a walk stops at the end of such a range only if that lies in its first column.
 
 -- part: in_subjects
@@ -131,11 +148,18 @@ LATERAL (
     WHERE ready = 1 AND job.priority = part.priority AND job."group" = part."group" AND subject >= low AND subject < high
     ORDER BY subject LIMIT 1) AS found
 
+-- part: in_execs
+LATERAL (
+    SELECT 1 FROM tasuki_jobrun AS job
+    WHERE ready = 1 AND job.priority = part.priority AND job."group" = part."group" AND job.subject = part.subject
+      AND job.kind = part.kind AND exec >= low AND exec < high
+    ORDER BY exec LIMIT 1) AS found
+
 -- part: in_queue
 LATERAL (
     SELECT 1 FROM tasuki_jobrun AS job
     WHERE ready = 1 AND job.priority = part.priority AND job."group" = part."group" AND job.subject = part.subject
-      AND job.kind = part.kind AND id > floor
+      AND job.kind = part.kind AND job.exec = part.exec AND id > floor
     ORDER BY id LIMIT 1) AS found
 
 -- name: band_above
@@ -152,8 +176,12 @@ SELECT max(priority) FROM (
     FROM unnest($6::smallint[], $7::text[], $8::text[], $9::text[]) AS part (priority, "group", low, high), {in_subjects}
     UNION ALL
     SELECT part.priority
-    FROM unnest($10::smallint[], $11::text[], $12::text[], $13::smallint[], $14::bigint[])
-        AS part (priority, "group", subject, kind, floor), {in_queue}
+    FROM unnest($10::smallint[], $11::text[], $12::text[], $13::smallint[], $14::text[], $15::text[])
+        AS part (priority, "group", subject, kind, low, high), {in_execs}
+    UNION ALL
+    SELECT part.priority
+    FROM unnest($16::smallint[], $17::text[], $18::text[], $19::smallint[], $20::text[], $21::bigint[])
+        AS part (priority, "group", subject, kind, exec, floor), {in_queue}
 ) AS priorities
 
 -- name: groups_above
@@ -171,8 +199,11 @@ SELECT name FROM head
 UNION SELECT part."group"
 FROM unnest($5::smallint[], $6::text[], $7::text[], $8::text[]) AS part (priority, "group", low, high), {in_subjects}
 UNION SELECT part."group"
-FROM unnest($9::smallint[], $10::text[], $11::text[], $12::smallint[], $13::bigint[])
-    AS part (priority, "group", subject, kind, floor), {in_queue}
+FROM unnest($9::smallint[], $10::text[], $11::text[], $12::smallint[], $13::text[], $14::text[])
+    AS part (priority, "group", subject, kind, low, high), {in_execs}
+UNION SELECT part."group"
+FROM unnest($15::smallint[], $16::text[], $17::text[], $18::smallint[], $19::text[], $20::bigint[])
+    AS part (priority, "group", subject, kind, exec, floor), {in_queue}
 
 -- name: subjects_above
 WITH RECURSIVE head (name, n, "group", high) AS (
@@ -190,14 +221,17 @@ WITH RECURSIVE head (name, n, "group", high) AS (
 )
 SELECT name FROM head
 UNION SELECT part.subject
-FROM unnest($7::smallint[], $8::text[], $9::text[], $10::smallint[], $11::bigint[])
-    AS part (priority, "group", subject, kind, floor), {in_queue}
+FROM unnest($7::smallint[], $8::text[], $9::text[], $10::smallint[], $11::text[], $12::text[])
+    AS part (priority, "group", subject, kind, low, high), {in_execs}
+UNION SELECT part.subject
+FROM unnest($13::smallint[], $14::text[], $15::text[], $16::smallint[], $17::text[], $18::bigint[])
+    AS part (priority, "group", subject, kind, exec, floor), {in_queue}
 
 -- name: ready_below
 -- The oldest ready job of a queue among the ids of a range.
 SELECT id FROM tasuki_jobrun
 WHERE ready = 1 AND priority = $1::smallint AND "group" = $2::text AND subject = $3::text AND kind = $4::smallint
-  AND id > $5::bigint AND id <= $6::bigint
+  AND exec = $5::text AND id > $6::bigint AND id <= $7::bigint
 ORDER BY id LIMIT 1
 
 -- part: granted
@@ -210,26 +244,26 @@ ORDER BY id LIMIT 1
     result = NULL, result_sha256 = NULL, result_size_bytes = NULL, meta = NULL, progress = NULL, progress_text = ''
 
 -- name: claim_of_queue
--- The oldest jobs of one queue, behind row $15, that no other server is about to lease.
+-- The oldest jobs of one queue, behind row $16, that no other server is about to lease.
 WITH picked AS MATERIALIZED (
     SELECT id, state, result_sha256 FROM tasuki_jobrun
     WHERE ready = 1 AND priority = $11::smallint AND "group" = $12::text AND subject = $13::text AND kind = $14::smallint
-      AND id > $15::bigint AND (not_after IS NULL OR not_after >= $8)
-    ORDER BY id LIMIT $16::bigint FOR UPDATE SKIP LOCKED
+      AND exec = $15::text AND id > $16::bigint AND (not_after IS NULL OR not_after >= $8)
+    ORDER BY id LIMIT $17::bigint FOR UPDATE SKIP LOCKED
 )
 UPDATE tasuki_jobrun AS job SET {granted}
 FROM picked WHERE job.id = picked.id
 RETURNING job.id, idempotency_key, spec, submitter, attempt - 1, picked.state, picked.result_sha256
 
 -- name: next_of_queues
--- The next $6 of each queue, by id, behind the one that was seen last; jobs that are too late to start at $7 are left for `late`.
+-- The next $7 of each queue, by id, behind the one that was seen last; jobs that are too late to start at $8 are left for `late`.
 SELECT place::bigint, head.id
-FROM unnest($3::text[], $4::smallint[], $5::bigint[]) WITH ORDINALITY AS queue (subject, kind, seen, place)
+FROM unnest($3::text[], $4::smallint[], $5::text[], $6::bigint[]) WITH ORDINALITY AS queue (subject, kind, exec, seen, place)
 CROSS JOIN LATERAL (
     SELECT id FROM tasuki_jobrun
     WHERE ready = 1 AND priority = $1::smallint AND "group" = $2::text AND subject = queue.subject AND kind = queue.kind
-      AND id > queue.seen AND (not_after IS NULL OR not_after >= $7::float8)
-    ORDER BY id LIMIT $6::bigint) AS head
+      AND exec = queue.exec AND id > queue.seen AND (not_after IS NULL OR not_after >= $8::float8)
+    ORDER BY id LIMIT $7::bigint) AS head
 
 -- name: claim_of_rows
 -- The first $12 of these rows that are still ready and that no other server is about to lease.
@@ -419,7 +453,7 @@ SELECT id FROM tasuki_jobrun WHERE not_after IS NOT NULL AND ready > 0 AND not_a
 ORDER BY not_after, id LIMIT $2::bigint FOR UPDATE SKIP LOCKED
 
 -- name: delayed_due
-SELECT id, subject, kind FROM tasuki_jobrun WHERE ready = 2 AND not_before > $1::float8 AND not_before <= $2::float8
+SELECT id, subject, kind, exec FROM tasuki_jobrun WHERE ready = 2 AND not_before > $1::float8 AND not_before <= $2::float8
 ORDER BY not_before, id LIMIT $3::bigint FOR UPDATE SKIP LOCKED
 
 -- name: promote
@@ -487,13 +521,14 @@ WHERE idempotency_key = ANY($1::text[]) AND state IN ('PENDING', 'ASSIGNED', 'RU
 SELECT "group", state, sum(n)::bigint FROM tasuki_counter GROUP BY "group", state HAVING sum(n) <> 0
 
 -- name: place
-SELECT id, priority, "group", subject, kind FROM tasuki_jobrun WHERE idempotency_key = $1::text AND ready + 0 = 1
+SELECT id, priority, "group", subject, kind, exec FROM tasuki_jobrun WHERE idempotency_key = $1::text AND ready + 0 = 1
 
 -- name: ahead
 SELECT count(*) FROM (
     SELECT 1 FROM tasuki_jobrun
-    WHERE ready = 1 AND priority = $2::smallint AND "group" = $3::text AND subject = $4::text AND kind = $6::smallint AND id < $1::bigint
-    LIMIT $5::bigint) AS ahead
+    WHERE ready = 1 AND priority = $2::smallint AND "group" = $3::text AND subject = $4::text AND kind = $5::smallint
+      AND exec = $6::text AND id < $1::bigint
+    LIMIT $7::bigint) AS ahead
 
 -- name: blob_owners
 SELECT idempotency_key FROM tasuki_jobblob AS blob JOIN tasuki_jobrun AS job ON job.id = blob.job_id

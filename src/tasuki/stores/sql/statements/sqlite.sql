@@ -87,46 +87,67 @@ WITH RECURSIVE head (name) AS (
 SELECT name FROM head WHERE name IS NOT NULL LIMIT ?5
 
 -- name: queues
--- The first ?5 distinct queues of a priority behind (?2, ?3, ?4), by some seeks each: another kind, the next subject, the next group.
--- As one comparison of rows SQLite would seek the group alone here, and read all of it.
-WITH RECURSIVE head ("group", subject, kind) AS (
+-- The first ?6 distinct queues of a priority behind (?2, ?3, ?4, ?5), by some seeks each: another exec, another kind, the next
+-- subject, the next group. As one comparison of rows SQLite would seek the group alone here, and read all of it.
+WITH RECURSIVE head ("group", subject, kind, exec) AS (
     SELECT * FROM (
-        SELECT "group", subject, kind FROM tasuki_jobrun
-        WHERE ready = 1 AND priority = ?1 AND ("group", subject, kind) > (?2, ?3, ?4) ORDER BY "group", subject, kind LIMIT 1)
+        SELECT "group", subject, kind, exec FROM tasuki_jobrun
+        WHERE ready = 1 AND priority = ?1 AND ("group", subject, kind, exec) > (?2, ?3, ?4, ?5)
+        ORDER BY "group", subject, kind, exec LIMIT 1)
     UNION ALL
-    SELECT next."group", next.subject, next.kind
+    SELECT next."group", next.subject, next.kind, next.exec
     FROM head JOIN tasuki_jobrun AS next ON next.id = coalesce(
         (SELECT id FROM tasuki_jobrun
+         WHERE ready = 1 AND priority = ?1 AND "group" = head."group" AND subject = head.subject AND kind = head.kind
+           AND exec > head.exec
+         ORDER BY exec LIMIT 1),
+        (SELECT id FROM tasuki_jobrun
          WHERE ready = 1 AND priority = ?1 AND "group" = head."group" AND subject = head.subject AND kind > head.kind
-         ORDER BY kind LIMIT 1),
+         ORDER BY kind, exec LIMIT 1),
         (SELECT id FROM tasuki_jobrun
-         WHERE ready = 1 AND priority = ?1 AND "group" = head."group" AND subject > head.subject ORDER BY subject, kind LIMIT 1),
+         WHERE ready = 1 AND priority = ?1 AND "group" = head."group" AND subject > head.subject
+         ORDER BY subject, kind, exec LIMIT 1),
         (SELECT id FROM tasuki_jobrun
-         WHERE ready = 1 AND priority = ?1 AND "group" > head."group" ORDER BY "group", subject, kind LIMIT 1))
+         WHERE ready = 1 AND priority = ?1 AND "group" > head."group" ORDER BY "group", subject, kind, exec LIMIT 1))
 )
-SELECT "group", subject, kind FROM head LIMIT ?5
+SELECT "group", subject, kind, exec FROM head LIMIT ?6
+
+-- name: execs
+-- The first ?6 distinct execs from ?5 on of jobs of the kind ?3 and the subjects ?4, by one seek each; subjects take turns.
+WITH RECURSIVE head (subject, exec) AS (
+    SELECT value, (SELECT exec FROM tasuki_jobrun
+                   WHERE ready = 1 AND priority = ?1 AND "group" = ?2 AND subject = value AND kind = ?3 AND exec >= ?5
+                   ORDER BY exec LIMIT 1)
+    FROM json_each(?4)
+    UNION ALL
+    SELECT subject, (SELECT exec FROM tasuki_jobrun
+                     WHERE ready = 1 AND priority = ?1 AND "group" = ?2 AND subject = head.subject AND kind = ?3 AND exec > head.exec
+                     ORDER BY exec LIMIT 1)
+    FROM head WHERE head.exec IS NOT NULL
+)
+SELECT subject, exec FROM head WHERE exec IS NOT NULL LIMIT ?6
 
 -- name: oldest_of_queue
--- A queue is a subject and a kind of job. Jobs that are too late to start at ?6 are left for `late`.
+-- A queue is a subject, a kind of job and an exec. Jobs that are too late to start at ?7 are left for `late`.
 SELECT id, idempotency_key, spec, submitter, attempt, state, result_sha256 FROM tasuki_jobrun
-WHERE ready = 1 AND priority = ?1 AND "group" = ?2 AND subject = ?3 AND kind = ?4
-  AND (not_after IS NULL OR not_after >= ?6) ORDER BY id LIMIT ?5
+WHERE ready = 1 AND priority = ?1 AND "group" = ?2 AND subject = ?3 AND kind = ?4 AND exec = ?5
+  AND (not_after IS NULL OR not_after >= ?7) ORDER BY id LIMIT ?6
 
 -- name: oldest_of_queues
 -- The n oldest of several queues: ORDER BY makes the recursion's queue a heap, so this is a merge of them that reads
 -- n + (number of queues) entries. Jobs that are too late to start at ?5 are left.
-WITH RECURSIVE oldest (id, subject, kind) AS (
-    SELECT head.id, json_extract(name.value, '$[0]'), json_extract(name.value, '$[1]')
+WITH RECURSIVE oldest (id, subject, kind, exec) AS (
+    SELECT head.id, json_extract(name.value, '$[0]'), json_extract(name.value, '$[1]'), json_extract(name.value, '$[2]')
     FROM json_each(?3) AS name JOIN tasuki_jobrun AS head ON head.id = (
         SELECT id FROM tasuki_jobrun
         WHERE ready = 1 AND priority = ?1 AND "group" = ?2 AND subject = json_extract(name.value, '$[0]') AND kind = json_extract(name.value, '$[1]')
-          AND (not_after IS NULL OR not_after >= ?5) ORDER BY id LIMIT 1)
+          AND exec = json_extract(name.value, '$[2]') AND (not_after IS NULL OR not_after >= ?5) ORDER BY id LIMIT 1)
     UNION ALL
-    SELECT next.id, oldest.subject, oldest.kind
+    SELECT next.id, oldest.subject, oldest.kind, oldest.exec
     FROM oldest JOIN tasuki_jobrun AS next ON next.id = (
         SELECT id FROM tasuki_jobrun
         WHERE ready = 1 AND priority = ?1 AND "group" = ?2 AND subject = oldest.subject AND kind = oldest.kind
-          AND id > oldest.id AND (not_after IS NULL OR not_after >= ?5) ORDER BY id LIMIT 1)
+          AND exec = oldest.exec AND id > oldest.id AND (not_after IS NULL OR not_after >= ?5) ORDER BY id LIMIT 1)
     ORDER BY 1 LIMIT ?4
 )
 SELECT job.id, idempotency_key, spec, submitter, attempt, state, result_sha256
@@ -292,7 +313,7 @@ SELECT id FROM tasuki_jobrun WHERE lease_expires_at > ?1 AND lease_expires_at <=
 SELECT id FROM tasuki_jobrun WHERE not_after IS NOT NULL AND ready > 0 AND not_after < ?1 ORDER BY not_after, id LIMIT ?2
 
 -- name: delayed_due
-SELECT id, subject, kind FROM tasuki_jobrun WHERE ready = 2 AND not_before > ?1 AND not_before <= ?2 ORDER BY not_before, id LIMIT ?3
+SELECT id, subject, kind, exec FROM tasuki_jobrun WHERE ready = 2 AND not_before > ?1 AND not_before <= ?2 ORDER BY not_before, id LIMIT ?3
 
 -- name: promote
 UPDATE tasuki_jobrun SET ready = 1, version = version + 1
@@ -360,12 +381,13 @@ WHERE idempotency_key IN (SELECT value FROM json_each(?1)) AND state IN ('PENDIN
 SELECT "group", state, sum(n) FROM tasuki_counter GROUP BY "group", state HAVING sum(n) <> 0
 
 -- name: place
-SELECT id, priority, "group", subject, kind FROM tasuki_jobrun WHERE idempotency_key = ?1 AND ready = 1
+SELECT id, priority, "group", subject, kind, exec FROM tasuki_jobrun WHERE idempotency_key = ?1 AND ready = 1
 
 -- name: ahead
 SELECT count(*) FROM (
     SELECT 1 FROM tasuki_jobrun
-    WHERE ready = 1 AND priority = ?2 AND "group" = ?3 AND subject = ?4 AND kind = ?6 AND id < ?1 LIMIT ?5)
+    WHERE ready = 1 AND priority = ?2 AND "group" = ?3 AND subject = ?4 AND kind = ?5 AND exec = ?6 AND id < ?1
+    LIMIT ?7)
 
 -- name: blob_owners
 SELECT DISTINCT idempotency_key FROM tasuki_jobblob AS blob JOIN tasuki_jobrun AS job ON job.id = blob.job_id
