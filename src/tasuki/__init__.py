@@ -11,12 +11,14 @@ from tasuki.version import __version__
 
 if TYPE_CHECKING:
     from tasuki.client.agents.client import AgentsClient, AsyncAgentsClient
-    from tasuki.client.aio import AsyncClient, AsyncJobHandle
-    from tasuki.client.sync import Client, JobHandle
+    from tasuki.client.aio import AsyncClient
+    from tasuki.client.handles import AsyncJobHandle
+    from tasuki.client.sync import Client, CompletedJobs, JobHandle, as_completed, gather
     from tasuki.client.types import CommandResult, Explanation, JobPage, JobStatus, WorkerStatus
     from tasuki.core.job import InputFile, Job, JobSpec, State
     from tasuki.core.protocol import JobResult
     from tasuki.errors import (
+        ConfigError,
         Conflict,
         DeadlineExceeded,
         Forbidden,
@@ -24,12 +26,16 @@ if TYPE_CHECKING:
         JobFailed,
         NotFound,
         Overloaded,
+        Retry,
         TasukiError,
         TooLarge,
         Unauthorized,
         Unavailable,
         WrongType,
     )
+    from tasuki.tasks.eager import EagerJobs
+    from tasuki.tasks.task import Task, current_job
+    from tasuki.tasks.tasks import Tasks
     from tasuki.worker.attempt import HandlerJob
     from tasuki.worker.worker import Worker
 
@@ -37,11 +43,14 @@ _HOME = {
     "AgentsClient": "tasuki.client.agents.client",
     "AsyncAgentsClient": "tasuki.client.agents.client",
     "AsyncClient": "tasuki.client.aio",
-    "AsyncJobHandle": "tasuki.client.aio",
+    "AsyncJobHandle": "tasuki.client.handles",
     "Client": "tasuki.client.sync",
     "CommandResult": "tasuki.client.types",
+    "CompletedJobs": "tasuki.client.sync",
+    "ConfigError": "tasuki.errors",
     "Conflict": "tasuki.errors",
     "DeadlineExceeded": "tasuki.errors",
+    "EagerJobs": "tasuki.tasks.eager",
     "Explanation": "tasuki.client.types",
     "Forbidden": "tasuki.errors",
     "HandlerJob": "tasuki.worker.attempt",
@@ -56,7 +65,10 @@ _HOME = {
     "JobStatus": "tasuki.client.types",
     "NotFound": "tasuki.errors",
     "Overloaded": "tasuki.errors",
+    "Retry": "tasuki.errors",
     "State": "tasuki.core.job",
+    "Task": "tasuki.tasks.task",
+    "Tasks": "tasuki.tasks.tasks",
     "TasukiError": "tasuki.errors",
     "TooLarge": "tasuki.errors",
     "Unauthorized": "tasuki.errors",
@@ -64,6 +76,9 @@ _HOME = {
     "Worker": "tasuki.worker.worker",
     "WorkerStatus": "tasuki.client.types",
     "WrongType": "tasuki.errors",
+    "as_completed": "tasuki.client.sync",
+    "current_job": "tasuki.tasks.task",
+    "gather": "tasuki.client.sync",
 }
 
 __all__ = [  # a type checker reads this list as it stands
@@ -73,8 +88,11 @@ __all__ = [  # a type checker reads this list as it stands
     "AsyncJobHandle",
     "Client",
     "CommandResult",
+    "CompletedJobs",
+    "ConfigError",
     "Conflict",
     "DeadlineExceeded",
+    "EagerJobs",
     "Explanation",
     "Forbidden",
     "HandlerJob",
@@ -89,7 +107,10 @@ __all__ = [  # a type checker reads this list as it stands
     "JobStatus",
     "NotFound",
     "Overloaded",
+    "Retry",
     "State",
+    "Task",
+    "Tasks",
     "TasukiError",
     "TooLarge",
     "Unauthorized",
@@ -98,6 +119,9 @@ __all__ = [  # a type checker reads this list as it stands
     "WorkerStatus",
     "WrongType",
     "__version__",
+    "as_completed",
+    "current_job",
+    "gather",
 ]
 
 

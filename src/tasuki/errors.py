@@ -309,6 +309,19 @@ class RegistryUnavailable(AgentRefusal):
     """The registry that agents or dispatchers share does not answer."""
 
 
+class Retry(Exception):
+    """Raised by a handler or a task: this attempt failed, and the next one begins `in_s` seconds later (None: as the job says).
+
+    raise Retry("the service is busy", in_s=30)
+    """
+
+    def __init__(self, message: str = "", *, in_s: float | None = None) -> None:
+        if in_s is not None and not 0 <= in_s < float("inf"):
+            raise ValueError(f"in_s must be 0 or more seconds, got {in_s}")
+        super().__init__(message or "another attempt is wanted")
+        self.in_s = in_s
+
+
 def quoted(value: str) -> str:
     """Return the value as an error message may show it: escaped, and never longer than 40 characters."""
     text = repr(value[:QUOTED_MAX_CHARS])  # cut before escaping: the value may be as long as a frame

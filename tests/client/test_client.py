@@ -116,10 +116,10 @@ def test_invalid_job_is_refused_by_name(client: Client) -> None:
 
 
 @pytest.mark.parametrize("size_bytes", [100_000, 20_000_000])
-def test_payload_that_is_too_large_is_refused_with_the_way_out(client: Client, size_bytes: int) -> None:
+def test_payload_of_a_program_that_is_too_large_is_refused_with_the_way_out(client: Client, size_bytes: int) -> None:
     began = time.monotonic()
     with pytest.raises(TooLarge, match=r"blob|file"):
-        client.submit(subject="echo.large", payload=bytes(size_bytes))
+        client.submit(exec="cat", payload=bytes(size_bytes))
     assert time.monotonic() - began < 5
     # And the client is none the worse for it.
     assert client.submit(subject="math.square", payload=b"3").result(timeout=10) == b"9"

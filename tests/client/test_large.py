@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import json
 import os
 import threading
 import zipfile
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tasuki.core.job import InputFile
-from tasuki.errors import NotFound
+from tasuki.errors import Conflict, NotFound
 from tests.support.processes import ServerProcess, opened, rss_bytes, start_worker
 from tests.support.waiting import until
 
@@ -73,6 +74,27 @@ def test_large_result_of_a_handler_comes_back_with_bounded_memory(server: Server
     with server.client() as client, Highest(server.pid) as memory:
         data = client.submit(subject="big", payload=str(LARGE_BYTES).encode()).result(timeout=30)
     assert len(data) == LARGE_BYTES
+    assert memory.grown < 24 * MIB
+
+
+def test_handlers_get_payloads_and_files_of_any_size(server: ServerProcess, tmp_path: Path) -> None:
+    # Given a payload and a file that are too large to come with the job, and a small file
+    payload, large, small = os.urandom(MIB), tmp_path / "large.bin", tmp_path / "small.txt"
+    large.write_bytes(os.urandom(LARGE_BYTES))
+    small.write_bytes(b"small")
+    with server.client() as client, Highest(server.pid) as memory:
+        # When a handler reads them piece by piece
+        job = client.submit(subject="inputs", payload=payload, files=[large, small], job_id="inputs-1")
+        found = json.loads(job.result(timeout=30))
+        # Then they are the submitted ones, and nothing of them is left at the worker
+        folder = Path(found.pop("folder"))
+        contents = {"payload": payload, "large.bin": large.read_bytes(), "small.txt": b"small"}
+        assert found == {name: hashlib.sha256(data).hexdigest() for name, data in contents.items()}
+        until(lambda: not folder.exists(), what="the inputs are removed")
+        # And the same job again is the same job
+        assert client.submit(subject="inputs", payload=payload, files=[large, small], job_id="inputs-1").existed
+        with pytest.raises(Conflict, match="differs in: files"):
+            client.submit(subject="inputs", payload=payload + b"!", files=[large, small], job_id="inputs-1")
     assert memory.grown < 24 * MIB
 
 

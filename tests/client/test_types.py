@@ -136,7 +136,7 @@ def test_a_bare_text_is_one_job_id_in_both_clients(server: ServerProcess) -> Non
 
 
 ONLY_ASYNC = {"open", "beside", "welcome"}  # the blocking client is open; the others are for the library itself
-ONLY_BLOCKING = {"aio", "wait", "future"}
+ONLY_BLOCKING = {"aio", "wait", "begin", "begin_outcome", "future"}
 
 
 @pytest.mark.parametrize(("one", "other"), [(AsyncClient, Client), (AsyncJobHandle, JobHandle)], ids=["client", "handle"])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import importlib
 import os
 import re
 import runpy
@@ -11,10 +13,12 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import click
+import httpx
 import pytest
 
 from tasuki.cli.main import root
@@ -24,7 +28,7 @@ from tasuki.core.lifecycle import LEASE_MARGIN_S, LEASE_TTL_S, RETENTION_DAYS
 from tasuki.core.subject import matches
 from tasuki.worker.execs import load_execs, parse_execs
 from tests.shape.source import ROOT
-from tests.support.processes import start_server, start_worker
+from tests.support.processes import TASUKI, ChildProcess, start_server, start_worker
 
 DOCUMENTS = sorted(
     path.relative_to(ROOT).as_posix() for path in (*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/**/*.md"))
@@ -236,14 +240,32 @@ def test_a_decision_record_has_its_four_parts(record: Path) -> None:
 
 
 PYTHON_PAGE = (ROOT / "docs" / "python.md").read_text(encoding="utf-8")
+FILE_BLOCK = re.compile(r"^<!-- file: (\S+) -->\n```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
+
+
+def section_of(page: str, name: str, folder: Path) -> str:
+    """Write the files of a section into the folder; return its other blocks as one program."""
+    section = page.partition(f"\n## {name}\n")[2].partition("\n## ")[0]
+    for file, text in FILE_BLOCK.findall(section):
+        (folder / file).write_text(text, encoding="utf-8")
+    return "".join(text for language, text in BLOCK.findall(FILE_BLOCK.sub("", section)) if language == "python")
+
+
+def run_program(program: str, folder: Path, **env: str) -> str:
+    """Run a program as a reader would, and return its output, which has everything that the comments behind print() say."""
+    (folder / "page.py").write_text(program, encoding="utf-8")
+    known = {**os.environ, "PYTHONPATH": f"{folder}{os.pathsep}{os.environ.get('PYTHONPATH', '')}", **env}
+    command = [sys.executable, folder / "page.py"]
+    done = subprocess.run(command, cwd=folder, env=known, capture_output=True, text=True, check=False, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+    for shown in re.findall(r"print\(.*\)\s+# (?:… )?(.*)", program):
+        assert shown.partition(": ")[0] in done.stdout or shown in done.stdout, (shown, done.stdout)
+    return done.stdout
 
 
 @pytest.mark.e2e
 def test_the_client_of_the_page_for_python_does_what_the_page_says(tmp_path: Path) -> None:
-    section = PYTHON_PAGE.partition("\n## The client\n")[2].partition("\n## ")[0]
-    blocks = [text for language, text in BLOCK.findall(section) if language == "python"]
-    program = tmp_path / "page.py"
-    program.write_text("".join(blocks), encoding="utf-8")
+    program = section_of(PYTHON_PAGE, "The client", tmp_path)
     (tmp_path / "names.txt").write_text("c\nb\na\n")
     execs = [word for name in ("echo", "sh", "sort") for word in ("--exec", f"{name}=/usr/bin/env {name} {{args}}")]
     with (
@@ -251,11 +273,44 @@ def test_the_client_of_the_page_for_python_does_what_the_page_says(tmp_path: Pat
         start_worker(server),
         start_worker(server, *execs, "--data", str(tmp_path / "worker"), command=True, log=tmp_path / "worker.log"),
     ):
-        env = {**os.environ, "TASUKI_URL": server.unix_url}
-        done = subprocess.run(
-            [sys.executable, program], cwd=tmp_path, env=env, capture_output=True, text=True, check=False, timeout=60
-        )
-    assert (done.returncode, done.stderr) == (0, "")
-    for shown in re.findall(r"print\(.*\)\s+# (.*)", "".join(blocks)):
-        assert shown.partition(": ")[0] in done.stdout or shown in done.stdout, done.stdout
+        run_program(program, tmp_path, TASUKI_URL=server.unix_url)
     assert (tmp_path / "results" / "out" / "copy.txt").read_text() == "c\nb\na\n"
+
+
+@pytest.mark.e2e
+def test_the_tasks_of_the_page_for_python_do_what_the_page_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = section_of(PYTHON_PAGE, "Tasks", tmp_path)
+    with start_server(tmp_path) as server, ExitStack() as workers:
+        env = {"TASUKI_URL": server.unix_url}
+        for place in ("app:tasks", "fragile:tasks"):
+            command = [*TASUKI, "worker", "--tasks", place]
+            worker = workers.enter_context(ChildProcess(command, tmp_path / f"{place[:-6]}.log", env, cwd=tmp_path))
+            worker.wait_for_output("connected to")
+        run_program(program, tmp_path, **env)
+        # and the web application of the page
+        monkeypatch.syspath_prepend(tmp_path)
+        monkeypatch.setenv("TASUKI_URL", server.unix_url)
+        web = importlib.import_module("web")
+
+        async def browse() -> object:
+            async with httpx.AsyncClient(transport=httpx.ASGITransport(web.web), base_url="http://web") as browser:
+                job_id = (await browser.post("/resize?path=a.png")).json()
+                return (await browser.get(f"/resize/{job_id}")).json()
+
+        with sys.modules["app"].tasks:
+            assert asyncio.run(browse()) == {"width": 200, "letters": 5}
+
+
+@pytest.mark.e2e
+def test_the_handler_of_the_page_for_python_does_what_the_page_says(tmp_path: Path) -> None:
+    program = section_of(PYTHON_PAGE, "Handlers", tmp_path)
+    (tmp_path / "large.bin").write_bytes(b"\1" * 1_000_000)
+    with start_server(tmp_path) as server:
+        (tmp_path / "worker.token").write_text(server.create_token("worker"))
+        (tmp_path / "worker.token").chmod(0o600)
+        (tmp_path / "worker.py").write_text(program.replace("tls://host:7000", server.url))
+        with ChildProcess([sys.executable, "worker.py"], tmp_path / "worker.log", {}, cwd=tmp_path) as worker:
+            worker.wait_for_output("connected to")
+            with server.client() as client:
+                assert client.submit(subject="files.checksum", files=[tmp_path / "large.bin"]).result(timeout=30) == b"1000000"
+            assert "(files.checksum) succeeded in" in worker.output()

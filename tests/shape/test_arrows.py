@@ -28,6 +28,7 @@ ARROWS: dict[str, set[str]] = {
     "dispatcher": FOR_ALL | {"wire", "net", "server", "doors", "agent", "client", "blobs"},
     "worker": FOR_ALL | {"wire", "net", "blobs", "stores"},
     "client": FOR_ALL | {"wire", "net", "blobs", "stores"},
+    "tasks": FOR_ALL | {"client", "worker"},
 }
 BELOW_DJANGO = set(ARROWS)
 ARROWS["django"] = BELOW_DJANGO

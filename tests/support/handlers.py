@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import hashlib
+import json
 import logging
 import os
 import time
@@ -64,6 +65,17 @@ async def fail(job):
 async def big(job):
     """As many bytes as the payload's number says."""
     return os.urandom(1024) * (int(job.payload) // 1024)
+
+
+@worker.handler("inputs")
+async def inputs(job):
+    """The sha256 of the payload and of each file, by name."""
+    with job.open_payload() as payload:
+        found = {"payload": hashlib.file_digest(payload, "sha256").hexdigest()}
+    for file in job.files:
+        with file.open() as source:
+            found[file.name] = hashlib.file_digest(source, "sha256").hexdigest()
+    return json.dumps({**found, "folder": job.folder})
 
 
 @worker.handler("wait")

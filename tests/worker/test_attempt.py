@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tasuki.core.job import Outcome
+from tasuki import Retry, Worker, WrongType
+from tasuki.core.job import InputFile, JobSpec, Outcome, Progress
 from tasuki.core.protocol import Ending, JobsFinished
+from tasuki.errors import InvalidInput
 from tasuki.wire.messages import encode
-from tasuki.worker.attempt import ExitRules, handler_failure, judged
+from tasuki.worker.attempt import ExitRules, Handler, HandlerJob, handler_failure, judged
 from tests.worker.runs import attempt_of, exec_of, run, runner_in, shell
 
 RETRY = ""
@@ -109,3 +112,99 @@ def test_an_error_with_a_lone_surrogate_can_be_reported() -> None:
 
     assert outcome.message == r"ValueError: bad name \udcff"
     assert encode(JobsFinished([Ending("a", "lease", 1, outcome)]))
+
+
+# ---------------------------------------------------------------------------------------------------- handlers
+
+
+@pytest.mark.parametrize(
+    ("error", "permanent", "retry_in_s"),
+    [
+        (OSError("down"), False, None),
+        (ConnectionResetError("cut"), False, None),  # a kind of OSError
+        (KeyError("no such name"), True, None),  # not in retry_on
+        (FileNotFoundError("gone"), True, None),  # in give_up_on, which counts first
+        (Retry("later", in_s=30), False, 30),
+        (Retry(), False, None),
+    ],
+)
+def test_rules_about_exceptions_decide_on_another_attempt(error: Exception, permanent: bool, retry_in_s: float | None) -> None:
+    def fail(job: HandlerJob) -> None:
+        raise error
+
+    handler = Handler("a", fail, False, retry_on=(OSError,), give_up_on=(FileNotFoundError,))
+
+    outcome = handler.call(HandlerJob(JobSpec(job_id="a"), 1))
+
+    assert (outcome.error_code, outcome.permanent, outcome.retry_in_s) == ("HANDLER_ERROR", permanent, retry_in_s)
+    assert str(error) in outcome.message
+    assert ("not tried again" in outcome.message) is permanent
+
+
+@pytest.mark.parametrize("in_s", [-1, float("nan"), float("inf")])
+def test_a_retry_has_a_possible_delay(in_s: float) -> None:
+    with pytest.raises(ValueError, match="in_s must be 0 or more seconds"):
+        Retry(in_s=in_s)
+
+
+def _of_nothing() -> None: ...
+
+
+def _of_two(job: HandlerJob, more: int) -> None: ...
+
+
+def _of_job_and_default(job: HandlerJob, more: int = 1) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("use", "says"),
+    [
+        (lambda worker: worker.handler(_of_nothing), r'write @worker.handler\("_of_nothing"\), got function'),
+        (lambda worker: worker.handler(7), "needs the subject"),
+        (lambda worker: worker.handler("a")(_of_nothing), r"'_of_nothing' is called with one argument.* def _of_nothing\(job\)"),
+        (lambda worker: worker.handler("a")(_of_two), "'_of_two' is called with one argument"),
+        (lambda worker: worker.handler("a")(7), "must be a function, got int"),
+        (lambda worker: worker.handler("a", retry_on="OSError"), "retry_on must be exception classes, got 'OSError'"),
+        (lambda worker: worker.handler("a", give_up_on=(OSError, 7)), "give_up_on must be exception classes, got 7"),
+    ],
+)
+def test_a_handler_that_could_only_fail_is_refused_at_once(use: Callable[[Worker], object], says: str) -> None:
+    with pytest.raises(WrongType, match=says):
+        use(Worker("tcp://127.0.0.1:1"))
+
+
+@pytest.mark.parametrize("function", [_of_job_and_default, print])
+def test_a_handler_that_can_be_called_with_a_job_is_taken(function: Callable[..., object]) -> None:
+    assert Worker("tcp://127.0.0.1:1").handler("a")(function) is function
+
+
+def test_a_job_has_its_inputs_and_a_large_payload_as_files(tmp_path: Path) -> None:
+    (tmp_path / "large.bin").write_bytes(b"much")
+    (tmp_path / "tasuki-payload").write_bytes(b"the payload")
+    large = InputFile("large.bin", sha256="0" * 64, size_bytes=4)
+    payload = InputFile("tasuki-payload", sha256="1" * 64, size_bytes=11)
+    job = HandlerJob(JobSpec(job_id="a", files=(InputFile("small.txt", data=b"small"), large, payload)), 1, str(tmp_path))
+
+    assert [file.name for file in job.files] == ["small.txt", "large.bin"]
+    assert [file.read_bytes() for file in job.files] == [b"small", b"much"]
+    with job.files[1].open() as first, job.open_payload() as second:
+        assert (first.read(2), second.read(3)) == (b"mu", b"the")
+    assert job.payload == b"the payload"
+
+
+def test_a_small_payload_can_be_read_as_a_file_as_well() -> None:
+    job = HandlerJob(JobSpec(job_id="a", payload=b"small"), 1)
+
+    assert (job.payload, job.open_payload().read(), job.files) == (b"small", b"small", ())
+
+
+def test_progress_is_0_to_1_and_a_printable_text() -> None:
+    told: list[Progress] = []
+    job = HandlerJob(JobSpec(job_id="a"), 1, report=told.append)
+
+    job.progress(0.5, "a\x1bb" + "c" * 300)
+
+    assert told == [Progress(0.5, ("a b" + "c" * 300)[:200])]
+    for wrong in (1.5, -0.1, float("nan")):
+        with pytest.raises(InvalidInput, match="progress must be 0 to 1"):
+            job.progress(wrong)

@@ -15,7 +15,7 @@ import pytest
 import uvloop
 
 from tasuki.clocks import boot_time
-from tasuki.core.job import JobSpec, Outcome
+from tasuki.core.job import JobSpec, Outcome, Progress
 from tasuki.errors import Unavailable
 from tasuki.worker import function_processes
 from tasuki.worker.attempt import HandlerJob, StopReason
@@ -78,8 +78,24 @@ def waits(job: HandlerJob) -> None:
         time.sleep(0.01)
 
 
+def tells(job: HandlerJob) -> bytes:
+    job.progress(0.25, "a quarter")
+    job.progress(1)
+    return b"told"
+
+
+def heeds(job: HandlerJob) -> bytes:
+    """Wait until its job is canceled, and leave a note of that."""
+    note = Path(job.payload.decode())
+    while not job.canceled:
+        note.with_suffix(".asked").touch()
+        time.sleep(0.005)
+    note.touch()
+    return b"heeded"
+
+
 FUNCTIONS = {function.__name__: function for function in (
-    echo, describe, nothing, wrong_type, raises, exits, dies, killed, pid, spins, waits
+    echo, describe, nothing, wrong_type, raises, exits, dies, killed, pid, spins, waits, tells, heeds
 )}  # fmt: skip
 
 
@@ -441,3 +457,24 @@ def test_waiting_for_children_needs_no_thread(children: FunctionProcesses, tmp_p
 
     assert outcome.error_code == "SHUTDOWN"
     assert time.monotonic() - before < DEADLINE_S
+
+
+def test_progress_of_a_function_is_reported_while_it_runs(children: FunctionProcesses) -> None:
+    told: list[Progress] = []
+    job = HandlerJob(JobSpec(job_id="job-1"), 1, report=told.append)
+
+    assert asyncio.run(call(children, "tells", job)).result == b"told"
+    assert told == [Progress(0.25, "a quarter"), Progress(1.0)]
+
+
+def test_a_function_that_asks_if_it_was_canceled_has_time_to_return(children: FunctionProcesses, tmp_path: Path) -> None:
+    note = tmp_path / "note"
+
+    async def cancel(stop: asyncio.Future[StopReason]) -> None:
+        await until_async(note.with_suffix(".asked").exists, what="the function asks")
+        stop.set_result(StopReason.CANCELED)
+
+    outcome = asyncio.run(call(children, "heeds", job_of(str(note).encode()), meanwhile=cancel))
+
+    assert outcome.error_code == "CANCELED"
+    assert note.exists()

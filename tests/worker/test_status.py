@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import subprocess
 import sys
@@ -12,8 +13,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from tasuki.core.job import JobSpec, Outcome
 from tasuki.worker import status as module
-from tasuki.worker.status import JOBS_MAX, RunningJob, Status, StatusFile, read_all, status_folder
+from tasuki.worker.status import JOB_LINES_PER_S, JOBS_MAX, JobLog, RunningJob, Status, StatusFile, read_all, status_folder
 from tests.support.waiting import until, until_async
 
 JOB = RunningJob(job_id="job-1", attempt=2, subject="zpe.h2", since=12.0)
@@ -163,3 +165,48 @@ def test_only_its_owner_may_read_it(tmp_path: Path) -> None:
         os.umask(before)
 
     assert [folder.stat().st_mode & 0o777 for folder in (tmp_path / "worker", status_folder(tmp_path))] == [0o700, 0o700]
+
+
+# ---------------------------------------------------------------------------------------------------- the log
+
+
+def test_each_job_of_a_handler_has_its_lines_and_a_flood_is_counted(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "tasuki.worker")
+    log, spec = JobLog(), JobSpec(job_id="a", subject="b.c")
+    failure = Outcome(error_code="HANDLER_ERROR", message="ValueError: x", meta={"traceback": "one\n\x1b[2J"})
+
+    log.started(spec, 1, 10.0)
+    log.ended(spec, 1, Outcome(), 0.25, 10.3)
+    log.ended(spec, 2, failure, 1.5, 10.5)
+    assert [record.getMessage() for record in caplog.records] == [
+        "job a (b.c) started, attempt 1",
+        "job a (b.c) succeeded in 0.25 s",
+        "job a (b.c) failed in 1.5 s, attempt 2: ValueError: x",
+    ]
+    assert (caplog.records[2].levelname, caplog.records[2].exc_text) == ("WARNING", "one\n\\x1b[2J")
+    for _ in range(1000):
+        log.ended(spec, 1, Outcome(), 0.0, 10.9)
+    for _ in range(2 * JOB_LINES_PER_S):
+        log.ended(spec, 1, failure, 0.0, 10.9)
+    assert len(caplog.records) == 2 * JOB_LINES_PER_S
+    log.flush(11.0)
+    log.flush(11.1)
+    untold = 1000 - (JOB_LINES_PER_S - 2) + JOB_LINES_PER_S + 1
+    assert caplog.messages[-1] == f"{untold} other jobs ended in a second, {JOB_LINES_PER_S + 1} of them failed"
+    assert len(caplog.records) == 2 * JOB_LINES_PER_S + 1
+
+
+def test_a_worker_in_a_program_without_logging_writes_to_stderr(tmp_path: Path) -> None:
+    program = """
+import logging, sys
+from tasuki.worker.status import log_to_stderr_by_default
+if len(sys.argv) > 1:
+    logging.basicConfig(level=logging.ERROR)
+log_to_stderr_by_default()
+log_to_stderr_by_default()
+logging.getLogger("tasuki.worker").info("connected")
+"""
+    for arguments, lines in (([], 1), (["configured"], 0)):
+        command = [sys.executable, "-c", program, *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+        assert len(done.stderr.splitlines()) == lines

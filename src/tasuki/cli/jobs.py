@@ -83,6 +83,7 @@ def _view_lines(view: dict[str, Any]) -> Iterable[str]:
         yield f"  {how}, exit code {plain(outcome['exit_code'])}, result {outcome['result_bytes']} bytes"
         if outcome["message"]:
             yield f"  {plain(outcome['message'])}"
+        yield from _traceback_lines(outcome.get("meta") or {})
 
 
 @cli.command(
@@ -238,6 +239,13 @@ def explain_lines(explanation: dict[str, Any]) -> Iterable[str]:
     for incident in explanation["story"]:
         details = " ".join(plain(incident[name]) for name in ("worker_id", "actor", "reason") if incident.get(name))
         yield f"  {when(incident['at'])}  {incident['kind'].replace('_', ' ')}, attempt {incident['attempt']}  {details}".rstrip()
+    yield from _traceback_lines(explanation["facts"])
+
+
+def _traceback_lines(facts: dict[str, Any]) -> Iterable[str]:
+    """Yield the traceback of the last failure of a handler, from an outcome's meta or the facts of an explanation."""
+    if isinstance(traceback := facts.get("traceback"), str):
+        yield from (f"    {visible(line)}" for line in traceback.splitlines())
 
 
 @cli.command(
@@ -328,6 +336,7 @@ def show_dead(output: Output, job_id: str, place: cli.Destination) -> None:
         if view["state"] not in UNSUCCESSFUL:
             raise NotFound(f"job {job_id[:128]!r} is {view['state']}, not a dead letter; see: tasuki explain {job_id[:128]}")
         explanation = await client.request("explain", job_id=job_id)
+        explanation["facts"].pop("traceback", None)  # it stands in for stderr
         return _letter(view) | explanation | {"stderr": await _stderr_tail(client, job_id)}
 
     letter = with_client(place, work)

@@ -56,8 +56,8 @@ class JsonFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         entry = {"at": record.created, "level": record.levelname.lower(), "logger": record.name, "message": record.getMessage()}
         entry |= {name: value for name in ("job_id", "code", "peer", "node") if (value := getattr(record, name, ""))}
-        if record.exc_info:
-            entry["traceback"] = self.formatException(record.exc_info)
+        if record.exc_info or record.exc_text:
+            entry["traceback"] = self.formatException(record.exc_info) if record.exc_info else record.exc_text
         return visible(encode_json(entry))
 
 

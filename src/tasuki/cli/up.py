@@ -35,6 +35,7 @@ from tasuki.client.embedded import answers
 from tasuki.config import OWN_COMMAND, DataFolder, data_folder, parse_http, parse_listen, user_key
 from tasuki.core.backoff import Backoff
 from tasuki.core.broker.state import WorkerSession
+from tasuki.core.store_messages import Takes
 from tasuki.core.units import shown_duration
 from tasuki.errors import ConfigError, Unavailable
 from tasuki.server.assembly import StorageLocations
@@ -212,7 +213,10 @@ async def _idle(opened: RunningServer) -> None:
 
 def _busy(server: Server) -> bool:
     sessions = server.broker.sessions.values()
-    return any(not isinstance(session, WorkerSession) or session.account.running for session in sessions)
+    return any(
+        not isinstance(session, WorkerSession) or session.account.running or session.offer.takes is Takes.HANDLERS
+        for session in sessions  # a worker of handlers is somebody's own: tasks that are about to be submitted
+    )
 
 
 def _announce(events: process.Events, folder: DataFolder, opened: RunningServer, until_idle: bool) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import io
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -22,8 +24,8 @@ from tasuki.cli import process, worker_service
 from tasuki.cli.connect import StoreAddress, guest, is_store
 from tasuki.cli.output import Output
 from tasuki.cli.worker_login import LoginOptions, logged_in
-from tasuki.config import check_app, data_folder, default_url, forget_tokens
-from tasuki.core.address import parse_url
+from tasuki.config import OWN_COMMAND, check_app, data_folder, default_url, forget_tokens
+from tasuki.core.address import Address, parse_url
 from tasuki.core.apps import outcome_of
 from tasuki.core.job import JobSpec, Outcome
 from tasuki.core.lifecycle import LEASE_TTL_RANGE_S, LEASE_TTL_S
@@ -31,6 +33,7 @@ from tasuki.core.store_messages import Grant
 from tasuki.core.subject import app_subject
 from tasuki.core.units import parse_size
 from tasuki.errors import ConfigError, TooLarge
+from tasuki.tasks.tasks import Tasks, load_tasks
 from tasuki.worker.attempt import MESSAGE_MAX_CHARS, Attempt, HandlerJob, RunResult
 from tasuki.worker.execs import Exec, load_execs, parse_exec_flag
 from tasuki.worker.linux_calls import wipe_variables
@@ -41,6 +44,8 @@ ORPHAN_GRACE_S = 30.0  # without a server
 ORPHAN_POLL_S = 1.0
 MEMBER_MAX_BYTES = 16 * 1024 * 1024  # of a file that is read here; larger results stay in the archive
 CODE_MAX_CHARS = 64
+RELOAD_LOOK_S = 0.3
+RELOAD_GRACE_S = 5.0  # for running jobs, before they are stopped
 
 
 def allowed_execs(config: Path | None, exec_: Sequence[str]) -> dict[str, Exec]:
@@ -70,6 +75,13 @@ worker_options = cli.options(
         help="Run this app's jobs with the exec of the same name: payload on stdin, result.json in $TASUKI_OUT. "
         "With --to redis://… also the prefix of the keys.",
     ),
+    cli.option(
+        "--tasks",
+        metavar="MODULE:NAME",
+        help="Run the typed tasks of a Python program: the Tasks called NAME in MODULE, which is found from the current folder. "
+        "Without a server, an embedded one is started.",
+    ),
+    cli.flag("--reload", help="With --tasks: start again when a .py file below the current folder has changed."),
     cli.several("--subject", metavar="PATTERN", help="What to take, * and > allowed. Several times. Default: job.assign.>"),
     cli.number("--slots", metavar="N", type=int, help="Jobs at once. Default: one per core."),
     cli.exec_options,
@@ -132,6 +144,7 @@ worker_options = cli.options(
         "tasuki worker --to https://control.example --app zpe --exec zpe='python3 zpe.py'      # it is enrolled, once",
         "tasuki worker --to tcp://host:7000 --token-file worker.token --exec render='/opt/render/bin/render --quiet'",
         "tasuki worker --to tcp://host:7000 --subject 'render.eu.*' --subject 'common.>' --slots 4 --config execs.toml",
+        "tasuki worker --tasks app:tasks --reload       # typed tasks of app.py; starts again when the code changes",
         "tasuki worker --subject '>' --any-program      # over the data folder's unix socket, for your own jobs",
         "TASUKI_URL=redis://127.0.0.1:6379/0 tasuki worker --app zpe --exec zpe='python3 zpe.py'      # straight from Redis",
     ],
@@ -142,6 +155,10 @@ def worker(output: Output, **given: Any) -> None:
 
     Over https:// only outgoing connections are needed: it works behind NAT and through proxies (HTTPS_PROXY).
     """
+    if given.pop("reload"):
+        if not given["tasks"]:
+            raise ConfigError("--reload is for --tasks MODULE:NAME")
+        sys.exit(run_again_on_changes([word for word in sys.argv[1:] if word != "--reload"], Path.cwd()))
     run_worker(output, **given)
 
 
@@ -150,6 +167,8 @@ def run_worker(
     *,
     to: str | None,
     app: str | None,
+    tasks: str | None,
+    reload: bool = False,
     subject: tuple[str, ...],
     slots: int | None,
     execs: dict[str, Exec],
@@ -172,18 +191,18 @@ def run_worker(
 ) -> None:
     """Run a worker; with `only_check`, check the options, or also log in, for `tasuki worker install`."""
     process.configure_log(log_level, json=output.json)
-    if on_disconnect not in (None, "stop", "keep"):
-        raise ConfigError(f"--on-disconnect must be stop or keep, got {on_disconnect!r}")
+    check_disconnect(on_disconnect)
     folder = data_folder(data)
-    url = to or default_url() or f"unix://{folder.socket}"
+    loaded = load_tasks(tasks) if tasks is not None else None
+    url = to or (loaded.server(folder) if loaded is not None else default_url() or f"unix://{folder.socket}")
     addresses = [] if is_store(url) else parse_url(url)
-    over_http = any(address.http for address in addresses)
-    patterns = wanted_patterns(app, subject, execs, any_program=any_program, over_http=over_http)
+    patterns = wanted_patterns(app, subject, execs, addresses, handlers=loaded is not None, any_program=any_program)
     chosen = LoginOptions(folder.root, token_file, enroll_file, worker_id, tls_ca, patterns)
     with logged_in([] if only_check == worker_service.OPTIONS else addresses, chosen) as login:
         made = AppWorker(
             url,
             app=app,
+            tasks=loaded,
             store=StoreAddress(url, app, blobs or "", coordination or "") if is_store(url) else None,
             **login._asdict(),
             concurrency=slots,
@@ -211,14 +230,26 @@ worker.add_command(worker_service.uninstall)
 worker.add_command(worker_service.status)
 
 
+def check_disconnect(on_disconnect: str | None) -> None:
+    """Raise ConfigError unless the choice is known."""
+    if on_disconnect not in (None, "stop", "keep"):
+        raise ConfigError(f"--on-disconnect must be stop or keep, got {on_disconnect!r}")
+
+
 def wanted_patterns(
-    app: str | None, subjects: Sequence[str], execs: Mapping[str, Exec], *, any_program: bool, over_http: bool
+    app: str | None,
+    subjects: Sequence[str],
+    execs: Mapping[str, Exec],
+    addresses: Sequence[Address],
+    *,
+    any_program: bool,
+    handlers: bool,
 ) -> tuple[str, ...]:
     """Return the subjects that the command line names. Raise ConfigError if the worker could run nothing of them."""
-    what_it_offers(handlers=False, execs=execs, any_program=any_program)
+    what_it_offers(handlers=handlers, execs=execs, any_program=any_program)
     if app is None:
         return tuple(subjects)
-    if check_app(app) not in execs and over_http:
+    if check_app(app) not in execs and any(address.http for address in addresses):
         raise ConfigError(f"--app {app} needs a program of that name to run its jobs with; give it as --exec {app}=COMMAND")
     return (app_subject(app),) if app in execs and not subjects else tuple(subjects)
 
@@ -236,6 +267,53 @@ def _end_with_stdin(worker: Worker) -> None:
         time.sleep(ORPHAN_POLL_S)
         alone_s = 0.0 if worker.connected else alone_s + ORPHAN_POLL_S
     os.kill(os.getpid(), signal.SIGTERM)  # stop
+
+
+# ---------------------------------------------------------------------------------------------------- development
+
+
+def run_again_on_changes(arguments: Sequence[str], folder: Path) -> int:
+    """Run `tasuki` with these arguments, and again whenever a Python file below the folder has changed; return its exit code.
+
+    Signals are passed on. A command that fails is started again by the next change.
+    """
+    signals: list[int] = []
+    for number in process.SIGNALS:
+        signal.signal(number, lambda number, _: signals.append(number))
+    while True:
+        seen = python_files(folder)
+        child = subprocess.Popen([*OWN_COMMAND, *arguments], start_new_session=True)  # Ctrl-C is passed on, once
+        changed_at = stopped_at = 0.0
+        while child.poll() is None or (child.returncode != 0 and not changed_at):
+            time.sleep(RELOAD_LOOK_S)
+            while signals:
+                if child.poll() is not None:
+                    return child.returncode
+                child.send_signal(signals.pop())
+                stopped_at = time.monotonic()
+            if not changed_at and not stopped_at and python_files(folder) != seen:
+                changed_at = time.monotonic()
+                child.terminate()  # running jobs finish
+            elif changed_at and time.monotonic() - changed_at > RELOAD_GRACE_S:
+                changed_at = float("inf")
+                child.terminate()  # they are stopped
+            if stopped_at and child.poll() is not None:
+                return child.returncode
+        if not changed_at:
+            return child.returncode
+
+
+def python_files(folder: Path) -> dict[str, float]:
+    """Return the Python files below a folder with their times of change, without hidden folders and virtual environments."""
+    found = {}
+    for place, folders, files in os.walk(folder):
+        folders[:] = [] if "pyvenv.cfg" in files else [name for name in folders if not name.startswith((".", "__"))]
+        for name in files:
+            if name.endswith(".py"):
+                path = os.path.join(place, name)  # noqa: PTH118 - there may be thousands
+                with contextlib.suppress(FileNotFoundError):  # removed meanwhile
+                    found[path] = os.stat(path).st_mtime  # noqa: PTH116
+    return found
 
 
 # ---------------------------------------------------------------------------------------------------- jobs of an app
@@ -260,8 +338,18 @@ class AppWorker(Worker):
     stdout is the result; without that, the archive of the run is, as of every command.
     """
 
-    def __init__(self, url: str | None, *, app: str | None = None, store: StoreAddress | None = None, **options: Any) -> None:
+    def __init__(
+        self,
+        url: str | None,
+        *,
+        app: str | None = None,
+        tasks: Tasks | None = None,
+        store: StoreAddress | None = None,
+        **options: Any,
+    ) -> None:
         super().__init__(url, **options)
+        if tasks is not None:
+            tasks.add_to(self)
         self._store = store
         self._ttl_s = options.get("lease_ttl_s") or LEASE_TTL_S
         self._app = app if app is not None and app in (options.get("execs") or {}) else None

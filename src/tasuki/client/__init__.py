@@ -1,6 +1,7 @@
 """The client library: one asynchronous implementation and a thin blocking one, with failover between servers.
 
-    aio        AsyncClient and AsyncJobHandle: submits jobs, asks about them, moves files
+    aio        AsyncClient: submits jobs, asks about them, moves files
+    handles    AsyncJobHandle: one job and the wait for its end
     sync       Client and JobHandle: the blocking form, in a thread of its own
     types      answers of the server, the result of a command, checks of arguments
     logs       reads the output of a command while it runs and after its end

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import io
 import itertools
 import os
 import random
@@ -11,15 +12,16 @@ import secrets
 import socket
 import tempfile
 import time
-from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO, Generic, Literal, Self, TypeVar, cast
+from typing import Any, BinaryIO, Literal, Self, TypeVar, cast
 
 from msgspec.structs import replace
 
 from tasuki.client.embedded import ensure_server
+from tasuki.client.handles import AsyncJobHandle, AwaitedJob, unchanged
 from tasuki.client.logs import SPOOL_BYTES, LogFollower
 from tasuki.client.types import (
     CancelAnswer,
@@ -33,7 +35,6 @@ from tasuki.client.types import (
     check_list,
     check_specs,
     check_texts,
-    job_failed,
     read_answer,
 )
 from tasuki.clocks import now
@@ -53,7 +54,7 @@ from tasuki.core.client_machine import (
     WatchRefused,
     Welcomed,
 )
-from tasuki.core.job import BODY_INLINE_MAX_BYTES, BlobRef, IdMaker, InputFile, JobSpec, State
+from tasuki.core.job import BODY_INLINE_MAX_BYTES, PAYLOAD_FILE, BlobRef, IdMaker, InputFile, JobSpec, State
 from tasuki.core.machine import Closed, Hangup, Opened, Received, Send, Ticked
 from tasuki.core.protocol import (
     BATCH_BYTES,
@@ -74,7 +75,6 @@ from tasuki.core.subject import DEFAULT_SUBJECT
 from tasuki.core.units import shown_duration
 from tasuki.errors import (
     ConfigError,
-    DeadlineExceeded,
     InvalidInput,
     TasukiError,
     TooLarge,
@@ -95,125 +95,6 @@ SUBMITS_AT_ONCE = 32  # frames of up to 1 MiB on their way; all at once, a link 
 OnFailed = Literal["return", "rerun"]
 T = TypeVar("T")
 R = TypeVar("R")
-
-
-class _AwaitedJob:
-    """One job whose end is awaited, by all handles of it. The future is made only when somebody waits."""
-
-    __slots__ = ("error", "existed", "holders", "job_id", "result", "waiter")
-
-    def __init__(self, job_id: str) -> None:
-        self.job_id = job_id
-        self.existed = False
-        self.holders = 1
-        """Number of submits of this id that share the wait; a refused one must not end the wait of the others."""
-        self.result: JobResult | None = None
-        self.error: TasukiError | None = None
-        self.waiter: asyncio.Future[None] | None = None
-
-    @property
-    def done(self) -> bool:
-        return self.result is not None or self.error is not None
-
-    def settle(self, result: JobResult | None, error: TasukiError | None = None) -> None:
-        """Set the end of the job."""
-        self.result, self.error = result, error
-        if self.waiter is not None and not self.waiter.done():
-            self.waiter.set_result(None)
-
-    async def end(self, timeout: float | None) -> JobResult:
-        if not self.done:
-            if self.waiter is None or self.waiter.done():
-                self.waiter = asyncio.get_running_loop().create_future()
-            try:
-                async with asyncio.timeout(timeout):
-                    await asyncio.shield(self.waiter)
-            except TimeoutError:
-                waited = shown_duration(timeout or 0.0)
-                raise DeadlineExceeded(
-                    f"job {self.job_id!r} has not ended within {waited}; it goes on: ask again with the same id"
-                ) from None
-        if self.error is not None:
-            raise self.error
-        assert self.result is not None
-        return self.result
-
-
-def _unchanged(data: bytes) -> bytes:
-    return data
-
-
-class AsyncJobHandle(Generic[T]):
-    """One job. `await` it for its result, which is of type T: bytes, unless `decoded_by` says otherwise.
-
-    job = await client.submit(subject="math.square", payload=b"7")
-    print(job.job_id, await job)         # … b'49'
-    """
-
-    __slots__ = ("_client", "_decode", "_job")
-
-    def __init__(self, job: _AwaitedJob, client: AsyncClient, decode: Callable[[bytes], T]) -> None:
-        self._job = job
-        self._client = client
-        self._decode = decode
-
-    def __repr__(self) -> str:
-        state = self._job.result.state if self._job.result is not None else "failed" if self._job.error else "not ended yet"
-        return f"<{type(self).__name__} {self.job_id!r}: {state}>"
-
-    def __await__(self) -> Generator[Any, None, T]:
-        return self.result().__await__()
-
-    @property
-    def job_id(self) -> str:
-        return self._job.job_id
-
-    @property
-    def existed(self) -> bool:
-        """True if the server knew this job before: nothing runs twice."""
-        return self._job.existed
-
-    @property
-    def done(self) -> bool:
-        """True if the end of the job is known here; then `result` and `outcome` do not wait."""
-        return self._job.done
-
-    def decoded_by(self, decode: Callable[[bytes], R]) -> AsyncJobHandle[R]:
-        """Return a handle of the same job whose result is `decode(bytes)`, as in `job.decoded_by(json.loads)`."""
-        return AsyncJobHandle(self._job, self._client, decode)
-
-    async def outcome(self, timeout: float | None = None) -> JobResult:
-        """Wait for the end of the job, in any state; DeadlineExceeded (a TimeoutError) after `timeout` seconds.
-
-        The job goes on after that, and can be asked for again: `client.job(job_id)`.
-        """
-        return await self._job.end(timeout)
-
-    async def result(self, timeout: float | None = None) -> T:
-        """Return what the handler returned; JobFailed if the job ended in another state than SUCCEEDED.
-
-        The bytes of a command's result are a ZIP: `command_result` reads it.
-        """
-        ended = await self.outcome(timeout)
-        if ended.state is not State.SUCCEEDED:
-            raise job_failed(ended)
-        return self._decode(await self._client.result_bytes(ended))
-
-    async def command_result(self, timeout: float | None = None, *, check: bool = True) -> CommandResult:
-        """Return a command's exit code, output and files; JobFailed if it did not succeed, unless check=False."""
-        ended = await self.outcome(timeout)
-        done = CommandResult(ended, await self._client.open_result(ended))
-        if check:
-            done.check()
-        return done
-
-    async def status(self) -> JobStatus:
-        """Return everything that the server knows of the job."""
-        return await self._client.status(self.job_id)
-
-    async def cancel(self, reason: str = "") -> CancelAnswer:
-        """Cancel the job; see AsyncClient.cancel."""
-        return (await self._client.cancel(self.job_id, reason=reason))[self.job_id]
 
 
 class AsyncClient:
@@ -250,7 +131,7 @@ class AsyncClient:
         self._make_id = IdMaker(lambda: time.time_ns() // 1_000_000, os.urandom)
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._tickets = itertools.count(1)
-        self._jobs: dict[str, _AwaitedJob] = {}
+        self._jobs: dict[str, AwaitedJob] = {}
         self._dials = 0
         self._tasks = BackgroundTasks()
         self._closed = False
@@ -485,6 +366,7 @@ class AsyncClient:
         check_specs([spec], SUBMIT_NAMES)  # before anything is uploaded
         if inputs := [await self._input(file) for file in check_list("files", files)]:
             spec = replace(spec, files=tuple(inputs))
+        spec = await self.with_payload_uploaded(spec)
         return (await self.submit_many([spec], on_failed=on_failed, watch=watch))[0]
 
     async def run(
@@ -557,7 +439,7 @@ class AsyncClient:
             raise
         if first is not None and strict:
             raise first
-        return [AsyncJobHandle(job, self, _unchanged) for job in jobs]
+        return [AsyncJobHandle(job, self, unchanged) for job in jobs]
 
     def _ask_submit(self, specs: list[JobSpec], watch: bool, on_failed: str) -> asyncio.Future[Any]:
         job_ids = tuple(spec.job_id for spec in specs) if watch else ()
@@ -574,7 +456,7 @@ class AsyncClient:
         call.add_done_callback(lambda _: self._submits.release())
         return call
 
-    def _read_exceptions(self, accepted: Accepted, jobs: list[_AwaitedJob], start: int) -> TasukiError | None:
+    def _read_exceptions(self, accepted: Accepted, jobs: list[AwaitedJob], start: int) -> TasukiError | None:
         first: TasukiError | None = None
         for item in accepted.exceptions:
             job = jobs[start + item.index]
@@ -582,23 +464,23 @@ class AsyncClient:
                 error = from_wire(item.code, item.message, item.details)
                 first = first or error
                 if not self._let_go(job):
-                    job = jobs[start + item.index] = _AwaitedJob(job.job_id)
+                    job = jobs[start + item.index] = AwaitedJob(job.job_id)
                 job.settle(None, error)
             else:
                 job.existed = True
         return first
 
-    def _awaited(self, job_id: str, watch: bool) -> _AwaitedJob:
+    def _awaited(self, job_id: str, watch: bool) -> AwaitedJob:
         if not watch:
-            return _AwaitedJob(job_id)
+            return AwaitedJob(job_id)
         job = self._jobs.get(job_id)
         if job is None:
-            job = self._jobs[job_id] = _AwaitedJob(job_id)
+            job = self._jobs[job_id] = AwaitedJob(job_id)
         else:
             job.holders += 1
         return job
 
-    def _let_go(self, job: _AwaitedJob) -> bool:
+    def _let_go(self, job: AwaitedJob) -> bool:
         """Take away one submit of the job, which was refused; return if it was the only one."""
         job.holders -= 1
         if job.holders > 0:
@@ -607,7 +489,7 @@ class AsyncClient:
             del self._jobs[job.job_id]
         return True
 
-    def _drop(self, jobs: Iterable[_AwaitedJob]) -> None:
+    def _drop(self, jobs: Iterable[AwaitedJob]) -> None:
         job_ids = [job.job_id for job in jobs if self._let_go(job)]
         self._apply(Unwatch(job_ids))
         if self._connection.link is not None:
@@ -623,7 +505,7 @@ class AsyncClient:
             job.settle(None, Unavailable("this client was closed"))
         elif not job.done:
             self._apply(Watch([job_id]))
-        return AsyncJobHandle(job, self, _unchanged)
+        return AsyncJobHandle(job, self, unchanged)
 
     async def status(self, job_id: str) -> JobStatus:
         """Return everything that the caller may know of a job; NotFound for an unknown id."""
@@ -719,6 +601,17 @@ class AsyncClient:
             return InputFile(path.name, data=path.read_bytes())
         ref = await self.put_file(path)
         return InputFile(path.name, sha256=ref.sha256, size_bytes=ref.size_bytes)
+
+    async def with_payload_uploaded(self, spec: JobSpec) -> JobSpec:
+        """Return a handler's job whose payload is an uploaded file if it is too large to come with the job."""
+        inline_bytes = len(spec.payload) + sum(len(file.data or b"") for file in spec.files)
+        if spec.exec or inline_bytes <= BODY_INLINE_MAX_BYTES or not spec.payload:
+            return spec
+        ref = BlobRef(hashlib.sha256(spec.payload).hexdigest(), len(spec.payload))
+        with io.BytesIO(spec.payload) as file:
+            await self._blobs.put(file, ref)
+        large = InputFile(PAYLOAD_FILE, sha256=ref.sha256, size_bytes=ref.size_bytes)
+        return replace(spec, payload=b"", files=(*spec.files, large))
 
     async def put_file(self, path: str | os.PathLike[str], progress: Callable[[int], None] | None = None) -> BlobRef:
         """Upload a file as a blob, in chunks; nothing is sent if the server has it. An upload that was cut off is continued."""

@@ -6,16 +6,18 @@ import asyncio
 import functools
 import os
 import threading
-from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Iterator, Sequence
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Generator, Iterable, Iterator, Sequence
 from concurrent import futures
 from types import TracebackType
-from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar
+from typing import Any, Concatenate, Generic, ParamSpec, Protocol, Self, TypeVar
 
-from tasuki.client.aio import AsyncClient, AsyncJobHandle, OnFailed
+from tasuki.client.aio import AsyncClient, OnFailed
+from tasuki.client.handles import AsyncJobHandle
 from tasuki.client.types import CancelAnswer, CommandResult, JobStatus
 from tasuki.core.job import JobSpec
 from tasuki.core.protocol import JobResult
-from tasuki.errors import Unavailable
+from tasuki.errors import DeadlineExceeded, Unavailable
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -168,6 +170,14 @@ def _documented_as(method: Callable[..., Any]) -> Callable[[Callable[Q, T]], Cal
     return document
 
 
+class HandleThread(Protocol):
+    """The part of a Client that a handle uses: it runs coroutines, for threads and for event loops."""
+
+    def wait(self, work: Coroutine[Any, Any, R]) -> R: ...
+    def begin(self, work: Coroutine[Any, Any, R]) -> futures.Future[R]: ...
+    def future(self, work: Coroutine[Any, Any, R]) -> asyncio.Future[R]: ...
+
+
 class JobHandle(Generic[T]):
     """One job; `result()` blocks until the job has ended. In an event loop, `await` it instead.
 
@@ -177,7 +187,7 @@ class JobHandle(Generic[T]):
 
     __slots__ = ("_client", "_handle")
 
-    def __init__(self, handle: AsyncJobHandle[T], client: Client) -> None:
+    def __init__(self, handle: AsyncJobHandle[T], client: HandleThread) -> None:
         self._handle = handle
         self._client = client
 
@@ -208,6 +218,10 @@ class JobHandle(Generic[T]):
     def outcome(self, timeout: float | None = None) -> JobResult:
         """Wait for the end of the job, in any state; DeadlineExceeded (a TimeoutError) after `timeout` seconds."""
         return self._client.wait(self._handle.outcome(timeout))
+
+    def begin_outcome(self) -> futures.Future[JobResult]:
+        """Return the future of the end of the job, for `concurrent.futures.wait`; `as_completed` uses it."""
+        return self._client.begin(self._handle.outcome())
 
     def result(self, timeout: float | None = None) -> T:
         """Return what the handler returned; JobFailed if the job did not succeed, DeadlineExceeded if it takes longer."""
@@ -281,9 +295,13 @@ class Client:
         """Run a coroutine of the asynchronous client and wait for it; Ctrl-C ends the wait and the work."""
         return self._thread.wait(work)
 
+    def begin(self, work: Coroutine[Any, Any, T]) -> futures.Future[T]:
+        """Run a coroutine of the asynchronous client, and return the future of its result for any thread."""
+        return self._thread.begin(work)
+
     def future(self, work: Coroutine[Any, Any, T]) -> asyncio.Future[T]:
         """Run a coroutine of the asynchronous client, and return a future for the running loop of the caller."""
-        return asyncio.wrap_future(self._thread.begin(work))
+        return asyncio.wrap_future(self.begin(work))
 
     @property
     def connected(self) -> bool:
@@ -302,6 +320,7 @@ class Client:
     workers = _blocking(AsyncClient.workers)
     request = _blocking(AsyncClient.request)
     put_file = _blocking(AsyncClient.put_file)
+    with_payload_uploaded = _blocking(AsyncClient.with_payload_uploaded)
     result_bytes = _blocking(AsyncClient.result_bytes)
     open_result = _blocking(AsyncClient.open_result)
     save_result = _blocking(AsyncClient.save_result)
@@ -338,3 +357,69 @@ class Client:
         finally:
             if not self._thread.closed:
                 self.wait(_closed(pieces))
+
+
+# ---------------------------------------------------------------------------------------------------- many jobs
+
+
+class CompletedJobs(Generic[T]):
+    """Jobs in the order in which they end, for `for` and for `async for`. `as_completed` makes it."""
+
+    def __init__(self, jobs: Sequence[JobHandle[T]], timeout: float | None) -> None:
+        self._jobs = jobs
+        self._timeout = timeout
+
+    def __iter__(self) -> Iterator[JobHandle[T]]:
+        waiting = {job.begin_outcome(): job for job in self._jobs}
+        try:
+            for future in futures.as_completed(waiting, self._timeout):
+                yield waiting.pop(future)
+        except futures.TimeoutError:
+            raise self._late(len(waiting)) from None
+        finally:
+            for future in waiting:
+                future.cancel()
+
+    async def __aiter__(self) -> AsyncIterator[JobHandle[T]]:
+        ended: asyncio.Queue[JobHandle[T]] = asyncio.Queue()
+        waiting = {asyncio.wrap_future(job.begin_outcome()): job for job in self._jobs}
+        for future, job in waiting.items():
+            future.add_done_callback(functools.partial(_note_end, ended, job))
+        left = len(waiting)
+        try:
+            async with asyncio.timeout(self._timeout):
+                while left:
+                    yield await ended.get()
+                    left -= 1
+        except TimeoutError:
+            raise self._late(left) from None
+        finally:
+            for future in waiting:
+                future.cancel()
+
+    def _late(self, left: int) -> DeadlineExceeded:
+        return DeadlineExceeded(f"{left} of {len(self._jobs)} jobs have not ended within {self._timeout:g} s; they go on")
+
+
+def _note_end(ended: asyncio.Queue[JobHandle[T]], job: JobHandle[T], future: asyncio.Future[JobResult]) -> None:
+    if not future.cancelled():
+        future.exception()  # the handle raises it again
+        ended.put_nowait(job)
+
+
+def as_completed(jobs: Iterable[JobHandle[T]], timeout: float | None = None) -> CompletedJobs[T]:
+    """Return the jobs in the order in which they end, with `for` or `async for`; DeadlineExceeded after `timeout` seconds.
+
+    for job in as_completed(resize.map(paths)):
+        print(job.result())
+    """
+    return CompletedJobs(list(jobs), timeout)
+
+
+def gather(jobs: Iterable[JobHandle[T]], timeout: float | None = None) -> list[T]:
+    """Return the results in the order of the jobs; JobFailed for the first that failed, DeadlineExceeded if they take longer.
+
+    In an event loop, use `await asyncio.gather(*jobs)`.
+    """
+    deadline = None if timeout is None else time.monotonic() + timeout
+    return [job.result(None if deadline is None else max(0.0, deadline - time.monotonic())) for job in jobs]

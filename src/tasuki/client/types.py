@@ -38,6 +38,7 @@ OUTPUT_FOLDER = "out/"  # of a result's archive: the files that the program left
 COPY_BYTES = 64 * 1024
 
 T = TypeVar("T")
+E = TypeVar("E", bound=Exception)
 
 
 # ---------------------------------------------------------------------------------------------------- answers
@@ -306,7 +307,12 @@ def job_failed(ended: JobResult) -> JobFailed:
     """Return the error of a job that ended in another state than SUCCEEDED, with the traceback of its handler as a note."""
     reason = ended.outcome.message or ended.outcome.error_code or "no reason was given"
     error = JobFailed(f"job {ended.job_id!r} is {ended.state} after attempt {ended.attempt}: {reason}", outcome=ended)
-    if isinstance(traceback := ended.outcome.meta.get("traceback"), str):
+    return with_traceback(error, ended.outcome.meta)
+
+
+def with_traceback(error: E, meta: Mapping[str, Any]) -> E:
+    """Add the traceback of a failed attempt, if its outcome has one, to an error as a note; return the error."""
+    if isinstance(traceback := meta.get("traceback"), str):
         error.add_note(f"at its worker:\n{traceback.rstrip()}")
     return error
 

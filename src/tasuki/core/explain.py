@@ -48,6 +48,8 @@ def explain(job: Job, incidents: Sequence[JobIncident], context: ExplainContext)
         why, because, facts = _ended(job)
     else:
         why, because, facts = _held(job, context.workers)
+    if job.outcome is not None and isinstance(traceback := job.outcome.meta.get("traceback"), str):
+        facts["traceback"] = traceback
     for sentences, more in (again(job, incidents), fenced(incidents), times(job, incidents, context.now_wall)):
         because += sentences
         facts |= more

@@ -39,6 +39,7 @@ EXIT_CODES_MAX = 64
 EXIT_CODE_RANGE = (1, 255)  # of failures, as a shell shows them: 128 + n for signal n
 TIME_END = 1e11  # Unix times in seconds are below this; in milliseconds they would not be
 PROGRESS_TEXT_MAX_CHARS = 200
+PAYLOAD_FILE = "tasuki-payload"  # name of the input file that is the payload of a handler's job, where that is too large for it
 
 EMPTY_SHA256 = hashlib.sha256(b"").hexdigest()
 
@@ -188,6 +189,14 @@ class Progress(msgspec.Struct, frozen=True, gc=False, array_like=True):
 
     fraction: float
     text: str = ""
+
+    @classmethod
+    def of(cls, fraction: float, text: str = "") -> Progress:
+        """Return a report that can be kept: the text printable and not too long. InvalidInput unless `fraction` is 0 to 1."""
+        if not 0.0 <= fraction <= 1.0:  # NaN is not either
+            raise InvalidInput(f"progress must be 0 to 1, got {fraction}")
+        printable = "".join(character if character.isprintable() else " " for character in text)
+        return cls(float(fraction), printable[:PROGRESS_TEXT_MAX_CHARS])
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

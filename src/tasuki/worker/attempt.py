@@ -12,19 +12,20 @@ import asyncio
 import enum
 import hashlib
 import inspect
+import io
 import signal
 import traceback
 from collections.abc import Callable, Coroutine
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, cast
 
 import msgspec
 from msgspec.structs import replace
 
-from tasuki.core.job import EMPTY_SHA256, JobSpec, Outcome
+from tasuki.core.job import EMPTY_SHA256, PAYLOAD_FILE, InputFile, JobSpec, Outcome, Progress
 from tasuki.core.subject import SubjectTrie, check_pattern
 from tasuki.core.units import shown_duration
-from tasuki.errors import ConfigError
+from tasuki.errors import ConfigError, Retry, WrongType
 from tasuki.worker.keeper.protocol import EndReason, Limits, TreeEnded
 
 HANDLER_RESULT_MAX_BYTES = 64 * 1024 * 1024  # held in memory; larger results belong into a command's out/
@@ -61,12 +62,46 @@ class Attempt(msgspec.Struct, frozen=True, kw_only=True):
     """Further fields for its result.json."""
 
 
-class HandlerJob(msgspec.Struct, frozen=True):
-    """The one argument of a handler function."""
+class HandlerInput(msgspec.Struct, frozen=True):
+    """An input file of a handler's job. It is there while the job runs."""
+
+    name: str
+    data: bytes | None
+    """Of a small file, which came with the job."""
+    path: Path
+    """Place of a larger one on this machine."""
+
+    def open(self) -> BinaryIO:
+        """Open the file to read its bytes."""
+        return io.BytesIO(self.data) if self.data is not None else self.path.open("rb")
+
+    def read_bytes(self) -> bytes:
+        """Return the whole contents."""
+        with self.open() as file:
+            return file.read()
+
+
+def _unheard(progress: Progress) -> None:
+    """Report progress to nobody."""
+
+
+def _never() -> bool:
+    return False
+
+
+class HandlerJob(msgspec.Struct, frozen=True, eq=False):
+    """The one argument of a handler function; `current_job()` returns it inside a task."""
 
     spec: JobSpec
     attempt: int
     """Only grows: a fencing token for the handler's own conditional writes."""
+    folder: str = ""
+    """Folder of the inputs that are too large to come with the job."""
+    report: Callable[[Progress], None] = _unheard
+    is_canceled: Callable[[], bool] = _never
+
+    def __repr__(self) -> str:
+        return f"<HandlerJob {self.job_id!r}, {self.subject}, attempt {self.attempt}>"
 
     @property
     def job_id(self) -> str:
@@ -78,7 +113,24 @@ class HandlerJob(msgspec.Struct, frozen=True):
 
     @property
     def payload(self) -> bytes:
-        return self.spec.payload
+        """The whole payload; `open_payload` reads a large one piece by piece."""
+        if self.spec.payload or not self.spec.files:
+            return self.spec.payload
+        with self.open_payload() as file:
+            return file.read()
+
+    def open_payload(self) -> BinaryIO:
+        """Open the payload to read its bytes."""
+        large = next((file for file in self.spec.files if file.name == PAYLOAD_FILE), None)
+        return self._input(large).open() if large is not None else io.BytesIO(self.spec.payload)
+
+    @property
+    def files(self) -> tuple[HandlerInput, ...]:
+        """The input files, in the submitter's order: `with job.files[0].open() as file: …`."""
+        return tuple(self._input(file) for file in self.spec.files if file.name != PAYLOAD_FILE)
+
+    def _input(self, file: InputFile) -> HandlerInput:
+        return HandlerInput(file.name, file.data, Path(self.folder, file.name))
 
     @property
     def headers(self) -> dict[str, str]:
@@ -92,6 +144,16 @@ class HandlerJob(msgspec.Struct, frozen=True):
     def env(self) -> dict[str, str]:
         """The variables that the submitter sent; none is put into the process's own environment."""
         return self.spec.env
+
+    def progress(self, fraction: float, text: str = "") -> None:
+        """Report how far the job is, 0 to 1, to those who follow it, `tasuki status` and `tasuki explain`."""
+        self.report(Progress.of(fraction, text))
+
+    @property
+    def canceled(self) -> bool:
+        """True once the job was canceled. The task of an `async def` is canceled then as well. A `def` that asks here has some
+        seconds to return; one that never asks is killed at once."""
+        return self.is_canceled()
 
 
 class RunResult(msgspec.Struct, frozen=True):
@@ -179,6 +241,8 @@ def handler_outcome(value: object) -> Outcome:
     A result above RESULT_INLINE_MAX_BYTES is in `result` all the same; the caller makes it a blob.
     """
     match value:
+        case Outcome():
+            return value
         case bytes() | bytearray() | memoryview():
             result = bytes(value)
         case str():
@@ -203,12 +267,15 @@ def tidy(text: str) -> str:
 
 def handler_failure(error: BaseException) -> Outcome:
     """Return the outcome for an exception of a handler: its type, its message and the end of its traceback."""
+    if isinstance(error, JobRefused):
+        return error.outcome()
     kind = type(error).__name__
     story = tidy("".join(traceback.format_exception(error)))[-TRACEBACK_MAX_CHARS:]
     return Outcome(
         error_code="HANDLER_ERROR",
         message=tidy(f"{kind}: {error}")[:MESSAGE_MAX_CHARS],
         meta={"type": kind, "traceback": story},
+        retry_in_s=error.in_s if isinstance(error, Retry) else None,
     )
 
 
@@ -239,22 +306,27 @@ async def unless_stopped(work: Coroutine[Any, Any, None], stop: asyncio.Future[S
 # ---------------------------------------------------------------------------------------------------- handlers
 
 
+Exceptions = tuple[type[BaseException], ...]
+
+
 class Handler(msgspec.Struct, frozen=True):
     """A function for a subject. An `async def` runs in the worker's loop, a `def` in a child process."""
 
     name: str
     function: Callable[[HandlerJob], Any]
     asynchronous: bool
-    timeout_s: float | None
+    timeout_s: float | None = None
+    retry_on: Exceptions | None = None
+    """The only exceptions that are worth another attempt; None: all but those of `give_up_on`."""
+    give_up_on: Exceptions = ()
 
     def limit_s(self, spec: JobSpec) -> float | None:
         """Return the job's own time limit, else the handler's."""
         return spec.timeout_s if spec.timeout_s is not None else self.timeout_s
 
-    async def run(self, attempt: Attempt, stopped: Callable[[], StopReason | None]) -> Outcome:
+    async def run(self, job: HandlerJob, stopped: Callable[[], StopReason | None]) -> Outcome:
         """Run an `async def` handler in this task. `stopped()` returns the reason if the worker has canceled the task."""
-        limit_s = self.limit_s(attempt.spec)
-        job = HandlerJob(attempt.spec, attempt.attempt)
+        limit_s = self.limit_s(job.spec)
         limit = asyncio.timeout(limit_s) if limit_s is not None else None
         try:
             if limit is None:
@@ -266,7 +338,52 @@ class Handler(msgspec.Struct, frozen=True):
             return stopped_outcome(reason) if reason is not None else handler_failure(error)
         except Exception as error:  # noqa: BLE001 - any exception of a handler is its attempt's outcome
             timed_out = limit is not None and limit.expired()
-            return timed_out_outcome(limit_s) if timed_out else handler_failure(error)
+            return timed_out_outcome(limit_s) if timed_out else self.failure(error)
+
+    def call(self, job: HandlerJob) -> Outcome:
+        """Call a `def` handler."""
+        try:
+            return handler_outcome(self.function(job))
+        except BaseException as error:  # noqa: BLE001 - any exception, SystemExit too, is its attempt's outcome
+            return self.failure(error)
+
+    def failure(self, error: BaseException) -> Outcome:
+        """Return the outcome for an exception of the function, by the rules about further attempts."""
+        outcome = handler_failure(error)
+        if outcome.permanent or isinstance(error, Retry):
+            return outcome
+        if isinstance(error, self.give_up_on):
+            return replace(outcome, permanent=True, message=f"{outcome.message} (not tried again: give_up_on)")
+        if self.retry_on is not None and not isinstance(error, self.retry_on):
+            return replace(outcome, permanent=True, message=f"{outcome.message} (not tried again: not in retry_on)")
+        return outcome
+
+
+def check_handler(subject: object, function: object = None) -> None:
+    """Raise WrongType for a use of `@worker.handler` that could only fail later: no subject, or a function without the job."""
+    if not isinstance(subject, str):
+        name = getattr(subject, "__name__", "function")
+        raise WrongType(f'a handler needs the subject of its jobs: write @worker.handler("{name}"), got {type(subject).__name__}')
+    if function is None:
+        return
+    name = getattr(function, "__name__", repr(function))
+    if not callable(function):
+        raise WrongType(f"a handler must be a function, got {type(function).__name__}")
+    try:
+        inspect.signature(function).bind(None)
+    except TypeError:
+        raise WrongType(f"handler {name!r} is called with one argument, the job: write def {name}(job)") from None
+    except ValueError:  # a builtin, whose arguments are not known
+        return
+
+
+def check_exceptions(name: str, given: object) -> Exceptions:
+    """Return the exceptions of `retry_on` or `give_up_on`; WrongType if it is neither an exception class nor some of them."""
+    kinds = given if isinstance(given, tuple | list) else (given,)
+    for kind in kinds:
+        if not (isinstance(kind, type) and issubclass(kind, BaseException)):
+            raise WrongType(f"{name} must be exception classes, got {kind!r}")
+    return cast(Exceptions, tuple(kinds))
 
 
 class Handlers:
@@ -279,11 +396,11 @@ class Handlers:
     def __len__(self) -> int:
         return len(self._handlers)
 
-    def add(self, subject: str, function: Callable[[HandlerJob], Any], timeout_s: float | None) -> None:
-        check_pattern(subject)
+    def add(self, handler: Handler) -> None:
+        subject = check_pattern(handler.name)
         if subject in self._handlers:
             raise ConfigError(f"subject {subject!r} has a handler already; remove one of the two")
-        self._handlers[subject] = Handler(subject, function, inspect.iscoroutinefunction(function), timeout_s)
+        self._handlers[subject] = handler
         self._trie.add(subject, subject)
 
     def find(self, subject: str) -> Handler | None:
@@ -297,7 +414,7 @@ class Handlers:
     @property
     def plain(self) -> dict[str, Callable[[HandlerJob], Any]]:
         """The `def` functions, by name."""
-        return {name: handler.function for name, handler in self._handlers.items() if not handler.asynchronous}
+        return {name: handler.call for name, handler in self._handlers.items() if not handler.asynchronous}
 
 
 # ---------------------------------------------------------------------------------------------------- exit codes

@@ -4,11 +4,12 @@ Theory of operation. Before the loop and any thread exist, the worker forks a *t
 functions loaded and forks children from itself on request, which is safe and cheap there and neither in the worker.
 
     worker ──control: ForkChild, KillChild / ChildExited──► template ──fork──► child
-       └──────────────── data: FunctionCall / Outcome ─────────────────────────┘
+       └──────────────── data: FunctionCall / ChildAnswer ─────────────────────┘
 
 Control is a SEQPACKET pair, one message a record; data is a stream pair: length u32 LE, msgpack of known types, never pickle.
 A child does one job at a time and is kept for the next; one that passed its time limit or was stopped is killed with all of its
-session. The template is the children's parent, so it alone reaps them and reports their ends. The worker
+session. The template is the children's parent, so it alone reaps them and reports their ends. A child whose function asks if
+its job was canceled is given CANCEL_GRACE_S before it is killed: both sides note that in shared memory. The worker
 writes the deadline of each job's lease into shared memory, with the start and at each heartbeat, which costs no system call; the
 template looks once a second, and kills at it: a worker that hangs loses its functions in time. When the
 worker dies, the template reads the end of the control socket, kills every child's session and ends; PDEATHSIG ties the children
@@ -37,7 +38,7 @@ from typing import NoReturn
 import msgspec
 
 from tasuki.clocks import boot_time
-from tasuki.core.job import Outcome
+from tasuki.core.job import JobSpec, Outcome, Progress
 from tasuki.errors import Unavailable
 from tasuki.worker.attempt import (
     HandlerJob,
@@ -56,6 +57,7 @@ CHILDREN_MAX = 65_536  # more than a process has descriptors for
 RECORD_MAX_BYTES = 1024
 TICK_S = 1.0  # how often the template looks at the deadlines; the store waits LEASE_MARGIN_S longer than they say
 REUSE_S = 1.0  # a child so close to its deadline may be about to be killed
+CANCEL_GRACE_S = 5.0  # for a function that asks whether its job was canceled
 UNANSWERED_S = 2.0  # a template that has not killed a child by then was stopped; the store waits LEASE_MARGIN_S, and is later
 NO_TEMPLATE = "the process that forks children for handlers is gone; restart the worker"
 _LENGTH = struct.Struct("<I")
@@ -92,14 +94,23 @@ class FunctionCall(msgspec.Struct, frozen=True):
     """One job for a child."""
 
     function: str
-    job: HandlerJob
+    spec: JobSpec
+    attempt: int
+    folder: str = ""
+
+
+class ChildAnswer(msgspec.Struct, frozen=True, array_like=True):
+    """Progress of a child's job, or its end."""
+
+    progress: Progress | None = None
+    outcome: Outcome | None = None
 
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode_order = msgspec.msgpack.Decoder(ForkChild | KillChild).decode
 _decode_exited = msgspec.msgpack.Decoder(ChildExited).decode
 _decode_request = msgspec.msgpack.Decoder(FunctionCall).decode
-_decode_outcome = msgspec.msgpack.Decoder(Outcome).decode
+_decode_answer = msgspec.msgpack.Decoder(ChildAnswer).decode
 
 
 # ---------------------------------------------------------------------------------------------------- in the worker
@@ -116,13 +127,17 @@ class _Child:
         self.lease_deadline: Callable[[], float | None] = lambda: None
         """Of the job that it runs."""
 
-    async def ask(self, request: bytes) -> Outcome | None:
-        """Return the child's answer, or None if it died meanwhile."""
+    async def ask(self, request: bytes, report: Callable[[Progress], None]) -> Outcome | None:
+        """Return the child's answer, or None if it died meanwhile; pass its progress on."""
         try:
             self.writer.write(_LENGTH.pack(len(request)) + request)
             await self.writer.drain()
-            (length,) = _LENGTH.unpack(await self.reader.readexactly(_LENGTH.size))
-            return _decode_outcome(await self.reader.readexactly(length))
+            while True:
+                (length,) = _LENGTH.unpack(await self.reader.readexactly(_LENGTH.size))
+                answer = _decode_answer(await self.reader.readexactly(length))
+                if answer.progress is None:
+                    return answer.outcome
+                report(answer.progress)
         except (asyncio.IncompleteReadError, ConnectionError):
             return None
 
@@ -130,7 +145,9 @@ class _Child:
 class FunctionProcesses:
     """The worker's end of its children. Belongs to one event loop, the one of its first `run`."""
 
-    def __init__(self, templates: socket.socket, supervisor_pid: int, deadlines: memoryview[float]) -> None:
+    def __init__(
+        self, templates: socket.socket, supervisor_pid: int, deadlines: memoryview[float], cancels: memoryview[int]
+    ) -> None:
         self._templates = templates
         """Brings the pid and the control socket of each template; it ends with the supervisor."""
         self._supervisor_pid = supervisor_pid
@@ -138,6 +155,8 @@ class FunctionProcesses:
         self.template_pid = 0
         self._deadlines = deadlines
         """Boot time at which a child must be dead, by its number; 0: never. Shared with the template."""
+        self._cancels = cancels
+        """Two bytes for each child, shared with it: it has asked for a cancel; its job was canceled."""
         self._new_numbers = itertools.count()
         self._free_numbers: list[int] = []
         self._alive: dict[int, _Child] = {}
@@ -158,12 +177,13 @@ class FunctionProcesses:
             raise RuntimeError("FunctionProcesses.start must be called before the event loop runs")
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         deadlines = memoryview(mmap.mmap(-1, CHILDREN_MAX * 8)).cast("d")
+        cancels = memoryview(mmap.mmap(-1, CHILDREN_MAX * 2))
         pid = os.fork()
         if pid == 0:
             ours.close()
-            run_after_fork(lambda: _supervise(theirs, dict(functions), deadlines))
+            run_after_fork(lambda: _supervise(theirs, dict(functions), deadlines, cancels))
         theirs.close()
-        started = cls(ours, pid, deadlines)
+        started = cls(ours, pid, deadlines, cancels)
         started._receive_template()
         return started
 
@@ -179,17 +199,23 @@ class FunctionProcesses:
 
         `lease_deadline()` returns the boot time at which the attempt must be over; None: it goes on without a lease too.
         A time limit, a stop or the lease's deadline is a SIGKILL to the child's session: a Python function that computes handles
-        no other signal.
+        no other signal. A cancel waits for a function that asks for it.
         """
         if stop.done():
             return stopped_outcome(stop.result())
         child = await self._take()
         child.lease_deadline = lease_deadline
         self._deadlines[child.number] = lease_deadline() or 0.0
-        answer = asyncio.ensure_future(child.ask(_encode(FunctionCall(name, job))))
+        asked, canceled = 2 * child.number, 2 * child.number + 1
+        self._cancels[asked] = self._cancels[canceled] = 0
+        call = _encode(FunctionCall(name, job.spec, job.attempt, job.folder))
+        answer = asyncio.ensure_future(child.ask(call, job.report))
         try:
             await first_of(answer, stop, timeout_s=timeout_s)
-            if answer.done():
+            if not answer.done() and stop.done() and stop.result() is StopReason.CANCELED and self._cancels[asked]:
+                self._cancels[canceled] = 1
+                await first_of(answer, timeout_s=CANCEL_GRACE_S)
+            elif answer.done():
                 outcome = answer.result()
                 if outcome is not None:
                     self._keep(child)
@@ -349,7 +375,9 @@ class FunctionProcesses:
 # ---------------------------------------------------------------------------------------------------- in the supervisor
 
 
-def _supervise(worker: socket.socket, functions: dict[str, Function], deadlines: memoryview[float]) -> NoReturn:
+def _supervise(
+    worker: socket.socket, functions: dict[str, Function], deadlines: memoryview[float], cancels: memoryview[int]
+) -> NoReturn:
     """Fork a template, and another one whenever it is killed, until the worker is gone."""
     os.setsid()  # Ctrl-C in the worker's terminal is for the worker alone
     signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -363,7 +391,7 @@ def _supervise(worker: socket.socket, functions: dict[str, Function], deadlines:
             if pid == 0:
                 worker.close()
                 ours.close()
-                run_after_fork(_Template(theirs, functions, deadlines).serve)
+                run_after_fork(_Template(theirs, functions, deadlines, cancels).serve)
             theirs.close()
             with ours:
                 socket.send_fds(worker, [str(pid).encode()], [ours.fileno()])
@@ -389,13 +417,16 @@ def _end_orphans() -> None:
 class _Template:
     """Forks, kills and reaps children until the worker is gone. No loop and no threads: only its poll blocks."""
 
-    def __init__(self, control: socket.socket, functions: dict[str, Function], deadlines: memoryview[float]) -> None:
+    def __init__(
+        self, control: socket.socket, functions: dict[str, Function], deadlines: memoryview[float], cancels: memoryview[int]
+    ) -> None:
         self._control = control
         self._functions = functions
         self._poll = select.poll()
         self._pids: dict[int, int] = {}  # by the worker's number for the child
         self._numbers: dict[int, int] = {}  # by pidfd
         self._deadlines = deadlines
+        self._cancels = cancels
         self._lease_lost: set[int] = set()
 
     def serve(self) -> NoReturn:
@@ -446,7 +477,8 @@ class _Template:
             self._control.close()
             for pidfd in self._numbers:
                 os.close(pidfd)
-            run_after_fork(lambda: _serve_jobs(socket.socket(fileno=data), self._functions, template_pid))
+            cancel = self._cancels[2 * number : 2 * number + 2]
+            run_after_fork(lambda: _serve_jobs(socket.socket(fileno=data), self._functions, template_pid, cancel))
         os.close(data)
         pidfd = os.pidfd_open(pid)
         self._pids[number] = pid
@@ -475,18 +507,28 @@ class _Template:
 # ---------------------------------------------------------------------------------------------------- in a child
 
 
-def _serve_jobs(data: socket.socket, functions: dict[str, Function], template_pid: int) -> NoReturn:
+def _serve_jobs(data: socket.socket, functions: dict[str, Function], template_pid: int, cancel: memoryview[int]) -> NoReturn:
     os.setsid()
     die_with_parent(template_pid)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     stream = data.makefile("rb")
+
+    def send(answer: ChildAnswer) -> None:
+        encoded = _encode(answer)
+        data.sendall(_LENGTH.pack(len(encoded)) + encoded)
+
+    def is_canceled() -> bool:
+        cancel[0] = 1
+        return bool(cancel[1])
+
     with contextlib.suppress(ConnectionError):  # the worker died before it could be answered
         while len(head := stream.read(_LENGTH.size)) == _LENGTH.size:
             request = _decode_request(stream.read(_LENGTH.unpack(head)[0]))
-            answer = _encode(_call(functions[request.function], request.job))
+            job = HandlerJob(request.spec, request.attempt, request.folder, lambda told: send(ChildAnswer(told)), is_canceled)
+            outcome = _call(functions[request.function], job)
             sys.stdout.flush()
             sys.stderr.flush()
-            data.sendall(_LENGTH.pack(len(answer)) + answer)
+            send(ChildAnswer(outcome=outcome))
     os._exit(os.EX_OK)
 
 

@@ -27,7 +27,7 @@ from typing import NamedTuple, Protocol
 
 import msgspec
 
-from tasuki.core.job import PROGRESS_TEXT_MAX_CHARS, Progress
+from tasuki.core.job import Progress
 from tasuki.core.protocol import LOG_PIECE_MAX_BYTES, LOG_WAIT_MAX_S, LogPiece, ReadLog
 from tasuki.errors import ConfigError
 from tasuki.worker.linux_calls import punch_hole
@@ -347,8 +347,7 @@ def parse_progress(line: bytes, mask: Callable[[str], str] = str) -> Progress | 
         return None
     if word != _PROGRESS_WORD or not 0.0 <= fraction <= 1.0:  # NaN is not either
         return None
-    printable = "".join(character if character.isprintable() else " " for character in mask(text.strip()))
-    return Progress(fraction, printable[:PROGRESS_TEXT_MAX_CHARS])
+    return Progress.of(fraction, mask(text.strip()))
 
 
 class ProgressFile:

@@ -134,19 +134,20 @@ class CommandRunner:
             building = functools.partial(build_command, exec_, attempt, folder, self._environment, self._incarnation, secrets)
             command = await asyncio.to_thread(building) if matches_apart(exec_, attempt.spec) else building()
             return await self._run_command(attempt, exec_, command, folder, stop, on_started)
-        except JobRefused as refusal:
-            return RunResult(refusal.outcome())
         except SecretProblem as problem:  # a file that is being replaced may be there at the next attempt
             logger.error("job %s: %s", attempt.spec.job_id, problem)
             return RunResult(Outcome(error_code="SECRET_MISSING", message=f"{problem}; put it in order on this worker"))
-        except Unavailable:
-            raise
-        except TasukiError as error:  # an input that is not there or not what was announced
-            return RunResult(Outcome(error_code=error.code, message=error.message))
-        except OSError as error:  # a broken disk, or a run folder that was removed
-            logger.error("job %s: its run folder cannot be used: %s", attempt.spec.job_id, error)
-            why = error.strerror or type(error).__name__  # without the path, which is the worker's own business
-            return RunResult(Outcome(error_code="RUN_FOLDER", message=f"the worker cannot use the job's run folder: {why}"))
+        except (JobRefused, TasukiError, OSError) as error:
+            return RunResult(_not_prepared(attempt, error))
+
+    async def prepare(self, attempt: Attempt, stop: asyncio.Future[StopReason]) -> RunFolder | Outcome:
+        """Make a folder with the inputs of a handler's attempt; return the outcome if that fails or `stop` comes first."""
+        try:
+            folder = await asyncio.to_thread(self.folders.create, attempt)
+            fetched = await self._fetch_inputs(attempt, folder, stop)
+            return folder if fetched else _not_begun(stop.result()).outcome
+        except (JobRefused, TasukiError, OSError) as error:
+            return _not_prepared(attempt, error)
 
     async def cleanup(self, attempt: Attempt) -> None:
         """Remove the attempt's folder."""
@@ -353,6 +354,19 @@ def _not_begun(reason: StopReason) -> RunResult:
     if reason is StopReason.SHUTDOWN:
         raise Unavailable("the worker is shutting down and had not started the job")
     return RunResult(stopped_outcome(reason))
+
+
+def _not_prepared(attempt: Attempt, error: JobRefused | TasukiError | OSError) -> Outcome:
+    """Return the outcome of an attempt whose folder or inputs could not be made; raise Unavailable: another worker may try."""
+    if isinstance(error, JobRefused):
+        return error.outcome()
+    if isinstance(error, Unavailable):
+        raise error
+    if isinstance(error, TasukiError):  # an input that is not there or not what was announced
+        return Outcome(error_code=error.code, message=error.message)
+    logger.error("job %s: its run folder cannot be used: %s", attempt.spec.job_id, error)  # a broken disk, or it was removed
+    why = error.strerror or type(error).__name__  # without the path, which is the worker's own business
+    return Outcome(error_code="RUN_FOLDER", message=f"the worker cannot use the job's run folder: {why}")
 
 
 def _not_started(command: Command, error: OSError) -> Exception:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import gc
+import inspect
 import logging
 import os
 import random
@@ -35,7 +36,7 @@ from msgspec.structs import replace
 from tasuki.clocks import now
 from tasuki.config import DataFolder, data_folder, default_url, find_token, user_key
 from tasuki.core.address import parse_url
-from tasuki.core.job import RESULT_INLINE_MAX_BYTES, BlobRef, JobSpec, OnDisconnect, Outcome, is_marked
+from tasuki.core.job import RESULT_INLINE_MAX_BYTES, BlobRef, JobSpec, OnDisconnect, Outcome, Progress, is_marked
 from tasuki.core.lifecycle import GRACE_MAX_S, HTTP_LEASE_TTL_S
 from tasuki.core.machine import Closed, Hangup, Opened, Received, Send, Ticked
 from tasuki.core.protocol import Ending, HeartbeatAnswer, Message, Welcome
@@ -50,7 +51,18 @@ from tasuki.net.server_connection import ServerConnection
 from tasuki.net.tls import client_tls
 from tasuki.version import __version__
 from tasuki.wire.compression import CODECS
-from tasuki.worker.attempt import Attempt, Handler, HandlerJob, Handlers, JobRefused, RunResult, StopReason, worker_failure
+from tasuki.worker.attempt import (
+    Attempt,
+    Handler,
+    HandlerJob,
+    Handlers,
+    JobRefused,
+    RunResult,
+    StopReason,
+    check_exceptions,
+    check_handler,
+    worker_failure,
+)
 from tasuki.worker.commands import missing_programs
 from tasuki.worker.credentials import CredentialFile, Rotation
 from tasuki.worker.execs import Exec
@@ -59,7 +71,7 @@ from tasuki.worker.keeper.client import Keeper
 from tasuki.worker.logs import DEFAULT_CAPS, LogCaps, LogFollow
 from tasuki.worker.outbox import Outbox, OutboxFiles, OutboxRecord, RejectedResults
 from tasuki.worker.runner import CommandRunner
-from tasuki.worker.status import RunningJob, StatusFile
+from tasuki.worker.status import JobLog, RunningJob, StatusFile, log_to_stderr_by_default
 from tasuki.worker.transfers import WorkerTransfers, sweep_incoming
 
 TICK_S = 0.05
@@ -153,19 +165,35 @@ class Worker:
         self._keeper: Keeper | None = None
         self._flushing = False
         self._flush_timer: asyncio.TimerHandle | None = None
-        self._wall = 0.0
-        self._signals = 0
+        self._wall, self._signals = 0.0, 0
         self._welcome: Welcome | None = None
         self._logged_reason, self._log_again_at = "", 0.0
+        self._job_log = JobLog()
         self._ended: list[events.AttemptEnded] = []
 
     # ------------------------------------------------------------------------------------------------ set-up
 
-    def handler(self, subject: str, *, timeout_s: float | None = None) -> Callable[[Function], Function]:
-        """Register a function for jobs of a subject (a pattern). `async def` runs in the loop, `def` in a child process."""
+    def handler(
+        self,
+        subject: str,
+        *,
+        timeout_s: float | None = None,
+        retry_on: type[BaseException] | tuple[type[BaseException], ...] | None = None,
+        give_up_on: type[BaseException] | tuple[type[BaseException], ...] = (),
+    ) -> Callable[[Function], Function]:
+        """Register a function for jobs of a subject (a pattern). `async def` runs in the loop, `def` in a child process.
+
+        An exception fails the attempt, and the job is tried again as long as it has retries; not for exceptions of `give_up_on`,
+        and with `retry_on` for those alone. `raise Retry(in_s=30)` chooses the time of the next attempt.
+        """
+        check_handler(subject)
+        only = None if retry_on is None else check_exceptions("retry_on", retry_on)
+        never = check_exceptions("give_up_on", give_up_on)
 
         def register(function: Function) -> Function:
-            self._handlers.add(subject, function, timeout_s)
+            check_handler(subject, function)
+            asynchronous = inspect.iscoroutinefunction(function)
+            self._handlers.add(Handler(subject, function, asynchronous, timeout_s, only, never))
             return function
 
         return register
@@ -179,6 +207,7 @@ class Worker:
 
     def run(self) -> None:
         """Work until a signal: the first SIGTERM or SIGINT drains (no new jobs, running ones finish), the second stops them."""
+        log_to_stderr_by_default()
         # Forked before the loop and its threads exist: a child that inherits a locked lock would hang.
         self._function_processes = FunctionProcesses.start(self._handlers.plain) if self._handlers.plain else None
         self._keeper = Keeper.start(self.incarnation) if self._execs or self._any_program else None
@@ -322,6 +351,7 @@ class Worker:
     async def _tick(self) -> None:
         while True:
             self._apply(Ticked())
+            self._job_log.flush(self._wall)
             await asyncio.sleep(TICK_S)
 
     # ------------------------------------------------------------------------------------------------ the machine's driver
@@ -439,32 +469,62 @@ class Worker:
         attempt = Attempt(spec=spec, lease_id=grant.lease_id, attempt=grant.attempt, submitter=grant.submitter)
         active = self._active[grant.lease_id] = ActiveAttempt(attempt)
         handler = None if spec.exec else self._handlers.find(spec.subject)
-        if handler is not None and handler.asynchronous:
+        if handler is not None:
+            self._job_log.started(spec, grant.attempt, self._wall)
+        if handler is not None and handler.asynchronous and not spec.files:
             # The machine is told without an event: this is the path of ten thousand jobs a second.
             self._machine.handler_started(grant.lease_id, self._wall)
             active.task = self._loop.create_task(self._run_async(active, handler))
             return
         stop = active.stop = self._loop.create_future()
-        run = self._run_command(active, stop) if spec.exec else self._run_plain(active, stop, handler, self._wall)
+        run = self._run_command(active, stop) if spec.exec else self._run_handler(active, stop, handler, self._wall)
         active.task = self._loop.create_task(run)
         active.task.add_done_callback(functools.partial(self._report_failure, active))
 
-    async def _run_async(self, active: ActiveAttempt, handler: Handler) -> None:
-        await self._end_run(active, await handler.run(active.attempt, lambda: active.stopped))
+    async def _run_async(self, active: ActiveAttempt, handler: Handler, folder: str = "") -> None:
+        await self._end_run(active, await handler.run(self._handler_job(active, folder), lambda: active.stopped))
 
-    async def _run_plain(
+    def _handler_job(self, active: ActiveAttempt, folder: str) -> HandlerJob:
+        attempt = active.attempt
+        report = functools.partial(self._progressed, attempt.lease_id)
+        return HandlerJob(attempt.spec, attempt.attempt, folder, report, lambda: active.stopped is StopReason.CANCELED)
+
+    def _progressed(self, lease_id: str, progress: Progress) -> None:
+        self._machine.progressed(lease_id, progress)
+
+    async def _run_handler(
         self, active: ActiveAttempt, stop: asyncio.Future[StopReason], handler: Handler | None, wall: float
     ) -> None:
+        """Run a plain function, or any handler of a job with input files, which are fetched first."""
         spec = active.attempt.spec
-        if handler is None or self._function_processes is None:
+        if handler is None or (self._function_processes is None and not handler.asynchronous):
             message = f"this worker has no handler for subject {spec.subject!r}"
             self._end(active, Outcome(error_code="NO_HANDLER", message=message, permanent=True))
             return
+        folder = ""
+        if spec.files:
+            try:
+                prepared = await self._runner.prepare(active.attempt, stop)
+            except Unavailable as error:
+                await self._give_back(active, error)
+                return
+            if isinstance(prepared, Outcome):
+                self._end(active, prepared)
+                return
+            folder = str(prepared.inputs)
         self._machine.handler_started(active.attempt.lease_id, wall)
-        job = HandlerJob(spec, active.attempt.attempt)
+        if handler.asynchronous:
+            active.stop = None  # from here on, a stop cancels this task
+            await self._run_async(active, handler, folder)
+        else:
+            await self._run_plain(active, stop, handler, folder)
+
+    async def _run_plain(self, active: ActiveAttempt, stop: asyncio.Future[StopReason], handler: Handler, folder: str) -> None:
+        assert self._function_processes is not None
+        job, limit_s = self._handler_job(active, folder), handler.limit_s(active.attempt.spec)
         try:
             deadline = functools.partial(self._machine.lease_deadline, active.attempt.lease_id)
-            outcome = await self._function_processes.run(handler.name, job, handler.limit_s(spec), stop, deadline)
+            outcome = await self._function_processes.run(handler.name, job, limit_s, stop, deadline)
         except Unavailable as error:
             # The processes that fork the children are gone: no plain function can run here any more.
             outcome = Outcome(error_code=error.code, message=error.message)
@@ -477,12 +537,16 @@ class Worker:
             result = await self._runner.run(attempt, stop, lambda: self._apply(events.Started(attempt.lease_id)))
             result = await self._as_reported(attempt, result)
         except Unavailable as error:  # nothing was started
-            logger.warning("job %s is given back: %s", attempt.spec.job_id, error.message)
-            self._active.pop(attempt.lease_id, None)
-            self._apply(events.AttemptReturned(attempt.lease_id))
-            await self._runner.cleanup(attempt)
+            await self._give_back(active, error)
             return
         await self._end_run(active, result.outcome, result.result_file)
+
+    async def _give_back(self, active: ActiveAttempt, error: Unavailable) -> None:
+        attempt = active.attempt
+        logger.warning("job %s is given back: %s", attempt.spec.job_id, error.message)
+        self._active.pop(attempt.lease_id, None)
+        self._apply(events.AttemptReturned(attempt.lease_id))
+        await self._runner.cleanup(attempt)
 
     async def _as_reported(self, attempt: Attempt, result: RunResult) -> RunResult:
         """Return a command's result as it is reported; subclasses may change it."""
@@ -506,7 +570,11 @@ class Worker:
 
     def _end(self, active: ActiveAttempt, outcome: Outcome) -> None:
         """Report an end, together with the others of this turn of the loop."""
-        active.ended_at = active.ended_at or time.time()
+        ended_at = active.ended_at = active.ended_at or time.time()
+        attempt = active.attempt
+        if not attempt.spec.exec:
+            took_s = ended_at - (self._started_at(attempt.lease_id) or ended_at)
+            self._job_log.ended(attempt.spec, attempt.attempt, outcome, took_s, ended_at)
         self._ended.append(events.AttemptEnded(active.attempt.lease_id, outcome))
         self._pump_soon()
 
@@ -520,7 +588,7 @@ class Worker:
         """Drop everything about the attempt, and recycle or remove its folder."""
         self._outbox.forget(command.lease_id)
         active = self._active.pop(command.lease_id, None)
-        if active is None or not active.attempt.spec.exec:
+        if active is None or not (active.attempt.spec.exec or active.attempt.spec.files):
             return
         if command.fenced or not self._runner.folders.recycle(active.attempt):
             self._cleaning.spawn(self._cleanup(active.attempt, bool(command.fenced)))

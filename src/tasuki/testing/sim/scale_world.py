@@ -34,7 +34,7 @@ from tasuki.testing.sim.clients import SimClient
 from tasuki.testing.sim.history import AnyLine, LeadingEvent
 from tasuki.testing.sim.network import Network, NetworkPeer, NetworkServer
 from tasuki.testing.sim.recorder import LISTS, Recorder, lists_of
-from tasuki.testing.sim.servers import CoordinationNode, SimServer, StoreNode, Task
+from tasuki.testing.sim.servers import CoordinationNode, SimServer, StoreNode, StoreTask
 from tasuki.testing.sim.workers import SimulatedAttempt, SimWorker
 from tasuki.testing.sim.world import HostClock, Streams, World
 
@@ -322,7 +322,7 @@ class ScaleStore(StoreNode):
     def latency_s(self) -> float:
         return TURN_S * (0.5 + self._chance.random())
 
-    def _try(self, task: Task, wait_s: float) -> None:
+    def _try(self, task: StoreTask, wait_s: float) -> None:
         turn: Turn = task.turn
         took_s = self.latency_s() + ITEM_S * sum(len(getattr(turn, name)) for name in _ITEMS)
         server = self.recorder.servers[task.server.name]
@@ -331,7 +331,7 @@ class ScaleStore(StoreNode):
             server.duty_s += took_s
         self.world.after(wait_s + took_s, "commits", self._commit, task)
 
-    def _answer(self, task: Task, answer: Answers | TasukiError) -> None:
+    def _answer(self, task: StoreTask, answer: Answers | TasukiError) -> None:
         if task.server.life == task.life:
             task.server.answered(task.turn, answer)
 

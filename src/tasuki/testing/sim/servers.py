@@ -53,7 +53,7 @@ MakeStore = Callable[[Clock, Random], Store]
 """Returns a store of a test's own in the place of the real one."""
 
 
-class Task(msgspec.Struct, eq=False):
+class StoreTask(msgspec.Struct, eq=False):
     """One turn of one server, until it is answered."""
 
     server: Any
@@ -136,12 +136,12 @@ class StoreNode:
     # -- turns ----------------------------------------------------------------------------------------------------
     def take(self, server: SimServer, turn: Turn) -> None:
         """Begin a turn, as the server's store thread does."""
-        self._try(Task(server, server.life, turn, server.clock.monotonic()), 0.0)
+        self._try(StoreTask(server, server.life, turn, server.clock.monotonic()), 0.0)
 
-    def _try(self, task: Task, wait_s: float) -> None:
+    def _try(self, task: StoreTask, wait_s: float) -> None:
         self.world.after(wait_s + self.latency_s(), f"{task.server.name} commits", self._commit, task)
 
-    def _commit(self, task: Task) -> None:
+    def _commit(self, task: StoreTask) -> None:
         server = task.server
         if server.life != task.life and self._chance.random() >= COMMITS_ALONE:
             return
@@ -187,7 +187,7 @@ class StoreNode:
                 raise TurnInterrupted("the connection broke while it was committed", InterruptCause.CONNECTION)
             raise Unavailable("the connection broke while it was committed; it is not known whether it was stored")
 
-    def _answer(self, task: Task, answer: Answers | TasukiError) -> None:
+    def _answer(self, task: StoreTask, answer: Answers | TasukiError) -> None:
         server = task.server
         if server.life != task.life:
             return
