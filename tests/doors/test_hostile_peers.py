@@ -7,8 +7,11 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, suppress
+from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from tasuki import Client
 from tasuki.core.job import InputFile, JobSpec, Outcome
@@ -100,6 +103,36 @@ def test_slow_reader_that_is_hung_up_on_keeps_no_memory(server: ServerProcess, o
     until(lambda: open_sockets(server.pid) <= before, timeout_s=8, what="the server drops the hung-up connections")
     for peer in peers:
         peer.socket.close()
+
+
+@pytest.fixture
+def large_job(server: ServerProcess, tmp_path: Path) -> tuple[str, BlobGet]:
+    """A token, and the download of an input of a job of it whose description is large too."""
+    token = server.create_token("client")
+    document = tmp_path / "input"
+    document.write_bytes(os.urandom(8 * MIB))
+    with server.client(token=token) as client:
+        job = client.submit(subject="nobody", files=[document], headers={f"h{n}": "x" * 8000 for n in range(64)}, watch=False)
+    return token, BlobGet(2, hashlib.sha256(document.read_bytes()).hexdigest(), job.job_id)
+
+
+@pytest.mark.parametrize("what", ["downloads", "answers"])
+def test_what_one_token_does_not_read_on_many_connections_is_bounded_and_others_are_served(
+    server: ServerProcess, large_job: tuple[str, BlobGet], others_are_served: Served, what: str
+) -> None:
+    token, download = large_job
+    asked: list[Message] = [replace(download, msg_id=number) for number in range(2, 6)]
+    if what == "answers":
+        asked = [Request(number, "get", {"job_ids": [download.job_id]}) for number in range(2, 6)]
+    before, connections = rss_bytes(server.pid), 60 if what == "downloads" else 200
+    with ExitStack() as stack:
+        for _ in range(connections):
+            peer = stack.enter_context(RawPeer(server.url, receive_buffer_bytes=4096))
+            with suppress(ConnectionError):
+                peer.as_client(token).send(*asked)
+        others_are_served()
+        assert rss_bytes(server.pid) - before < 150 * MIB
+    others_are_served()
 
 
 def test_many_downloads_on_one_connection_do_not_use_up_the_descriptors(

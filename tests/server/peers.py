@@ -49,6 +49,8 @@ class FakeConnection(Watched):
     def full(self) -> bool:
         return not self.writable.is_set()
 
+    unread_bytes = 0
+
     # -- the server's side ----------------------------------------------------------------------------------------
     def send(self, message: Message) -> None:
         self.send_together([message])
@@ -63,6 +65,10 @@ class FakeConnection(Watched):
 
     def close(self, error: TasukiError | None = None) -> None:
         self.closed = error
+        self.changed()
+
+    def abort(self, reason: str) -> None:
+        self.closed = reason
         self.changed()
 
     def pause_reading(self, why: object = None) -> None:

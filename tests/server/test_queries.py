@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import msgspec
@@ -12,9 +13,20 @@ from tasuki.core.broker.events import Query
 from tasuki.core.job import InputFile, JobSpec, body_hash
 from tasuki.core.store_messages import LeaseRequest, Report, Submission
 from tasuki.errors import Forbidden, InvalidInput, NotFound, TooLarge
-from tasuki.server.queries import GET_MAX, GET_RESULTS_MAX, GROUPS_SHOWN, PAGE_BYTES, PAGE_MAX, answer_query, query_bytes
+from tasuki.server.queries import (
+    GET_MAX,
+    GET_RESULTS_MAX,
+    GROUPS_SHOWN,
+    PAGE_BYTES,
+    PAGE_MAX,
+    UNREAD_MAX_BYTES,
+    UnreadAnswers,
+    answer_query,
+    query_bytes,
+)
 from tasuki.stores.memory.store import MemoryStore
 from tasuki.testing.clocks import FakeClock
+from tests.server.peers import FakeConnection
 
 ALICE = Identity(PeerKind.CLIENT, "token:alice", (), "alice")
 BOB = Identity(PeerKind.CLIENT, "token:bob", (), "bob")
@@ -212,3 +224,17 @@ def test_a_get_of_too_much_is_refused_before_all_of_it_is_read(store: MemoryStor
 def test_queries_that_wait_are_counted_by_their_size() -> None:
     assert query_bytes(Query(1, 1, "get", {"job_ids": ["x"] * 1000}, ADMIN, [])) == 64_000
     assert query_bytes(Query(1, 1, "find", {"text": "x" * 1000, "limit": 5, "cursor": None}, ADMIN, [])) == 1000
+
+
+def test_of_connections_with_too_many_unread_answers_of_one_owner_the_oldest_are_aborted() -> None:
+    async def work() -> list[bool]:
+        unread, links = UnreadAnswers(), [FakeConnection() for _ in range(6)]
+        for link in links:
+            link.unread_bytes = UNREAD_MAX_BYTES // 4
+            unread.note("other" if link is links[0] else "greedy", link)
+        links[4].unread_bytes = 0  # its peer has read
+        unread.note("greedy", links[5])
+        unread.note("greedy", links[4])
+        return [link.closed != "" for link in links]
+
+    assert asyncio.run(work()) == [False, True, False, False, False, False]

@@ -19,10 +19,10 @@ class Shares:
     def taken(self, owner: str) -> int:
         return self._taken.get(owner, 0)
 
-    def take(self, owner: str, count: int = 1) -> None:
-        """Add to the owner's count, or raise the error and leave it as it is."""
+    def take(self, owner: str, count: int = 1, *, beyond: bool = False) -> None:
+        """Add to the owner's count, or raise the error and leave it as it is. With `beyond` the limit is for others."""
         taken = self.taken(owner) + count
-        if taken > self.limit:
+        if taken > self.limit and not beyond:
             raise self._error(
                 f"{owner} has {taken - count} {self._unit} and may have {self.limit}: {count} more would be too many; "
                 "wait until some have ended, or use a token of its own for each user"

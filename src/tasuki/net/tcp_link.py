@@ -26,7 +26,7 @@ from tasuki.errors import Overloaded, ProtocolError, RefusedRequest, TasukiError
 from tasuki.net.tls import CUT_SHORT, handshake_words, warn_of_clear_text
 from tasuki.wire.messages import Frame, FrameDecoder, decode, encode
 
-WRITE_SOFT_BYTES = 4 * 1024 * 1024
+WRITE_SOFT_BYTES = 1024 * 1024
 WRITE_HARD_BYTES = 64 * 1024 * 1024
 FRAME_TIMEOUT_S = 30.0  # from the first byte of a frame to its last
 STALL_TIMEOUT_S = 30.0  # a peer that does not read anything for so long is cut off
@@ -213,9 +213,14 @@ class TcpLink(asyncio.Protocol):
         self.resume_reading("the peer does not read")
 
     @property
+    def unread_bytes(self) -> int:
+        """Number of bytes that wait for the peer to read."""
+        return self._out_bytes + self.transport.get_write_buffer_size() if self.transport is not None and not self._closed else 0
+
+    @property
     def full(self) -> bool:
         """True if more bytes than the soft limit wait for the peer."""
-        return self.transport is not None and self._out_bytes + self.transport.get_write_buffer_size() > WRITE_SOFT_BYTES
+        return self.unread_bytes > WRITE_SOFT_BYTES
 
     async def drain(self) -> None:
         """Wait until the peer has read enough that more may be sent; Unavailable if the link is gone."""

@@ -41,6 +41,9 @@ QUICK_READS = ("get", "logs")  # by job_id; the others may look at 20,000 rows, 
 WAITING_MAX = 256  # queued pieces of one connection; past this it is not read from
 WAITING_MAX_BYTES = 1024 * 1024  # of memory that they take, about
 
+UNREAD_MAX_BYTES = 32 * 1024 * 1024  # of answers to the peers of one owner
+UNREAD_MIN_BYTES = 64 * 1024  # of one connection; less is not counted
+
 T = TypeVar("T")
 
 
@@ -271,11 +274,14 @@ class Connection(Protocol):
 
     @property
     def full(self) -> bool: ...
+    @property
+    def unread_bytes(self) -> int: ...
 
     def send(self, message: Message) -> None: ...
     def send_together(self, messages: Iterable[Message]) -> None: ...
     def trust(self, max_bytes: int, owner: str) -> None: ...
     def close(self, error: TasukiError | None = None) -> None: ...
+    def abort(self, reason: str) -> None: ...
     def pause_reading(self, why: object = None) -> None: ...
     def resume_reading(self, why: object = None) -> None: ...
     async def drain(self) -> None: ...
@@ -286,6 +292,31 @@ def query_bytes(query: Query) -> int:
     return sum(
         len(value) * (64 if isinstance(value, list) else 1) for value in query.params.values() if isinstance(value, list | str)
     )
+
+
+class UnreadAnswers:
+    """Answers that peers do not read: those of one owner take UNREAD_MAX_BYTES of memory, over all its connections."""
+
+    def __init__(self) -> None:
+        self._links: dict[str, dict[Connection, None]] = {}
+        """Connections with large unread answers, by owner, oldest first."""
+
+    def note(self, owner: str, link: Connection) -> None:
+        """Look at a connection that was sent an answer; abort others of the owner, or this one, if too much is unread."""
+        if link.unread_bytes < UNREAD_MIN_BYTES:
+            return
+        links = self._links.setdefault(owner, {})
+        links[link] = None
+        sizes = {one: size for one in links if (size := one.unread_bytes) >= UNREAD_MIN_BYTES}
+        total = sum(sizes.values())
+        for oldest, size in list(sizes.items()):
+            if total <= UNREAD_MAX_BYTES:
+                break
+            total -= sizes.pop(oldest)
+            oldest.abort(f"{size} bytes wait for this peer to read, and {UNREAD_MAX_BYTES} for all with its token")
+        self._links[owner] = dict.fromkeys(sizes)
+        if not sizes:
+            del self._links[owner]
 
 
 class PerConnectionQueue(Generic[T]):

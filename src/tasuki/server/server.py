@@ -29,12 +29,20 @@ from tasuki.core.broker.turn_builder import OWNER_PER_TURN
 from tasuki.core.cluster_messages import ServerInfo
 from tasuki.core.election import EpochFenced, TookOver
 from tasuki.core.machine import Closed, Hangup, Opened, Received, Send, Ticked
-from tasuki.core.protocol import ErrorMessage, Message, Reply, Results, Welcome, batches, error_message, outcome_bytes
+from tasuki.core.protocol import AssignJobs, ErrorMessage, Message, Reply, Results, Welcome, batches, error_message, outcome_bytes
 from tasuki.core.store_messages import Answers, Turn
 from tasuki.errors import Fenced, InternalError, InvalidInput, TasukiError, Unavailable, discreet, from_wire
 from tasuki.event_loop import BackgroundTasks
 from tasuki.server.cluster import Cluster, SingleServer
-from tasuki.server.queries import QUICK_READS, Connection, PerConnectionQueue, Readers, answer_query, query_bytes
+from tasuki.server.queries import (
+    QUICK_READS,
+    Connection,
+    PerConnectionQueue,
+    Readers,
+    UnreadAnswers,
+    answer_query,
+    query_bytes,
+)
 from tasuki.server.refusal_log import RefusalLog
 from tasuki.server.transfers import BlobTransfers
 from tasuki.server.upload_shares import UploadShares
@@ -50,7 +58,8 @@ TOUCHES_PER_GRACE = 4  # an upload that lasts longer than the grace of unused bl
 BUSY_ITEMS = 32  # waiting items from which on throughput comes before the latency of each
 DRAFT_SOFT_BYTES = 64 * 1024 * 1024
 DRAFT_SOFT_ITEMS = 20_000  # past this the doors stop reading until the store has caught up
-DOWNLOADS_AT_ONCE = 4  # of one connection: each holds a descriptor and a chunk
+DOWNLOADS_AT_ONCE = 4  # of one connection: each holds a descriptor, 2 MiB of chunks and what its peer has not read
+OWNER_DOWNLOADS = 32  # of all connections of one owner; the others wait for one of them to end
 FAILURE_LOG_S = 60.0
 STOP_TIMEOUT_S = 3.0  # for a store that cannot write: what workers reported and we never recorded, they keep
 
@@ -97,6 +106,8 @@ class Server:
         self._token_reader = Readers(open_reader)  # whoever comes in waits for nobody's `find`
         self._slow_reads: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         """By the identity that asks: it has one slow read at a time, over all its connections."""
+        self._download_slots: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()  # by owner
+        self._unread = UnreadAnswers()
         self._tasks = BackgroundTasks()
         self._questions = PerConnectionQueue(self._query, self._tasks.spawn, at_once=config.readers, size_of=query_bytes)
         self._downloads = PerConnectionQueue(self._send_blob, self._tasks.spawn, at_once=DOWNLOADS_AT_ONCE)
@@ -369,6 +380,8 @@ class Server:
             self._send_later(conn, link, first)
         else:
             link.send_together(messages)
+            if type(messages[-1]) in (AssignJobs, Results) and (identity := self.broker.sessions[conn].identity) is not None:
+                self._unread.note(identity.owner, link)
 
     # ------------------------------------------------------------------------------------------------ reads
 
@@ -418,6 +431,7 @@ class Server:
                 self.tell(events.JobSeen(query.conn, query.msg_id, query.question, body))
             else:
                 link.send(Reply(query.msg_id, body))
+                self._unread.note(query.identity.owner, link)
 
     async def _ask(self, command: events.AskEnded | events.AskRevoked | events.AskReady) -> None:
         """Ask the store what other servers did. If it cannot be asked now, the broker asks again in a second."""
@@ -462,12 +476,16 @@ class Server:
         self.tell(events.BlobsDeleted(command.epoch, await self._transfers.delete(command.places)))
 
     async def _send_blob(self, link: Connection, command: events.SendBlob) -> None:
-        get = command.get
+        get, owner = command.get, command.identity.owner
+        slots = self._download_slots.setdefault(owner, asyncio.Semaphore(OWNER_DOWNLOADS))
         try:
-            job, place = await self._readers.ask(
-                lambda reader: (reader.get([get.job_id])[0], reader.blob_places([get.sha256])[0])
-            )
-            await self._transfers.send(link, job, command, place)
+            async with slots:
+                if command.conn not in self._links:  # gone while it waited
+                    return
+                job, place = await self._readers.ask(
+                    lambda reader: (reader.get([get.job_id])[0], reader.blob_places([get.sha256])[0])
+                )
+                await self._transfers.send(link, job, command, place)
         except TasukiError as error:
             link.send(error_message(get.msg_id, error))
 

@@ -251,6 +251,27 @@ def test_bodies_of_all_tokens_together_are_limited_and_the_room_comes_back() -> 
                 too_late(1)
 
 
+def test_large_answers_that_a_token_does_not_read_are_limited(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = {"headers": {f"h{n}": "\x1b" * 8000 for n in range(60)}, "subject": "nobody"}  # 2.9 MB as JSON
+    job_id = stage.post("/v1/jobs", job).json()["job_id"]
+    path, other = f"/v1/jobs/{job_id}", stage.admin
+    large = len(stage.get(path).content)
+    monkeypatch.setattr(stage.door, "_bodies", exchange.BodyBudget(max_bytes=3 * large))
+    with socket.socket() as slow:
+        slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        slow.connect((stage.address.host, stage.address.port))
+        slow.sendall(f"GET {path} HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {stage.client}\r\n\r\n".encode())
+        until(lambda: stage.door._bodies._free_bytes == 2 * large)
+
+        refused = stage.get(path)
+
+        assert (refused.status_code, refused.json()["error"]["code"]) == (429, "TOO_MANY_REQUESTS")
+        assert stage.get("/healthz").status_code == stage.get("/v1/jobs?limit=1").status_code == 200
+        assert stage.get(path, other).status_code == 200
+    until(lambda: stage.door._bodies._free_bytes == 3 * large)
+    assert stage.get(path).status_code == 200
+
+
 def test_a_payload_that_is_too_large_for_a_job_is_413(stage: Stage) -> None:
     answer = stage.post("/calc/zpe/jobs", {"text": "x" * 70_000})
 

@@ -164,7 +164,8 @@ class HttpDoor:
         self._shares.take(owner)
         try:
             with self._bodies.share(owner) as reserve:
-                return await self._read_and_handle(route, RequestContext(self._http, request, caller, reserve))
+                answer = await self._read_and_handle(route, RequestContext(self._http, request, caller, reserve))
+            return self._bodies.counted(answer, owner, beyond=route.unrepeatable)
         finally:
             self._shares.give_back(owner)
 

@@ -40,6 +40,7 @@ SECRET_MAX_CHARS = 512
 BODY_MAX_BYTES = 16 * 1024 * 1024
 DECODED_MAX_BYTES = 6 * BODY_MAX_BYTES  # values of a JSON body: enough for 16 MB of numbers in rows of three
 BODIES_MAX_BYTES = 256 * 1024 * 1024  # of all requests at once, with the values of JSON ones; half of it for one token
+UNREAD_MIN_BYTES = 64 * 1024  # of an answer; smaller ones are not counted
 REFUSED_MAX_BYTES = 4 * BODY_MAX_BYTES  # a body that is declared larger is not read at all
 DROP_TIMEOUT_S = 5.0
 DISCARD_S = 2.0  # of a body that is still being sent when the answer is given
@@ -235,31 +236,61 @@ def _name_of(place: str) -> str:
 
 
 class BodyBudget:
-    """Memory that the bodies of all requests under way may take together; those of one token take half of it at most."""
+    """Memory that bodies of requests under way and unread answers may take together; those of one token half of it at most."""
 
     def __init__(self, max_bytes: int = BODIES_MAX_BYTES) -> None:
         self._free_bytes = max_bytes
-        self._shares = Shares(max_bytes // 2, "bytes of requests under way", TooManyRequests)
+        self._shares = Shares(max_bytes // 2, "bytes of requests and unread answers", TooManyRequests)
+
+    def take(self, owner: str, size_bytes: int, *, beyond: bool = False) -> None:
+        """Reserve bytes; TooManyRequests if the owner has too many, Overloaded if others take the room, unless `beyond`."""
+        if size_bytes > self._free_bytes and not beyond:
+            raise Overloaded("too many large requests at once; try again")
+        self._shares.take(owner, size_bytes, beyond=beyond)
+        self._free_bytes -= size_bytes
+
+    def give_back(self, owner: str, size_bytes: int) -> None:
+        self._free_bytes += size_bytes
+        self._shares.give_back(owner, size_bytes)
 
     @contextmanager
     def share(self, owner: str) -> Iterator[Callable[[int], None]]:
-        """Yield a function that reserves bytes for one request of the owner, or raises TooManyRequests, or Overloaded if others
-        take the room; the bytes are free again at the end."""
+        """Yield a function that reserves bytes for one request of the owner; they are free again at the end."""
         taken_bytes = 0
 
         def reserve(size_bytes: int) -> None:
             nonlocal taken_bytes
-            self._shares.take(owner, size_bytes)
+            self.take(owner, size_bytes)
             taken_bytes += size_bytes
-            self._free_bytes -= size_bytes
-            if self._free_bytes < 0:
-                raise Overloaded("too many large requests at once; try again")
 
         try:
             yield reserve
         finally:
-            self._free_bytes += taken_bytes
-            self._shares.give_back(owner, taken_bytes)
+            self.give_back(owner, taken_bytes)
+
+    def counted(self, answer: Response, owner: str, *, beyond: bool) -> Response:
+        """Return the answer so that its bytes are counted until the peer has read them, if they are many."""
+        size_bytes = len(getattr(answer, "body", b""))
+        if size_bytes < UNREAD_MIN_BYTES:
+            return answer
+        self.take(owner, size_bytes, beyond=beyond)
+        return UnreadResponse(answer, lambda: self.give_back(owner, size_bytes))
+
+
+class UnreadResponse(Response):
+    """A large response; `release` is called when the peer has read nearly all of it, or has left."""
+
+    def __init__(self, answer: Response, release: Callable[[], None]) -> None:
+        super().__init__(status_code=answer.status_code)
+        self.raw_headers = answer.raw_headers
+        self._answer, self._release = answer, release
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await self._answer(scope, receive, send)
+            await scope["state"]["connection"].flow.drain()
+        finally:
+            self._release()
 
 
 async def read_body(request: Request, reserve: Callable[[int], None]) -> bytes:

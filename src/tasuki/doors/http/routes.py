@@ -50,6 +50,8 @@ class Route(msgspec.Struct, frozen=True, kw_only=True):
     """`handle` reads the body itself, which may be larger than any other."""
     empty: bool = False
     """The answer may be 204."""
+    unrepeatable: bool = False
+    """The answer is lost if it is not sent: it is not refused because others are unread."""
     media_types: tuple[str, ...] = ()
     """The media types of an answer that is not JSON."""
     partial: bool = False
@@ -125,7 +127,9 @@ ROUTES: tuple[Route, ...] = (
     _post(_COMPUTE + "/servers/register", app_workers.register, kinds=ENROLLERS, errors=(404,)),
     _post(_COMPUTE + "/servers/{worker_id}/rotate", app_workers.rotate, kinds=WORKERS, errors=(404,)),
     _route("DELETE", _COMPUTE + "/servers/{worker_id}", app_workers.revoke, kinds=ADMINS, errors=(404,)),
-    _post(_COMPUTE + "/jobs/lease", app_workers.lease, kinds=WORKERS, empty=True, errors=(404,), query=(_WAIT,)),
+    _post(
+        _COMPUTE + "/jobs/lease", app_workers.lease, kinds=WORKERS, empty=True, unrepeatable=True, errors=(404,), query=(_WAIT,)
+    ),
     _post(_COMPUTE + "/jobs/{job_id}/renew", app_workers.renew, kinds=WORKERS, errors=(404, 409)),
     _post(_COMPUTE + "/jobs/renew", app_workers.renew_many, kinds=WORKERS, errors=(404,)),
     _post(_COMPUTE + "/jobs/{job_id}/result", app_workers.finish, kinds=WORKERS, errors=(404, 409)),

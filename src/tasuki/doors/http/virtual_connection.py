@@ -27,7 +27,7 @@ from tasuki.core.job import TERMINAL, BlobRef, JobSpec, State
 from tasuki.core.machine import Peer
 from tasuki.core.store_messages import BlobPlace
 from tasuki.doors.http.exchange import disconnected, wait_of
-from tasuki.errors import NotFound, TasukiError, Unavailable, from_wire
+from tasuki.errors import NotFound, Overloaded, TasukiError, Unavailable, from_wire
 from tasuki.server.server import Server
 
 ANSWER_TIMEOUT_S = 30.0  # of the server; a store that takes longer counts as unavailable
@@ -60,7 +60,7 @@ class VirtualConnection:
     """One virtual connection. `on_message` gets messages that answer no question; `on_close` is called once, with the reason."""
 
     codec: str | None = None
-    full = False
+    full, unread_bytes = False, 0  # the HTTP door counts its answers itself
 
     def __init__(
         self,
@@ -72,8 +72,7 @@ class VirtualConnection:
         self.peer = Peer("http", None, address)
         self.closed: TasukiError | None = None
         self._server = server
-        self._on_message = on_message
-        self._on_close = on_close
+        self._on_message, self._on_close = on_message, on_close
         self._msg_ids = itertools.count(1)
         self._questions: dict[int, asyncio.Future[protocol.Message]] = {}
         self._streams: dict[int, _Answers] = {}
@@ -267,6 +266,9 @@ class VirtualConnection:
         """End the connection from the server's side."""
         if self.closed is None:
             self._ended(error or Unavailable("the server is going down; try again"))
+
+    def abort(self, reason: str) -> None:
+        self.close(Overloaded(reason))
 
     def _ended(self, error: TasukiError) -> None:
         self.closed = error
