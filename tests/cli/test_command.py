@@ -125,6 +125,15 @@ def test_an_app_that_cannot_be_served_is_refused_at_the_start(app: str, told: st
     assert told in done.output
 
 
+def test_an_empty_address_is_refused_and_an_empty_variable_is_none() -> None:
+    address = option("--value", metavar="URL", envvar="VALUE")
+    code, output, _ = read(address, "--value", "")
+
+    assert code == 2
+    assert "the address is empty; leave the option out" in output
+    assert read(address, VALUE="")[2] == [None]
+
+
 def test_the_environment_is_read_where_an_option_has_a_variable() -> None:
     assert read(option("--value", envvar="VALUE"), VALUE="a")[2] == ["a"]
     assert read(option("--value", envvar="VALUE"), VALUE="")[2] == [None]

@@ -263,10 +263,22 @@ def test_the_command_runs_without_anything_that_only_unix_has(agents: Agents) ->
     assert (told.returncode, told.stdout) == (3, "priced 100,95\n"), told.stderr
 
 
-def test_an_agent_says_that_it_needs_linux(agents: Agents) -> None:
+@pytest.mark.parametrize("word", ["list", "nodes", "status", "result", "logs", "cancel"])
+def test_so_do_the_commands_that_look_after_jobs_of_agents(agents: Agents, word: str, tmp_path: Path) -> None:
+    with AgentsClient(agents.urls[0], token="") as client:
+        client.run("pricer", ["0"], files=[agents.book], output=tmp_path / "r.zip", job_id="ended")
+
+    told = run_elsewhere(agents, word, "--to", f"agents:{agents.urls[0]}", *(["ended"] if word not in ("list", "nodes") else []))
+
+    assert told.returncode == ExitCode.OK, told.stderr
+    assert agents.urls[0] in told.stdout if word == "nodes" else "ended" in told.stdout or "priced" in told.stdout
+
+
+@pytest.mark.parametrize("words", [("agent", "--exec", "x=/bin/true"), ("doctor",)], ids=["at its import", "while it runs"])
+def test_a_command_says_that_it_needs_linux(agents: Agents, words: tuple[str, ...]) -> None:
     all_of_ours = ELSEWHERE.replace('"tasuki.worker", "tasuki.server"', "")
-    told = run_elsewhere(agents, "agent", "--exec", "x=/bin/true", script=all_of_ours)
+    told = run_elsewhere(agents, *words, script=all_of_ours)
 
     assert told.returncode == ExitCode.USAGE
-    assert "tasuki agent needs Linux" in told.stderr
+    assert "this needs Linux; what runs here too: tasuki run, status, list" in told.stderr
     assert "Traceback" not in told.stderr

@@ -129,5 +129,5 @@ def test_a_password_in_an_agents_address_is_refused_and_not_repeated() -> None:
 
 
 def test_commands_that_need_a_server_say_so_of_agents() -> None:
-    with pytest.raises(ConfigError, match="tasuki run and tasuki nodes"):
+    with pytest.raises(ConfigError, match="only tasuki run, nodes, status"):
         parse_url("agents:http://n1:7090")

@@ -83,6 +83,8 @@ EXTRAS = {
     "s3": ("boto3", "botocore"),
 }
 """extra of the package -> modules that it brings"""
+UNIX_MODULES = ("fcntl", "grp", "pwd", "resource", "termios")
+ANYWHERE = "run, status, list, result, logs and cancel with --to agents:…, and nodes"
 
 STDIN = "-"
 HELP_NAMES = {"help_option_names": ["-h", "--help"]}
@@ -94,13 +96,15 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 class _Text(click.types.StringParamType):
-    """A text that can be sent and stored: bytes in another encoding than UTF-8 are refused."""
+    """A text that can be sent and stored: bytes in another encoding than UTF-8 are refused, and so is an empty address."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         try:
             str(value).encode()
         except UnicodeEncodeError:
             self.fail(f"{str(value)!a} is not valid UTF-8", param, ctx)
+        if value == "" and param is not None and param.metavar == "URL":  # else "$UNSET" in a script would be the default
+            self.fail("the address is empty; leave the option out for its default", param, ctx)
         return super().convert(value, param, ctx)
 
 
@@ -354,7 +358,7 @@ def _run_framed(function: Callable[..., int | None], given: dict[str, Any], exit
         drop_output()
         return ExitCode.OK
     except ModuleNotFoundError as error:
-        missing = missing_extra(error)
+        missing = missing_module(error)
         if missing is None:
             raise
         output.error(missing)
@@ -376,9 +380,11 @@ def drop_output() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def missing_extra(error: ModuleNotFoundError) -> ConfigError | None:
-    """Return an error that says how to install a package that is not part of the bare install; None for any other module."""
+def missing_module(error: ModuleNotFoundError) -> ConfigError | None:
+    """Return an error for a package that is not part of the bare install, or a module that only Unix has; None for any other."""
     package = (error.name or "").partition(".")[0]
+    if package in UNIX_MODULES:
+        return ConfigError(f"this needs Linux; what runs here too: tasuki {ANYWHERE}")
     extra = next((extra for extra, packages in EXTRAS.items() if package in packages), None)
     if extra is None:
         return None

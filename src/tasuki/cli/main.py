@@ -15,11 +15,9 @@ from typing import Any
 
 import click
 
-from tasuki.cli.command import COMMANDS, HELP_NAMES, SECTIONS, drop_output, missing_extra
+from tasuki.cli.command import COMMANDS, HELP_NAMES, SECTIONS, drop_output, missing_module
 from tasuki.cli.output import ExitCode, exit_code_table, tell
 
-UNIX_MODULES = ("fcntl", "grp", "pwd", "resource", "termios")
-ANYWHERE = ("run --to agents:…", "nodes")
 HELP = "Runs commands on many machines, and keeps its promise when machines die."
 EPILOG = f"""\b
 Examples:
@@ -48,12 +46,10 @@ class _LazyGroup(click.Group):
         try:
             command: click.Command = getattr(import_module(f"tasuki.cli.{module}"), name)
         except ModuleNotFoundError as error:
-            missing = missing_extra(error)
-            if missing is not None:
-                raise click.UsageError(missing.message) from None
-            if error.name not in UNIX_MODULES:
+            missing = missing_module(error)
+            if missing is None:
                 raise
-            raise click.UsageError(f"tasuki {cmd_name} needs Linux; clients run here too: {', '.join(ANYWHERE)}") from None
+            raise click.UsageError(missing.message) from None
         return command
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:

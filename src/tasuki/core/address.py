@@ -79,7 +79,8 @@ def parse_url(url: str, default_port: int | None = None, given: str | None = Non
     """
     given = shown_address(given or url)
     if url.startswith(AGENTS):
-        raise ConfigError(f"address {given!r} names node agents, which have no server; only tasuki run and tasuki nodes take it")
+        takers = "tasuki run, nodes, status, list, result, logs, cancel and doctor"
+        raise ConfigError(f"address {given!r} names node agents, which have no server; only {takers} take it")
     scheme, separator, rest = url.partition("://")
     if not separator or scheme not in (*DEFAULT_PORTS, "unix"):
         raise ConfigError(
