@@ -49,7 +49,8 @@ class AgentProcess(ChildProcess):
             "--data",
             folder / "data",
         )
-        super().__init__([*command, "--token-file", folder / "tokens", "--log-format", "json"], folder / "log", {})
+        words = [*command, "--token-file", folder / "tokens", "--log-format", "json"]
+        super().__init__(words, folder / "log", {}, fresh=True)
         output = self.wait_for_output("ready ")
         url = next(line.split()[1] for line in output.splitlines() if line.startswith("listening "))
         self.http = httpx.Client(base_url=url, headers={"Authorization": "Bearer secret-two-0123456789"}, timeout=20.0)

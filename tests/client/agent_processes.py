@@ -39,10 +39,12 @@ def steady_port() -> int:
 class ListeningProcess(ChildProcess):
     """`tasuki WORDS… --listen`, an agent or a dispatcher; it has its port again when it is started again."""
 
-    def __init__(self, words: Iterable[str], log: Path, env: Mapping[str, str], *, name: str, port: int = 0) -> None:
+    def __init__(
+        self, words: Iterable[str], log: Path, env: Mapping[str, str], *, name: str, port: int = 0, fresh: bool = False
+    ) -> None:
         self.name = name
         self.kind, *_ = words = list(words)
-        super().__init__([*TASUKI, *words, "--no-token", "--listen", f"127.0.0.1:{port}"], log, env)
+        super().__init__([*TASUKI, *words, "--no-token", "--listen", f"127.0.0.1:{port}"], log, env, fresh=fresh)
         self.url = re.findall(r"listening (http://\S+)", self.wait_for_output("ready"))[0]
         self.command[-1] = self.url.removeprefix("http://")
 

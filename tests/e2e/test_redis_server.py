@@ -263,7 +263,7 @@ def test_a_password_is_neither_in_the_log_nor_in_the_list_of_processes(
     admin.execute_command("ACL", "SETUSER", "zpe", "on", f">{secret}", *rights)
     try:
         url = redis_url.replace("redis://", f"redis://zpe:{secret}@")
-        with start_server(tmp_path, *OPTIONS, "--log-level", "debug", env={"TASUKI_STORE": url}) as server:
+        with start_server(tmp_path, *OPTIONS, "--log-level", "debug", env={"TASUKI_STORE": url}, fresh=True) as server:
             leader_of([server])
             worker = Worker(server)
             assert secret not in Path(f"/proc/{server.pid}/cmdline").read_text()

@@ -31,6 +31,7 @@ from tasuki.config import DataFolder
 from tasuki.core.access import token_sha256
 from tasuki.core.address import parse_url
 from tasuki.server.assembly import make_secret
+from tests.support.nursery import ForkedProcess, Nursery, may_fork
 from tests.support.ports import free_port
 from tests.support.sqlite_files import with_tables
 from tests.support.waiting import until
@@ -43,7 +44,7 @@ POLL_S = 0.01
 TASUKI = (sys.executable, "-m", "tasuki")
 
 T = TypeVar("T")
-_started: set[subprocess.Popen[bytes]] = set()
+_started: set[subprocess.Popen[bytes] | ForkedProcess] = set()
 
 
 @atexit.register
@@ -84,19 +85,23 @@ class ChildProcess:
     kind = "worker"
     """Word for messages."""
 
-    def __init__(self, command: Iterable[str | os.PathLike[str]], log: Path, env: Mapping[str, str], **options: Any) -> None:
+    def __init__(
+        self, command: Iterable[str | os.PathLike[str]], log: Path, env: Mapping[str, str], *, fresh: bool = False, **options: Any
+    ) -> None:
+        """`fresh`: with an interpreter of its own. Most are forked from one that has imported everything (`nursery.py`)."""
         self.command = [os.fspath(part) for part in command]
+        self._is_fresh = fresh
         self.log = log
         self.env = {**_clean_environment(), **env}
         self._options = options
         self._log_start = 0
         self.process = self._spawn()
 
-    def _spawn(self) -> subprocess.Popen[bytes]:
+    def _spawn(self) -> subprocess.Popen[bytes] | ForkedProcess:
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("ab") as log:
             self._log_start = log.tell()
-            process = subprocess.Popen(
+            process = self._forked(log.fileno()) or subprocess.Popen(
                 self.command,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -107,6 +112,15 @@ class ChildProcess:
             )
         _started.add(process)
         return process
+
+    def _forked(self, log: int) -> ForkedProcess | None:
+        """Return a process that the nursery has forked, if it can be one of those."""
+        is_command = self.command[: len(TASUKI)] == [*TASUKI]
+        if self._is_fresh or self._options or not may_fork(self.env):
+            return None
+        if not is_command and self.command[:2] != [sys.executable, os.fspath(HANDLERS)]:
+            return None
+        return Nursery.here(_clean_environment()).fork(self.command[len(TASUKI) if is_command else 1 :], self.env, log)
 
     @property
     def pid(self) -> int:
@@ -288,7 +302,7 @@ def start_server(
     """Start `tasuki server` on the folder `data` in `tmp_path`; returns when it listens.
 
     `store` and `blobs` are URLs for what is kept elsewhere, `arguments` further ones of the command line. `env` is added to
-    the environment (TASUKI_FAULT, …), `options` go to Popen (`user=`, `preexec_fn=`, …).
+    the environment (TASUKI_FAULT, …), `options` go to ChildProcess (`fresh=`) and Popen (`user=`, `preexec_fn=`, …).
     """
     places = [*(("--store", store) if store else ()), *(("--blobs", blobs) if blobs else ())]
     log = log or tmp_path / ("server.log" if data == "data" else f"{data}.log")

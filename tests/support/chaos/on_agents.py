@@ -137,7 +137,8 @@ class AgentsRig(Rig):
 
     def _listening(self, words: list[str], name: str, env: Mapping[str, str]) -> ListeningProcess:
         env = {"HOME": str(self.folder), **env}
-        return ListeningProcess(words, self.folder / f"{name}.log", env, name=name, port=steady_port())
+        # Fresh: they are looked for by their command lines.
+        return ListeningProcess(words, self.folder / f"{name}.log", env, name=name, port=steady_port(), fresh=True)
 
     def book(self, job_id: str) -> Path:
         return self.folder / "books" / f"{job_id}.json"
