@@ -47,16 +47,20 @@ def host_name() -> str:
 
 
 def parse_listen(text: str, default_port: int = DEFAULT_PORT) -> Address:
-    """Return the address of --tcp: `host:port` or `tcp://host:port`."""
-    address = parse_url(text if "://" in text else f"tcp://{text}", default_port, text)[0]
+    """Return the address of --tcp: `host:port`, `tcp://host:port`, or a port of 127.0.0.1."""
+    address = parse_url(text if "://" in text else f"tcp://{_with_host(text)}", default_port, text)[0]
     if address.http:
         raise ConfigError(f"--tcp {shown_address(text)!r} is an HTTP address; give it with --http")
     return address
 
 
+def _with_host(place: str) -> str:
+    return f"127.0.0.1:{place}" if place.isascii() and place.isdigit() else place
+
+
 def parse_http(text: str, default_port: int = DEFAULT_PORTS["http"]) -> Address:
-    """Return the address of --http, or of --listen of agents and dispatchers: `host:port` or `http://host:port`."""
-    place = re.sub(r"^(?:https?|tcp)://", "", text.rstrip("/"))
+    """Return the address of --http, or of --listen of agents and dispatchers: as of --tcp, or `http://host:port`."""
+    place = _with_host(re.sub(r"^(?:https?|tcp)://", "", text.rstrip("/")))
     if "://" in place:
         raise ConfigError(f"address {shown_address(text)!r} is not one for HTTP; write host:port, as in 127.0.0.1:{default_port}")
     address = parse_url(f"tcp://{place}", default_port, text)[0]

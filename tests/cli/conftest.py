@@ -19,7 +19,7 @@ def user(tmp_path: Path) -> Iterator[User]:
 
 @pytest.fixture(scope="session")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[User, Running]]:
-    """A user whose `tasuki up` runs, with TCP."""
+    """A user whose `tasuki up` runs, with TCP and HTTP."""
     made = User(tmp_path_factory.mktemp("up"))
-    with running(made, "up", "--tcp", "127.0.0.1:0", "--slots", "2") as server:
+    with running(made, "up", "--tcp", "127.0.0.1:0", "--http", "127.0.0.1:0", "--slots", "2") as server:
         yield made, server

@@ -17,7 +17,7 @@ from tasuki.cli.jobspec import (
     parse_time,
     read_payload,
 )
-from tasuki.cli.output import when
+from tasuki.core.units import shown_time
 from tasuki.errors import InvalidInput, TooLarge
 
 
@@ -99,7 +99,7 @@ def test_a_time_is_given_from_now_on_as_a_date_or_as_a_unix_time() -> None:
 
 
 def test_a_time_as_it_is_shown_can_be_typed_in_again() -> None:
-    assert parse_time("--not-before", when(1767225600.0)) == 1767225600.0
+    assert parse_time("--not-before", shown_time(1767225600.0)) == 1767225600.0
 
 
 @pytest.mark.parametrize("text", ["", "+", "soon", "+1year", "-5", "2026-13-01"])

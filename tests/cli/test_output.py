@@ -2,10 +2,11 @@
 
 import pytest
 
-from tasuki.cli.output import ExitCode, exit_code_for, when
+from tasuki.cli.output import ExitCode, exit_code_for
 from tasuki.cli.run import exit_code_of
 from tasuki.core.job import Outcome, State
 from tasuki.core.protocol import JobResult
+from tasuki.core.units import shown_time
 from tasuki.errors import BY_CODE, Conflict, TasukiError
 
 
@@ -59,4 +60,4 @@ def test_run_exits_with_the_code_of_its_job(outcome: Outcome, expected: int) -> 
 
 @pytest.mark.parametrize("number", [float("inf"), float("nan"), 1e300, -1e15, 2.0**63])
 def test_a_number_that_is_no_time_is_shown_as_it_is(number: float) -> None:
-    assert when(number) == f"{number:g}"
+    assert shown_time(number) == f"{number:g}"

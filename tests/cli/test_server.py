@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from tasuki.cli.connect import own_token, owner_of
+from tasuki.cli.process import warn_of_full_disk
 from tasuki.cli.up import worker_arguments
 from tasuki.config import data_folder
 from tasuki.errors import ConfigError
@@ -159,6 +160,19 @@ def test_which_options_of_workers_are_refused(wrong: dict[str, Any]) -> None:
         worker_arguments(**{**SOUND, **wrong})
 
 
+def test_a_full_disk_is_told_at_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    warn_of_full_disk(tmp_path)
+    assert not caplog.records
+    monkeypatch.setattr("tasuki.cli.process.DISK_FLOOR_BYTES", 10**18)
+
+    warn_of_full_disk(tmp_path)
+
+    assert "new jobs and results will be refused" in caplog.text
+    assert "Free space there" in caplog.text
+
+
 def workers_of(user: User) -> list[str]:
     return [worker["worker_id"] for worker in user.json("stats", "--json")["workers"]]
 
@@ -202,7 +216,7 @@ def test_a_worker_over_tcp_runs_what_it_allows_and_nothing_else(user: User) -> N
     with running(user, "server", "--tcp", "127.0.0.1:0") as server:
         (user.home / "worker.token").touch(mode=0o600)
         (user.home / "worker.token").write_text(user.run("token", "create", "--kind", "worker").stdout)
-        flags = ["--token-file", "worker.token", "--subject", "render.*", "--worker-id", "renderer", "--any-program"]
+        flags = ["--token-file", "worker.token", "--subject", "render.*", "--worker-id", "renderer"]
         worker = user.start("worker", "--to", server.url, *flags, "--exec", "say=echo said")
         try:
             allowed = user.run("run", "--subject", "render.1", "say", "this")

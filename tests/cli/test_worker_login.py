@@ -18,7 +18,7 @@ import pytest
 from tasuki.cli import worker_login
 from tasuki.cli.worker_login import LoginOptions, WorkerLogin, logged_in
 from tasuki.core.address import parse_url
-from tasuki.errors import ConfigError, TasukiError, Unauthorized, Unavailable
+from tasuki.errors import ConfigError, Forbidden, TasukiError, Unauthorized, Unavailable
 from tasuki.worker.credentials import CredentialFile
 from tests.cli.commands import DEADLINE_S, TASUKI, environment
 from tests.cli.inside import Inside, inside
@@ -264,6 +264,16 @@ def test_a_worker_takes_only_what_it_was_enrolled_for(stage: Stage, tmp_path: Pa
 
     assert "enrolled for job.assign.zpe, not for render.>" in error.message
     assert "--data" in error.message
+
+
+def test_an_enrol_token_for_another_app_is_not_spent(stage: Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TASUKI_ENROLL", stage.enroll())
+
+    error = refusal(stage.url, tmp_path, patterns=("job.assign.other",))
+
+    assert isinstance(error, Forbidden)
+    assert "is not spent" in error.message
+    assert come_in(stage.url, tmp_path, patterns=("job.assign.zpe",)).subjects == ("job.assign.zpe",)
 
 
 def test_a_second_process_is_told_who_is_this_worker(stage: Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -59,6 +59,13 @@ def test_a_listener_for_tcp_is_no_place_of_http() -> None:
         parse_listen("http://127.0.0.1:7080")
 
 
+def test_a_number_alone_is_a_port_of_this_machine_to_listen_on() -> None:
+    assert str(parse_listen("31005")) == "tcp://127.0.0.1:31005"
+    assert str(parse_http("31006")) == "http://127.0.0.1:31006"
+    with pytest.raises(ConfigError, match=r"'127\.0\.0\.1:70000' is not host:port"):
+        parse_listen("70000")
+
+
 @pytest.mark.parametrize("parse", [parse_http, parse_listen])
 @pytest.mark.parametrize("text", ["nowhere:xx", "tcp://nowhere:xx"])
 def test_a_listener_that_is_not_understood_is_quoted_as_it_was_given(parse: Callable[[str], Address], text: str) -> None:

@@ -25,12 +25,13 @@ from tasuki.cli.command import (
     several,
 )
 from tasuki.cli.connect import with_client
-from tasuki.cli.output import Output, table, when
+from tasuki.cli.output import Output, table
 from tasuki.client.aio import AsyncClient
 from tasuki.config import check_app
 from tasuki.core.access import ENROL_TOKEN_S, token_sha256
 from tasuki.core.subject import app_subject
-from tasuki.errors import InvalidInput
+from tasuki.core.units import shown_time
+from tasuki.errors import InvalidInput, NotFound
 
 COUNTED = ("pending", "active", "orphaned", "succeeded", "failed", "timed_out", "canceled", "skipped")
 TOKEN_KINDS = ("admin", "client", "worker")
@@ -121,7 +122,17 @@ def attach(output: Output, worker_id: str, place: Destination) -> None:
 
 
 def _change(verb: str, worker_id: str, place: Destination, output: Output, **params: Any) -> None:
-    answer = with_client(place, lambda client: client.request(verb, worker_id=worker_id, **params), embedded=False)
+    async def work(client: AsyncClient) -> dict[str, Any]:
+        names = [row["worker_id"] for row in await client.request("workers")]
+        if verb == "detach" and worker_id not in names:
+            there = f"there are {', '.join(names[:10])}" if names else "there is none"
+            raise NotFound(f"no worker {worker_id[:80]!r} is connected; {there}: tasuki workers")
+        answer: dict[str, Any] = await client.request(verb, worker_id=worker_id, **params)
+        if not answer["changed"] and worker_id not in names:
+            raise NotFound(f"no worker {worker_id[:80]!r} is detached or connected; see: tasuki workers")
+        return answer
+
+    answer = with_client(place, work, embedded=False)
     result = f"is {verb}ed" if answer["changed"] else f"was {verb}ed before"
     output.show(answer, lambda: [f"worker {worker_id} {result}"])
 
@@ -207,7 +218,7 @@ def list_tokens(output: Output, place: Destination) -> None:
     def cells(row: dict[str, Any]) -> tuple[object, ...]:
         is_expired = row["expires_at"] is not None and row["expires_at"] <= time.time()
         state = "revoked" if row["revoked_at"] is not None else "expired" if is_expired else "valid"
-        expires = when(row["expires_at"])
+        expires = shown_time(row["expires_at"])
         return row["token_id"], row["kind"], state, expires, row["worker_id"], " ".join(row["scope"]), row["label"]
 
     output.show(rows, lambda: table(("ID", "KIND", "STATE", "EXPIRES", "WORKER", "SCOPE", "LABEL"), map(cells, rows)))
@@ -237,6 +248,6 @@ def audit(output: Output, limit: int, place: Destination) -> None:
     rows = with_client(place, lambda client: client.request("token.audit", limit=limit), embedded=False)
 
     def cells(row: dict[str, Any]) -> tuple[object, ...]:
-        return when(row["at"]), row["actor"], row["action"], row["target"], row["detail"]
+        return shown_time(row["at"]), row["actor"], row["action"], row["target"], row["detail"]
 
     output.show(rows, lambda: table(("WHEN", "WHO", "DID", "TOKEN", "DETAIL"), map(cells, rows)))

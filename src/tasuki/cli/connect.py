@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar, cast
 
 from tasuki.blobs.files import durable_write
 from tasuki.cli.command import STDIN, Destination
-from tasuki.cli.output import when
 from tasuki.client.embedded import answers, owner_files, read_owner
 from tasuki.config import (
     TOKEN_MAX_CHARS,
@@ -37,6 +36,7 @@ from tasuki.core.address import AGENTS, Address, parse_agents, parse_url, shown_
 from tasuki.core.apps import DEFAULT_APP
 from tasuki.core.election import LOCK_TTL_S
 from tasuki.core.lifecycle import LEASE_TTL_S
+from tasuki.core.units import shown_time
 from tasuki.errors import ConfigError, Unavailable
 
 if TYPE_CHECKING:
@@ -113,7 +113,8 @@ def open_agents_client(place: Destination) -> AsyncAgentsClient:
 
     where = place.to or default_url() or ""
     if not are_named(place):
-        raise ConfigError(f"--to {shown_address(where)!r} names no node agents; write --to agents:http://n1:7090,http://n2:7090")
+        named = f"--to {shown_address(where)!r} names no node agents" if where else "no node agents are named"
+        raise ConfigError(f"{named}; write --to agents:http://n1:7090,http://n2:7090")
     folder = data_folder(place.data)
     token = read_token(place.token_file) or own_agent_token(parse_agents(where), place.data)
     return AsyncAgentsClient(where, token=token, tls_ca=place.tls_ca, notes=folder.root)
@@ -172,7 +173,7 @@ def owner_of(folder: DataFolder) -> str:
     Only servers try the lock itself: to try it here, even for a moment, could refuse a server that is starting.
     """
     owner = read_owner(folder)
-    return f"pid {owner.pid} since {when(owner.since)}" if owner is not None else ""
+    return f"pid {owner.pid} since {shown_time(owner.since)}" if owner is not None else ""
 
 
 def _owner_is_alive(folder: DataFolder) -> bool:

@@ -13,12 +13,13 @@ from typing import Any
 from tasuki.cli import command as cli
 from tasuki.cli.arrays import ASK_MAX, ENDED, PAGE, REASON_SHOWN_MAX, ArraySummary, elements, is_array, look_up, pages
 from tasuki.cli.connect import with_client
-from tasuki.cli.output import ExitCode, Output, plain, table, visible, when
+from tasuki.cli.output import ExitCode, Output, plain, table, visible
 from tasuki.client.aio import AsyncClient
 from tasuki.client.types import CancelAnswer
 from tasuki.config import check_app
 from tasuki.core.job import State
 from tasuki.core.subject import app_subject, check_pattern
+from tasuki.core.units import shown_time
 from tasuki.errors import InvalidInput, NotFound
 
 UNENDED = tuple(str(state) for state in State if not state.terminal)
@@ -72,7 +73,8 @@ def _view_lines(view: dict[str, Any]) -> Iterable[str]:
     yield f"  {plain(what)[:200]}{subject}{where}"
     worker = plain(view["assigned_worker_id"])
     yield f"  attempt {view['attempt']}, {view['failures']} failed, {view['losses']} lost; worker {worker}"
-    yield f"  created {when(view['created_at'])}, started {when(view['started_at'])}, finished {when(view['finished_at'])}"
+    created, started, finished = (shown_time(view[f"{what}_at"]) for what in ("created", "started", "finished"))
+    yield f"  created {created}, started {started}, finished {finished}"
     if (progress := progress_of(view)) is not None:
         yield f"  progress {progress}" + (f" {plain(view['progress_text'])}" if view["progress_text"] else "")
     if view.get("cancel_reason"):
@@ -134,7 +136,7 @@ def _show_page(output: Output, jobs: list[dict[str, Any]], cursor: str | None, h
 def _row(view: dict[str, Any]) -> tuple[object, ...]:
     error = (view["outcome"] or {}).get("error_code")
     what = (view["job_id"], view["state"], view["subject"], view["exec"], view["attempt"])
-    return (*what, progress_of(view), when(view["created_at"]), error)
+    return (*what, progress_of(view), shown_time(view["created_at"]), error)
 
 
 def progress_of(view: dict[str, Any]) -> str | None:
@@ -238,7 +240,8 @@ def explain_lines(explanation: dict[str, Any]) -> Iterable[str]:
         yield f"  {plain(sentence)}"
     for incident in explanation["story"]:
         details = " ".join(plain(incident[name]) for name in ("worker_id", "actor", "reason") if incident.get(name))
-        yield f"  {when(incident['at'])}  {incident['kind'].replace('_', ' ')}, attempt {incident['attempt']}  {details}".rstrip()
+        what = f"{incident['kind'].replace('_', ' ')}, attempt {incident['attempt']}"
+        yield f"  {shown_time(incident['at'])}  {what}  {details}".rstrip()
     yield from _traceback_lines(explanation["facts"])
 
 
@@ -346,7 +349,7 @@ def show_dead(output: Output, job_id: str, place: cli.Destination) -> None:
         yield head
         yield f"  {plain(letter['reason'])}"
         counted = f"attempts {letter['attempts']}, {letter['failures']} failed, {letter['losses']} lost"
-        yield f"  {counted}; ended {when(letter['finished_at'])}"
+        yield f"  {counted}; ended {shown_time(letter['finished_at'])}"
         yield from rest
         if letter["stderr"]:
             yield "  the end of its stderr, or its traceback:"
@@ -462,6 +465,6 @@ def _letter_lines(letters: list[dict[str, Any]]) -> list[str]:
 
     def row(letter: dict[str, Any]) -> tuple[object, ...]:
         reason = letter["reason"].partition("\n")[0][:REASON_SHOWN_MAX]
-        return letter["job_id"], letter["subject"], reason, letter["attempts"], when(letter["finished_at"])
+        return letter["job_id"], letter["subject"], reason, letter["attempts"], shown_time(letter["finished_at"])
 
     return table(("JOB", "SUBJECT", "REASON", "ATTEMPTS", "WHEN"), map(row, letters))

@@ -85,6 +85,37 @@ def submit_options(fields: dict[str, Any]) -> dict[str, Any]:
     return {SUBMIT_NAMES.get(name, name): value for name, value in fields.items()}
 
 
+OPTIONS = {
+    "job_id": "--job-id",
+    "subject": "--subject",
+    "exec": "EXEC",
+    "cwd": "--cwd",
+    "environment name": "--env",
+    "input file": "--file",
+    "file name": "--file",
+    "permanent_exit_codes": "--permanent-exit",
+    "retry_exit_codes": "--retry-exit",
+    "not_before": "--not-before",
+    "not_after": "--not-after",
+}
+"""Fields of a job with their options."""
+
+
+@contextmanager
+def naming_options() -> Iterator[None]:
+    """Let errors about a field of a job name the option that it came from."""
+    try:
+        yield
+    except InvalidInput as error:
+        field = next((field for field in OPTIONS if error.message.startswith(f"{field} ")), None)
+        if field is None:
+            raise
+        words = error.message.removeprefix(field)
+        for name, option in OPTIONS.items():
+            words = re.sub(rf"\b{name}\b", option, words) if "_" in name else words
+        raise type(error)(OPTIONS[field] + words) from None
+
+
 def located(fields: dict[str, Any], client: AsyncClient) -> dict[str, Any]:
     """Return the fields with the folder that the job runs in, and with the whole path of a program that has a relative one.
 

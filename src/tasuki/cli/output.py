@@ -15,10 +15,12 @@ Imported for `tasuki --help`, so it imports nothing heavy.
 from __future__ import annotations
 
 import enum
+import os
+import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, TextIO
 
 from tasuki.core.units import shown_size
 from tasuki.errors import (
@@ -33,6 +35,9 @@ from tasuki.errors import (
     Unavailable,
 )
 
+RED, GREEN, YELLOW, CYAN = 31, 32, 33, 36
+COLOURS = {"SUCCEEDED": GREEN, "FAILED": RED, "TIMED_OUT": RED, "CANCELED": YELLOW, "SKIPPED": YELLOW, "RUNNING": CYAN}
+_WORDS = re.compile(rf"\b(?:{'|'.join(COLOURS)})\b|^tasuki: [A-Z_]+(?=:)")
 CLEAR_LINE = "\r\033[K"
 CLEAR_SCREEN = "\033[H\033[2J"
 
@@ -97,7 +102,7 @@ class Output:
             write_line(encode_json(data))
             return
         for line in quiet if self.quiet else human():
-            write_line(line)
+            write_line(line, coloured=True)
 
     def hint(self, text: str) -> None:
         """Print a remark for people to stderr."""
@@ -150,12 +155,19 @@ def encode_json(data: Any) -> str:
 def tell(text: str) -> None:
     """Print a line to stderr. If that fails, nobody can be told."""
     with suppress(OSError):
-        print(visible(text), file=sys.stderr, flush=True)
+        print(_coloured(visible(text), sys.stderr), file=sys.stderr, flush=True)
 
 
-def write_line(line: str) -> None:
+def write_line(line: str, *, coloured: bool = False) -> None:
     """Print a line and flush it, so that the reader of a pipe gets each line at once."""
-    print(visible(line), flush=True)
+    print(_coloured(visible(line), sys.stdout) if coloured else visible(line), flush=True)
+
+
+def _coloured(line: str, stream: TextIO) -> str:
+    """Return the line with states and the names of errors in colours, if the stream is a terminal that has them."""
+    if not stream.isatty() or os.environ.get("NO_COLOR") or os.environ.get("TERM", "dumb") == "dumb":
+        return line
+    return _WORDS.sub(lambda found: f"\033[{COLOURS.get(found[0], RED)}m{found[0]}\033[0m", line)
 
 
 def visible(text: str) -> str:
@@ -177,15 +189,3 @@ def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str]:
 def plain(value: object) -> str:
     """Return the text of a cell: `-` for an empty value, control characters as escapes."""
     return "-" if value is None or value == "" else visible(str(value))
-
-
-def when(unix_time: float | None) -> str:
-    """Return the local time with its zone, as in 2026-01-31 06:00:00+09:00; of a number that is no time, the number."""
-    if unix_time is None:
-        return "-"
-    from datetime import UTC, datetime
-
-    try:
-        return datetime.fromtimestamp(int(unix_time), UTC).astimezone().isoformat(" ")
-    except (OverflowError, ValueError, OSError):
-        return f"{unix_time:g}"

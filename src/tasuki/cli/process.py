@@ -14,9 +14,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tasuki.blobs.files import check_free
 from tasuki.cli.output import ExitCode, encode_json, visible, write_line
-from tasuki.config import host_name
-from tasuki.errors import ConfigError
+from tasuki.config import DISK_FLOOR_BYTES, DISK_FLOOR_INODES, host_name
+from tasuki.errors import ConfigError, DiskFull
 from tasuki.event_loop import loop_factory
 
 if TYPE_CHECKING:
@@ -180,3 +181,11 @@ def server_config(data: Path, **settings: Any) -> ServerConfig:
 
     server_id = f"{host_name()}-{os.getpid()}-{secrets.token_hex(3)}"
     return ServerConfig(**{"server_id": server_id, "host": host_name(), "data": data, **settings})
+
+
+def warn_of_full_disk(folder: Path) -> None:
+    """Log that a server has no room: it answers and runs what it has, and refuses what needs space."""
+    try:
+        check_free(folder, 0, DISK_FLOOR_BYTES, DISK_FLOOR_INODES)
+    except DiskFull as error:
+        logger.error("new jobs and results will be refused: %s", error.message)

@@ -18,11 +18,11 @@ from tasuki.cli import agents, jobspec, result
 from tasuki.cli.arrays import PROGRESS_S, connection_notice, explaining_pending
 from tasuki.cli.command import PATH, STDIN, Destination, command, connection_options, duration, flag, option
 from tasuki.cli.connect import with_client
-from tasuki.cli.output import ExitCode, Output, when
+from tasuki.cli.output import ExitCode, Output
 from tasuki.client.aio import AsyncClient, AsyncJobHandle
 from tasuki.client.logs import LogFollower
 from tasuki.core.protocol import JobResult
-from tasuki.core.units import shown_duration
+from tasuki.core.units import shown_duration, shown_time
 from tasuki.errors import TasukiError, Unavailable
 
 CANCEL_S = 5.0  # how long a server that may be gone gets to answer before the user's terminal is free again
@@ -96,7 +96,7 @@ def run(
         fields["payload"] = jobspec.piped_payload(output.hint)
     output.progress("connecting …")
     stream = not (no_stream or output.json)
-    with result.saved_to(output_file) as path:
+    with result.saved_to(output_file) as path, jobspec.naming_options():
         return with_client(place, lambda client: _run(client, fields, path, output, stream=stream))
 
 
@@ -118,7 +118,7 @@ async def _run(client: AsyncClient, fields: dict[str, Any], path: Path, output: 
             ended = await _wait(client, handle, ending, stop, output)
         if ended is not None:
             if handle.existed and fields["job_id"]:
-                result_of = f"this is its stored result, of {when(ended.finished_at)}"
+                result_of = f"this is its stored result, of {shown_time(ended.finished_at)}"
                 output.hint(f"job {job_id} does not run again: {result_of}; to run it again: tasuki retry {job_id}")
             code = await _deliver(client, ended, path, output, streaming, is_command=bool(fields["exec"]))
             if stop.output_error is not None and not isinstance(stop.output_error, BrokenPipeError):

@@ -21,7 +21,14 @@ from tasuki.cli import command as cli
 from tasuki.cli import process
 from tasuki.cli.connect import note_listening
 from tasuki.cli.output import Output
-from tasuki.config import check_app, data_folder, fault_hook, parse_http, parse_listen, user_key
+from tasuki.config import (
+    check_app,
+    data_folder,
+    fault_hook,
+    parse_http,
+    parse_listen,
+    user_key,
+)
 from tasuki.core.address import Address, parse_url
 from tasuki.core.apps import DEFAULT_APP, AppLimits, template_of
 from tasuki.core.election import LOCK_TTL_S
@@ -459,6 +466,7 @@ async def serve(options: ServerOptions, events: process.Events, while_open: Call
     if not folder.root.exists():
         await process.check_ports([*listen.tcp, *([listen.http] if listen.http is not None and not listen.http_if_free else [])])
     prepare_folder(folder)
+    process.warn_of_full_disk(folder.root)
     try:
         server = make_server(options.places, options.config, fault_hook())
     except OSError as error:

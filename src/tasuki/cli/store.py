@@ -15,10 +15,10 @@ from typing import Any
 from tasuki.cli import process
 from tasuki.cli.command import PATH, argument, command, coordination_option, data_option, duration, flag, option
 from tasuki.cli.connect import StoreAddress, guest_places, owner_of
-from tasuki.cli.output import ExitCode, Output, plain, when
+from tasuki.cli.output import ExitCode, Output, plain
 from tasuki.cli.server import blobs_option, lead_ttl_option, retention_option, store_option
 from tasuki.config import DataFolder, data_folder, fault_hook
-from tasuki.core.units import shown_duration
+from tasuki.core.units import shown_duration, shown_time
 from tasuki.errors import InvalidInput, Unavailable
 from tasuki.server import backup as backups
 from tasuki.server.archive import Manifest
@@ -125,7 +125,7 @@ def _facts(manifest: Manifest) -> dict[str, object]:
 
 
 def _summary(manifest: Manifest) -> str:
-    return f"{sum(manifest.jobs.values()):,} jobs and {len(manifest.blobs):,} blobs of {when(manifest.made_at)}"
+    return f"{sum(manifest.jobs.values()):,} jobs and {len(manifest.blobs):,} blobs of {shown_time(manifest.made_at)}"
 
 
 # ---------------------------------------------------------------------------------------------------- compact and migrate

@@ -59,14 +59,15 @@ def submit(
     """A second job with the same --job-id and body is the same job."""
     if array and each_line:
         raise InvalidInput("--array and --each-line cannot stand together; choose one")
-    if array:
-        elements = jobspec.array_elements(jobspec.parse_array(array), fields["args"], fields["files"])
-        return with_client(place, lambda client: _submit_many(client, fields, elements, wait, output))
-    if each_line:
-        with jobspec.open_lines(each_line) as lines:
-            elements = jobspec.line_elements(lines, fields["args"], fields["files"])
+    with jobspec.naming_options():
+        if array:
+            elements = jobspec.array_elements(jobspec.parse_array(array), fields["args"], fields["files"])
             return with_client(place, lambda client: _submit_many(client, fields, elements, wait, output))
-    return with_client(place, lambda client: _submit_one(client, fields, wait, output))
+        if each_line:
+            with jobspec.open_lines(each_line) as lines:
+                elements = jobspec.line_elements(lines, fields["args"], fields["files"])
+                return with_client(place, lambda client: _submit_many(client, fields, elements, wait, output))
+        return with_client(place, lambda client: _submit_one(client, fields, wait, output))
 
 
 async def _submit_one(client: AsyncClient, fields: dict[str, Any], wait: bool, output: Output) -> int:

@@ -24,7 +24,7 @@ from tasuki.config import enrol_variable
 from tasuki.core.access import TOKEN_PREFIXES, PeerKind, covers
 from tasuki.core.address import Address
 from tasuki.core.subject import app_subject
-from tasuki.errors import ConfigError, Unauthorized, Unavailable
+from tasuki.errors import ConfigError, Forbidden, Unauthorized, Unavailable
 from tasuki.net.tls import client_tls
 from tasuki.worker.credentials import Credential, CredentialFile, CredentialToken
 from tasuki.worker.outbox import OUTBOX_FOLDER
@@ -152,7 +152,11 @@ def _enrol(file: CredentialFile, enrol_token: str, addresses: Sequence[Address],
 
     _check_kind(enrol_token)
     asked_at = time.time()
-    answer = asyncio.run(register(addresses, client_tls(chosen.tls_ca), enrol_token, socket.gethostname()[:200]))
+    host = socket.gethostname()[:200]
+    try:
+        answer = asyncio.run(register(addresses, client_tls(chosen.tls_ca), enrol_token, host, chosen.patterns))
+    except Forbidden as error:
+        raise Forbidden(f"{error.message}; the enrol token is for another --app or --subject, and is not spent") from None
     expires_at = asked_at + answer.ttl_seconds
     token = CredentialToken(secret=answer.worker_token, token_id=answer.token_id, issued_at=asked_at, expires_at=expires_at)
     credential = Credential(server=str(file.address), worker_id=answer.worker_id, scope=answer.scope, token=token)

@@ -26,10 +26,11 @@ import msgspec
 from tasuki.blobs.files import durable_write
 from tasuki.cli.command import command, data_option, flag, given_options, option, options
 from tasuki.cli.connect import is_store, read_token
-from tasuki.cli.output import ExitCode, Output, plain, table, when
+from tasuki.cli.output import ExitCode, Output, plain, table
 from tasuki.config import OWN_COMMAND, DataFolder, data_folder, default_url, enrol_variable
 from tasuki.core.address import parse_url
 from tasuki.core.job import NAME_MAX_CHARS
+from tasuki.core.units import shown_time
 from tasuki.errors import ConfigError, NotFound
 from tasuki.worker.credentials import FOLDER, file_name, read_credential
 from tasuki.worker.outbox import OUTBOX_FOLDER, REJECTED_FOLDER
@@ -462,7 +463,7 @@ def _lines(
         yield f"{rejected} result(s) that were refused are kept in {root / 'kept-aside'}"
     for token in tokens:
         named = f"token {token['token_id']} for {token['server']}: " if token["token_id"] else ""
-        yield f"{named}{token['problem'] or 'valid until ' + when(token['expires_at']) + ', renewed before'}"
+        yield f"{named}{token['problem'] or 'valid until ' + shown_time(token['expires_at']) + ', renewed before'}"
     for service in services:
         yield f"service {service['unit']}: {service['active']} ({service['sub']})"
 
@@ -473,22 +474,26 @@ def _worker_lines(found: WorkerReport) -> Iterator[str]:
     if reported is None or found.state == GONE:
         ended = ""
         if reported is not None:
-            ended = f" since {when(reported.ended_at)}" if reported.ended_at else f" (pid {reported.pid} is gone without a word)"
+            ended = (
+                f" since {shown_time(reported.ended_at)}"
+                if reported.ended_at
+                else f" (pid {reported.pid} is gone without a word)"
+            )
         offered = "; its next start offers them" if found.results_waiting else ""
         yield f"{found.worker_id}: not running{ended}; {wait}{offered}"
         if reported is not None and reported.error:
             yield f"  it ended with: {plain(reported.error)}"
         return
     connection = reported.connection
-    yield f"{found.worker_id}: {found.state}, pid {reported.pid}, since {when(reported.since)}"
+    yield f"{found.worker_id}: {found.state}, pid {reported.pid}, since {shown_time(reported.since)}"
     if connection.connected_since is not None:
-        yield f"  connected to {connection.address or connection.server} since {when(connection.connected_since)}"
+        yield f"  connected to {connection.address or connection.server} since {shown_time(connection.connected_since)}"
     elif connection.error_at is not None:
-        tried = f"tried {connection.tries} time(s), last at {when(connection.error_at)}"
+        tried = f"tried {connection.tries} time(s), last at {shown_time(connection.error_at)}"
         yield f"  no connection to {connection.server}, {tried}: {plain(connection.error)}"
     else:
         yield f"  connecting to {connection.server}"
     yield f"  {reported.running} job(s) run; {wait}"
     if reported.jobs:
-        rows = ((job.job_id, job.attempt, job.subject, when(job.since)) for job in reported.jobs)
+        rows = ((job.job_id, job.attempt, job.subject, shown_time(job.since)) for job in reported.jobs)
         yield from (f"  {line}" for line in table(("JOB", "ATTEMPT", "SUBJECT", "SINCE"), rows))

@@ -178,10 +178,11 @@ class AsyncClient:
             async with asyncio.timeout(self._connect_timeout_s):
                 await asyncio.shield(self._ready)
         except TimeoutError:
+            is_open = self._connection.link is not None
+            problem = "it takes connections and does not answer; is it http://?" if is_open else self._last_problem
             await self.close()
-            raise Unavailable(
-                f"no server at {self._url} within {shown_duration(self._connect_timeout_s)}; the last try: {self._last_problem}"
-            ) from None
+            waited = shown_duration(self._connect_timeout_s)
+            raise Unavailable(f"no server at {self._url} within {waited}; the last try: {problem}") from None
         except BaseException:
             await self.close()
             raise

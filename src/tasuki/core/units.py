@@ -1,8 +1,9 @@
-"""Durations and sizes as people write and read them: `90s`, `1h30m`, `64MiB`. What is shown can be typed in again."""
+"""Durations, times and sizes as people write and read them: `90s`, `1h30m`, `64MiB`. What is shown can be typed in again."""
 
 from __future__ import annotations
 
 import re
+from datetime import UTC, datetime
 
 from tasuki.errors import ConfigError
 
@@ -34,6 +35,16 @@ def shown_duration(seconds: float) -> str:
         counts.append((count, unit))
     first = next(place for place, (count, _) in enumerate(counts) if count)
     return "".join(f"{count}{unit}" for count, unit in counts[first : first + 2] if count)
+
+
+def shown_time(unix_time: float | None) -> str:
+    """Return the local time with its zone, as in 2026-01-31 06:00:00+09:00; of a number that is no time, the number."""
+    if unix_time is None:
+        return "-"
+    try:
+        return datetime.fromtimestamp(int(unix_time), UTC).astimezone().isoformat(" ")
+    except (OverflowError, ValueError, OSError):
+        return f"{unix_time:g}"
 
 
 def parse_size(text: str) -> int:

@@ -34,19 +34,24 @@ class Registration(msgspec.Struct, kw_only=True):
         return f"Registration({self.worker_id})"
 
 
-async def register(addresses: Sequence[Address], tls: ssl.SSLContext | None, enrol_token: str, label: str) -> Registration:
-    """Spend the enrol token at the first server that answers. The message of an error says whether it is spent."""
+async def register(
+    addresses: Sequence[Address], tls: ssl.SSLContext | None, enrol_token: str, label: str, subjects: Sequence[str] = ()
+) -> Registration:
+    """Spend the enrol token at the first server that answers. The message of an error says whether it is spent.
+
+    Forbidden, and not spent, if it is not for all of these subjects.
+    """
     away: list[str] = []
     for address in addresses:
         try:
-            return await _register_at(address, tls, enrol_token, label)
+            return await _register_at(address, tls, enrol_token, {"label": label, "subjects": subjects})
         except NoConnection as error:
             away.append(error.message)
     raise Unavailable(f"{'; '.join(away)}; the enrol token was not used")
 
 
-async def _register_at(address: Address, tls: ssl.SSLContext | None, enrol_token: str, label: str) -> Registration:
-    body = msgspec.json.encode({"label": label})
+async def _register_at(address: Address, tls: ssl.SSLContext | None, enrol_token: str, facts: dict[str, object]) -> Registration:
+    body = msgspec.json.encode(facts)
     lost = ""
     for _ in range(2):  # the second try tells whether the first was done, though its answer was lost
         try:

@@ -26,6 +26,7 @@ LISTED_JOBS_MAX = 1000
 TRACEBACK_MAX_CHARS = 8 * 1024
 LeaseId = Annotated[str, Meta(min_length=1, max_length=200)]
 Label = Annotated[str, Meta(max_length=200)]
+SUBJECTS_MAX = 100
 
 _decode_spec = msgspec.msgpack.Decoder(JobSpec).decode
 
@@ -63,6 +64,8 @@ class WorkerRegistration(msgspec.Struct, kw_only=True):
     """A worker's description of itself."""
 
     label: Label = ""
+    subjects: Annotated[list[str], Meta(max_length=SUBJECTS_MAX)] = []
+    """Subjects that it is to take. If the enrol token is not for all of them, it is refused and not spent."""
 
 
 class WorkerRegistered(msgspec.Struct, kw_only=True):
@@ -85,6 +88,7 @@ async def register(context: RequestContext, body: WorkerRegistration) -> WorkerR
 
 async def register_worker(context: RequestContext, body: WorkerRegistration) -> WorkerRegistered:
     """Exchange an enrol token for a worker's own token, with the same scope."""
+    context.caller.identity.check_patterns(tuple(body.subjects))
     secret, token_id = make_secret("worker"), secrets.token_hex(6)
     async with context.client() as client:
         token = await client.request("worker.register", token_id=token_id, sha256=token_sha256(secret), label=body.label)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
+import re
 import sqlite3
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from tasuki.core.units import shown_time
 from tasuki.errors import ConfigError, DiskFull, TasukiError, Unavailable
 from tasuki.stores.common import SystemClock
 from tasuki.stores.sql.database import (
@@ -93,6 +95,7 @@ class OwnerLock:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             owner = os.pread(self._descriptor, 200, 0).decode("utf-8", "replace").strip() or "pid unknown"
+            owner = re.sub(r"(?<=since )\d{1,12}$", lambda since: shown_time(int(since[0])), owner)
             os.close(self._descriptor)
             raise Unavailable(
                 f"{database} is in use by another process ({owner}); connect to that server, or stop it first"
