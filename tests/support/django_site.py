@@ -45,6 +45,7 @@ class DjangoSite:
 
     def __init__(self, folder: Path, postgres_url: str = "", **variables: str) -> None:
         self.folder = folder
+        self.python = sys.executable
         places = {"DATABASE_URL": postgres_url} if postgres_url else {"SITE_SQLITE": os.fspath(folder / "site.sqlite3")}
         self.env = {
             **{name: value for name, value in os.environ.items() if not name.startswith("TASUKI_")},
@@ -59,11 +60,11 @@ class DjangoSite:
         self, *arguments: str, check: bool = True, env: Mapping[str, str] | None = None
     ) -> subprocess.CompletedProcess[str]:
         """Run `manage.py ARGUMENTS`."""
-        return self._run([sys.executable, os.fspath(EXAMPLE / "manage.py"), *arguments], check, env)
+        return self._run([self.python, os.fspath(EXAMPLE / "manage.py"), *arguments], check, env)
 
     def run(self, code: str, *, check: bool = True, env: Mapping[str, str] | None = None) -> str:
         """Run code in a process of the project, with the names of PREAMBLE; return what it printed."""
-        return self._run([sys.executable, "-c", PREAMBLE + code], check, env).stdout
+        return self._run([self.python, "-c", PREAMBLE + code], check, env).stdout
 
     def ask(self, code: str) -> Any:
         """Run code, and return the JSON document that it printed."""
@@ -71,7 +72,7 @@ class DjangoSite:
 
     def worker(self, *arguments: str, env: Mapping[str, str] | None = None, log: str = "worker.log") -> ChildProcess:
         """Start `manage.py tasuki_worker`; returns when it is ready."""
-        command = [sys.executable, EXAMPLE / "manage.py", "tasuki_worker", *arguments]
+        command = [self.python, EXAMPLE / "manage.py", "tasuki_worker", *arguments]
         started = ChildProcess(command, self.folder / log, {**self.env, **(env or {})})
         try:
             started.wait_for_output("connected to")

@@ -16,6 +16,8 @@ nothing: `django.setup()` has to come first. The public names below are loaded w
     warm          the start of an interpreter that forks for them
     task_backend  Django's Tasks
     logs          logs as rows
+    operations    looking at jobs, canceling, running again, pruning
+    management/   the commands of manage.py
     node          the worker of a project, `manage.py tasuki_worker`
 """
 

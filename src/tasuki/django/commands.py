@@ -21,8 +21,9 @@ from django.core.management import get_commands, load_command_class
 from django.core.management.base import BaseCommand, CommandError
 
 from tasuki.core.job import JobSpec
+from tasuki.core.scheduler.firing import DJANGO_EXEC
 from tasuki.django.conf import APP_LABEL, project_settings
-from tasuki.django.enqueueing import DEFAULT_QUEUE, DJANGO_EXEC, command_subject, enqueue_jobs, new_ids
+from tasuki.django.enqueueing import DEFAULT_QUEUE, command_subject, enqueue_jobs, new_ids
 from tasuki.errors import InvalidInput, quoted
 from tasuki.worker.attempt import ExitRules
 from tasuki.worker.execs import ARGS, RESERVED_PREFIX, Exec, PythonCall

@@ -9,6 +9,7 @@ import msgspec
 from django.conf import settings
 from django.db import connections
 
+from tasuki.core.lifecycle import RETENTION_DAYS
 from tasuki.errors import ConfigError
 
 APP_LABEL = "tasuki"
@@ -24,6 +25,10 @@ class ProjectSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """Alias of the same database for workers, if `database` goes through a pooler; empty: the same alias."""
     commands: tuple[str, ...] = ()
     """Management commands of other apps that jobs may run, besides those of the project's own apps."""
+    definitions: dict[str, Any] = {}
+    """Definitions by name, for `manage.py tasuki_definitions apply`."""
+    retention_days: float = RETENTION_DAYS
+    """Days for which ended jobs are kept."""
     blobs: str = ""
     """Place of results above 64 KiB: s3://bucket/prefix, or a folder that all nodes share. Empty: none."""
 

@@ -13,7 +13,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from django.db import connections, transaction
@@ -28,8 +28,6 @@ from tasuki.stores.sql.store import SqlStore
 
 SUBMITTER = "django"
 DEFAULT_QUEUE = "default"
-DJANGO_EXEC = "django"
-"""Exec that runs a management command; the first argument is its name."""
 _QUEUE = re.compile(r"[A-Za-z0-9_-]{1,64}")
 # A commit that notifies waits for no disk: it writes nothing.
 _NOTIFY = "SELECT set_config('synchronous_commit', 'off', true), pg_notify('tasuki_hint', piece) FROM unnest(%s::text[]) AS piece"
@@ -99,32 +97,38 @@ def enqueue_jobs(specs: Sequence[JobSpec]) -> list[Submitted]:
             raise answer
         assert isinstance(answer, Submitted)  # without input files no blob can be missing
         answers.append(answer)
-    if connections[alias].vendor == "postgresql":
-        _hint_after_commit(alias, {spec.subject for spec in specs})
+    hint_after_commit(alias, Hint(ready=tuple({spec.subject for spec in specs})))
     return answers
 
 
 class _HintNodes:
-    """Tells the nodes, after the commit, which subjects have new jobs."""
+    """Tells the nodes, after the commit, which subjects have new jobs, and which leases are canceled."""
 
     def __init__(self, alias: str) -> None:
         self.alias = alias
-        self.subjects: set[str] = set()
+        self.ready: set[str] = set()
+        self.canceled: set[tuple[str, str]] = set()
+
+    def add(self, hint: Hint) -> None:
+        self.ready.update(hint.ready)
+        self.canceled.update(hint.canceled)
 
     def __call__(self) -> None:
-        pieces = [piece.decode() for piece in split(Hint(ready=tuple(self.subjects)))]
+        pieces = [piece.decode() for piece in split(Hint(ready=tuple(self.ready), canceled=tuple(self.canceled)))]
         with connections[self.alias].cursor() as cursor:
             cursor.execute(_NOTIFY, [pieces])
 
 
-def _hint_after_commit(alias: str, subjects: Iterable[str]) -> None:
-    """Send one hint for all jobs of a transaction."""
+def hint_after_commit(alias: str, hint: Hint) -> None:
+    """Send one hint for all that a transaction on PostgreSQL did. On SQLite nodes look at the file itself."""
     connection: Any = connections[alias]
+    if connection.vendor != "postgresql":
+        return
     for savepoints, function, *_ in connection.run_on_commit:
-        # One that was added inside no other savepoints than those of now is called whenever this job is committed.
+        # One that was added inside no other savepoints than those of now is called whenever this change is committed.
         if isinstance(function, _HintNodes) and savepoints <= set(connection.savepoint_ids):
-            function.subjects.update(subjects)
+            function.add(hint)
             return
-    hint = _HintNodes(alias)
-    hint.subjects.update(subjects)
-    transaction.on_commit(hint, using=alias, robust=True)
+    sender = _HintNodes(alias)
+    sender.add(hint)
+    transaction.on_commit(sender, using=alias, robust=True)

@@ -22,6 +22,8 @@ from tasuki.worker.attempt import Attempt
 from tasuki.worker.logs import LogFollow, ReadableLog
 
 logger = logging.getLogger("tasuki.django")
+ERRORS = "errors"
+"""Stream of the exceptions of a task: the class and the traceback of each attempt that raised, as JSON."""
 CHUNK_BYTES = 64 * 1024
 HEAD_BYTES = 1024 * 1024
 TAIL_BYTES = 64 * 1024
@@ -29,11 +31,12 @@ WRITE_TIMEOUT_S = 10.0  # the end of a job waits so long for its log
 
 
 class StoredLog(NamedTuple):
-    """A part of a log: attempt, position in its stream, bytes."""
+    """A part of a log: attempt, position in its stream, bytes; and the id of its row."""
 
     attempt: int
     offset: int
     data: bytes
+    row_id: int
 
 
 def write_log(job_id: str, attempt: int, stream: str, data: bytes, offset: int = 0) -> JobRun:
@@ -49,7 +52,7 @@ def read_log(job_id: str, stream: str, *, after: int = 0) -> Iterator[StoredLog]
     """Yield the parts of a stream of a job in the order of attempts and positions."""
     rows = LogChunk.objects.using(project_settings().database).filter(job__idempotency_key=job_id, stream=stream, id__gt=after)
     for row in rows.order_by("attempt", "offset", "id"):
-        yield StoredLog(row.attempt, row.offset, zlib.decompress(bytes(row.data)))
+        yield StoredLog(row.attempt, row.offset, zlib.decompress(bytes(row.data)), row.pk)
 
 
 # ---------------------------------------------------------------------------------------------------- in the node

@@ -27,10 +27,11 @@ from tasuki.config import DataFolder, host_name
 from tasuki.core.broker.events import Hinted
 from tasuki.core.cluster_messages import Hint
 from tasuki.core.job import Outcome
+from tasuki.core.scheduler.firing import DJANGO_EXEC
 from tasuki.django import standalone
 from tasuki.django.commands import check_command, command_exec
 from tasuki.django.conf import ProjectSettings, project_settings
-from tasuki.django.enqueueing import DJANGO_EXEC, patterns_of
+from tasuki.django.enqueueing import patterns_of
 from tasuki.django.logs import HEAD_BYTES, TAIL_BYTES, KeptLogFollow, LogWriter
 from tasuki.doors.guest import open_guest
 from tasuki.errors import ConfigError, InvalidInput
@@ -82,7 +83,7 @@ class NodeWorker(Worker):
             self.url = url
             beside = [asyncio.ensure_future(self._store_logs())]
             if self._is_sqlite:
-                beside.append(asyncio.ensure_future(_watch_file(server, _file_of(self._alias))))
+                beside.append(asyncio.ensure_future(_watch_file(server, file_of(self._alias))))
             try:
                 await super().serve(signals=signals)
             finally:
@@ -120,11 +121,11 @@ class NodeWorker(Worker):
 
     def _make_guest(self, folder: Path) -> Server:
         places = StorageLocations(DataFolder(folder), libpq_url(self._alias), self._project.blobs, migrates=False)
-        return make_guest(places, _server_config(folder), candidate=True)[0]
+        return make_guest(places, _server_config(folder, self._project), candidate=True)[0]
 
     def _make_sqlite_guest(self, folder: Path) -> Server:
-        file, alias = _file_of(self._alias), self._alias
-        config = _server_config(folder, collects_blobs=bool(self._project.blobs))
+        file, alias = file_of(self._alias), self._alias
+        config = _server_config(folder, self._project, collects_blobs=bool(self._project.blobs))
 
         def open_store() -> SqlStore:
             OwnerLock(file)  # held until the process ends
@@ -140,7 +141,8 @@ def _open_blobs(project: ProjectSettings, folder: Path, config: ServerConfig) ->
     return NoBlobs(DataFolder(folder).blobs, max_blob_bytes=0, floor_free_bytes=config.disk_floor_bytes)
 
 
-def _server_config(folder: Path, **settings: Any) -> ServerConfig:
+def _server_config(folder: Path, project: ProjectSettings, **settings: Any) -> ServerConfig:
+    settings["retention_s"] = project.retention_days * 86_400.0
     server_id = f"{host_name()}-{os.getpid()}-{secrets.token_hex(3)}"
     return ServerConfig(server_id=server_id, host=host_name(), data=folder, **settings)
 
@@ -161,7 +163,8 @@ def writing_alias(alias: str) -> str:
     return standalone.register_copy(alias, {**given, "OPTIONS": options, "CONN_MAX_AGE": None})
 
 
-def _file_of(alias: str) -> Path:
+def file_of(alias: str) -> Path:
+    """Return the file of a SQLite database of the project."""
     return Path(str(connections.databases[alias]["NAME"])).resolve()
 
 

@@ -27,7 +27,7 @@ from django.utils.module_loading import import_string
 from tasuki.core.job import Job, JobSpec, State
 from tasuki.core.lifecycle import ATTEMPT_STEP
 from tasuki.django.enqueueing import enqueue_jobs, is_task, new_ids, project_store, task_subject
-from tasuki.django.logs import read_log, write_log
+from tasuki.django.logs import ERRORS, read_log, write_log
 from tasuki.errors import ConfigError, TasukiError
 from tasuki.worker.attempt import HandlerJob
 
@@ -43,8 +43,6 @@ _signals: Any = import_module(f"{_PACKAGE}.signals")
 InvalidTask: Any = getattr(_exceptions, "InvalidTask", None) or _exceptions.InvalidTaskError
 Status: Any = _base.TaskResultStatus
 
-ERRORS = "errors"
-"""Stream of the log with the tracebacks of a task's attempts."""
 FAILED_ATTEMPTS = ("failed", "lost", "dead_lettered", "orphaned")  # kinds of incidents that end an attempt
 # Django's priorities, -100 to 100, in the ten bands of a store: the highest of each band, and the band.
 _BANDS = ((-80, 0), (-60, 1), (-40, 2), (-20, 3), (-1, 4), (0, 5), (25, 6), (50, 7), (75, 8), (100, 9))
@@ -196,7 +194,7 @@ def _task_of(spec: JobSpec, call: TaskCall) -> Any:
 
 def _errors_of(job: Job) -> list[Any]:
     """Return the error of each attempt that raised; of an end without one (lost, timed out, canceled), its reason."""
-    raised = {attempt: msgspec.json.decode(data) for attempt, _, data in read_log(job.job_id, ERRORS)}
+    raised = {attempt: msgspec.json.decode(data) for attempt, _, data, _ in read_log(job.job_id, ERRORS)}
     errors = [_base.TaskError(exception_class_path=path, traceback=text) for path, text in raised.values()]
     outcome = job.outcome
     if job.state.terminal and job.state is not State.SUCCEEDED and outcome is not None and job.attempt not in raised:

@@ -1,0 +1,67 @@
+"""`manage.py tasuki_doctor`: look at the project's set-up, database and workers."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from django.core import checks
+from django.core.management.base import CommandError, CommandParser
+
+from tasuki.django import operations, standalone
+from tasuki.django.commands import allowed_commands
+from tasuki.django.conf import project_settings
+from tasuki.django.enqueueing import project_store
+from tasuki.django.management.command_base import ActionCommand
+from tasuki.django.models import DefinitionState, JobRun
+from tasuki.errors import TasukiError
+
+LATE_S = 60.0  # a ready job that waits longer is worth a word
+
+
+class Command(ActionCommand):
+    help = "Check the settings, the tables, the workers and the queues of this project. Exit code 1 if something is wrong."
+
+    def add_arguments(self, parser: CommandParser) -> None:
+        parser.add_argument("--json", action="store_true", help="Print JSON for programs.")
+
+    def handle(self, *_arguments: Any, **options: Any) -> None:
+        self.json = options["json"]
+        found: list[dict[str, Any]] = []
+        try:
+            found += self._findings()
+        except TasukiError as error:
+            found.append({"what": "problem", "ok": False, "text": error.message})
+        if self.json:
+            self.show_json(found)
+        else:
+            for one in found:
+                self.stdout.write(f"{'ok  ' if one['ok'] else 'BAD '} {one['what']}: {one['text']}")
+        if not all(one["ok"] for one in found):
+            raise CommandError("something is wrong, see above")
+
+    def _findings(self) -> Iterator[dict[str, Any]]:
+        for problem in checks.run_checks():
+            if (problem.id or "").startswith("tasuki."):
+                yield _finding(str(problem.id), problem.level < checks.ERROR, f"{problem.msg} {problem.hint or ''}".rstrip())
+        project = project_settings()
+        standalone.check_tables(project.database)
+        yield _finding("tables", True, f"version {standalone.SCHEMA_VERSION} in the database {project.database!r}")
+        workers = operations.live_workers()
+        names = ", ".join(worker.worker_id for _, worker in workers)
+        yield _finding("workers", bool(workers), names or "none runs; start one with: python manage.py tasuki_worker")
+        for queue, counts in sorted(project_store().counts().items()):
+            yield _finding(f"queue {queue}", True, f"{counts.pending} wait, {counts.active} run, {counts.failed} failed")
+        oldest = JobRun.objects.using(project.database).filter(ready=1).order_by("id").first()
+        if oldest is not None and time.time() - oldest.created_at > LATE_S:
+            age_s = time.time() - oldest.created_at
+            text = f"{oldest.job_id} waits for {age_s:.0f} s; ask: manage.py tasuki_runs explain {oldest.job_id}"
+            yield _finding("oldest job", False, text)
+        for state in DefinitionState.objects.using(project.database).exclude(problem="").select_related("definition"):
+            yield _finding(f"definition {state.definition.name}", False, state.problem)
+        yield _finding("commands for jobs", True, ", ".join(sorted(allowed_commands())) or "none")
+
+
+def _finding(what: str, ok: bool, text: str) -> dict[str, Any]:
+    return {"what": what, "ok": ok, "text": text}

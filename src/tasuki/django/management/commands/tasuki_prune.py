@@ -1,0 +1,29 @@
+"""`manage.py tasuki_prune`: delete what is old."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from django.core.management.base import CommandParser
+
+from tasuki.django import operations
+from tasuki.django.conf import project_settings
+from tasuki.django.definitions import scheduler_settings
+from tasuki.django.management.command_base import ActionCommand
+
+
+class Command(ActionCommand):
+    help = "Delete ended jobs, processed events and logs that are old. The leading worker deletes old jobs by itself."
+
+    def add_arguments(self, parser: CommandParser) -> None:
+        parser.add_argument("--days", type=float, help="Jobs and events older than this. Default: TASUKI['retention_days'].")
+        parser.add_argument("--logs-days", type=float, help="Logs older than this. Default: log_retention_days_db.")
+        parser.add_argument("--json", action="store_true", help="Print JSON for programs.")
+
+    def handle(self, *_arguments: Any, days: float | None, logs_days: float | None, **options: Any) -> None:
+        self.json = options["json"]
+        project = project_settings()
+        days = project.retention_days if days is None else days
+        logs_days = scheduler_settings(project.database).log_retention_days_db if logs_days is None else logs_days
+        done = operations.prune(days=days, logs_days=logs_days)
+        self.say(done, ", ".join(f"{count} {name.replace('_', ' ')}" for name, count in done.items()) + " deleted")

@@ -1,0 +1,116 @@
+"""Management commands for people: list, show, explain, logs, cancel, rerun, prune, doctor. On SQLite and PostgreSQL."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.django_site import DjangoSite
+from tests.support.postgres_service import PostgresService
+
+pytestmark = pytest.mark.e2e
+
+IMPORTS = """
+import io
+from django.core.management import CommandError, call_command
+from tasuki.django import enqueue_command
+from tasuki.django.models import Event, JobRun, LogChunk
+
+def said(*arguments):
+    out = io.StringIO()
+    try:
+        call_command(*arguments, stdout=out)
+    except CommandError as error:
+        return f"{out.getvalue()}CommandError: {error}"
+    return out.getvalue()
+
+def data(*arguments):
+    return json.loads(said(*arguments, "--json"))
+"""
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def site(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[DjangoSite]:
+    if request.param == "sqlite":
+        yield DjangoSite(tmp_path)
+        return
+    postgres: PostgresService = request.getfixturevalue("postgres")
+    url = postgres.empty_database()
+    yield DjangoSite(tmp_path, postgres_url=url)
+    postgres.drop(url)
+
+
+def test_waiting_jobs_are_listed_explained_and_canceled(site: DjangoSite) -> None:
+    site.manage("migrate", "-v0")
+    found = site.ask(
+        IMPORTS
+        + """
+waiting = enqueue_command("daily_report", queue="night")
+task = add.enqueue(1).id
+listed = said("tasuki_runs", "list")
+of_queue = [one["job_id"] for one in data("tasuki_runs", "list", "--queue", "night", "--state", "PENDING")]
+why = said("tasuki_runs", "explain", waiting)
+canceled = data("tasuki_runs", "cancel", waiting, "--reason", "not today")
+shown = data("tasuki_runs", "show", waiting)
+again = said("tasuki_runs", "rerun", task)
+rerun = said("tasuki_runs", "rerun", waiting)
+refused = [said("tasuki_runs", "show", "nobody"), said("tasuki_runs", "list", "--state", "GONE")]
+doctor = said("tasuki_doctor")
+print(json.dumps([waiting, task, listed, of_queue, why, canceled, shown, again, rerun, refused, doctor]))
+"""
+    )
+    waiting, task, listed, of_queue, why, canceled, shown, again, rerun, refused, doctor = found
+
+    assert waiting in listed
+    assert "default.task.probes.tasks.add" in listed
+    assert of_queue == [waiting]
+    assert "no worker" in why.lower()
+    assert canceled == {"job_id": waiting, "state": "CANCELED"}
+    assert shown["outcome"]["message"] == "not today"
+    assert f"job {task!r} is PENDING, not ended" in again
+    assert rerun == f"{waiting}: PENDING\n"
+    assert "there is no job 'nobody' in this project" in refused[0]
+    assert "state 'GONE' is none of PENDING" in refused[1]
+    assert "BAD  workers: none runs; start one with: python manage.py tasuki_worker" in doctor
+    assert "commands for jobs: daily_report, probe" in doctor
+
+
+def test_running_jobs_are_followed_and_stopped_and_old_ones_pruned(site: DjangoSite, tmp_path: Path) -> None:
+    site.manage("migrate", "-v0")
+    with site.worker():
+        found = site.ask(
+            IMPORTS
+            + f"""
+from pathlib import Path
+folder = Path({str(tmp_path)!r})
+job_id = enqueue_command("probe", "hold", str(folder))
+until = time.monotonic() + 20
+while not (folder / "running").exists():
+    assert time.monotonic() < until
+    time.sleep(0.01)
+why, doctor = said("tasuki_runs", "explain", job_id), said("tasuki_doctor")
+canceled = data("tasuki_runs", "cancel", job_id)
+followed = said("tasuki_runs", "logs", job_id, "--follow")
+failed = finished(fail.enqueue("broken"))
+traceback = said("tasuki_runs", "logs", failed.id)
+state = data("tasuki_runs", "show", job_id)["state"]
+kept = data("tasuki_prune")
+pruned = data("tasuki_prune", "--days", "0", "--logs-days", "0")
+left = [JobRun.objects.count(), LogChunk.objects.count()]
+print(json.dumps([why, doctor, canceled, followed, traceback, state, kept, pruned, left]))
+"""
+        )
+    why, doctor, canceled, followed, traceback, state, kept, pruned, left = found
+
+    assert "runs" in why
+    assert "ok   workers: " in doctor
+    assert "BAD" not in doctor
+    assert canceled["state"] in ("RUNNING", "ASSIGNED")
+    assert followed == "begun\n"
+    assert traceback.endswith("LookupError: broken\n")
+    assert state == "CANCELED"
+    assert kept == {"runs": 0, "events": 0, "log_chunks": 0}
+    assert pruned["runs"] == 2
+    assert left == [0, 0]
