@@ -25,7 +25,7 @@ from tasuki.cli.connect import StoreAddress, guest, is_store
 from tasuki.cli.output import Output
 from tasuki.cli.worker_login import LoginOptions, logged_in
 from tasuki.config import OWN_COMMAND, check_app, data_folder, default_url, forget_tokens
-from tasuki.core.address import Address, parse_url, shown_address
+from tasuki.core.address import Address, parse_url
 from tasuki.core.apps import outcome_of
 from tasuki.core.job import JobSpec, Outcome
 from tasuki.core.lifecycle import LEASE_TTL_RANGE_S, LEASE_TTL_S
@@ -196,11 +196,6 @@ def run_worker(
     loaded = load_tasks(tasks) if tasks is not None else None
     url = to or (loaded.server(folder) if loaded is not None else default_url() or f"unix://{folder.socket}")
     addresses = [] if is_store(url) else parse_url(url)
-    if any_program and (is_store(url) or any(address.scheme != "unix" for address in addresses)):
-        raise ConfigError(
-            f"--any-program is for your own jobs, over the server's unix socket, and not for {shown_address(url)!r}; "
-            "allow programs by name, with --exec NAME=COMMAND"
-        )
     patterns = wanted_patterns(app, subject, execs, addresses, handlers=loaded is not None, any_program=any_program)
     chosen = LoginOptions(folder.root, token_file, enroll_file, worker_id, tls_ca, patterns)
     with logged_in([] if only_check == worker_service.OPTIONS else addresses, chosen) as login:
@@ -251,6 +246,12 @@ def wanted_patterns(
     handlers: bool,
 ) -> tuple[str, ...]:
     """Return the subjects that the command line names. Raise ConfigError if the worker could run nothing of them."""
+    if any_program and (not addresses or any(address.scheme != "unix" for address in addresses)):
+        where = ", ".join(map(str, addresses)) or "jobs straight from a store"
+        raise ConfigError(
+            f"--any-program is for your own jobs, over the server's unix socket, and not for {where}; "
+            "allow programs by name, with --exec NAME=COMMAND"
+        )
     what_it_offers(handlers=handlers, execs=execs, any_program=any_program)
     if app is None:
         return tuple(subjects)
