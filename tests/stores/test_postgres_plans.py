@@ -27,7 +27,10 @@ HOT = [
     "old", "count", "mark",
 ]  # fmt: skip
 
-MEANT_WHOLE = {"counts": {"tasuki_counter"}}  # some rows for each group; there is no order in which to look
+MEANT_WHOLE = {
+    "counts": {"tasuki_counter"},  # some rows for each group; there is no order in which to look
+    "waiting_over": {"tasuki_definitionstate"},  # a row for each definition
+}
 
 # A tenth of the jobs is ready, a few are leased or delayed, the rest is history.
 FILL = f"""

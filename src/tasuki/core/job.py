@@ -226,6 +226,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     outcome: Outcome | None = None
     """The outcome that made the job terminal, or that of the latest failed attempt while a retry waits."""
     leader_epoch: int = 0
+    job_definition_id: int | None = None
+    """The definition that the job is a run of."""
     scheduled_for: float | None = None
     progress: Progress | None = None
     """The latest attempt's last report of progress; a grant clears it."""

@@ -391,6 +391,30 @@ class Reaped(msgspec.Struct, frozen=True, gc=False):
     reason: str
 
 
+class FiredRun(msgspec.Struct, frozen=True, gc=False):
+    """A run that `fire` stored; SKIPPED or CANCELED if it never starts."""
+
+    job_id: str
+    definition_id: int
+    scheduled_for: float
+    state: State = State.PENDING
+
+
+class FiredRuns(msgspec.Struct, frozen=True, gc=False):
+    """The answer to `fire`."""
+
+    runs: tuple[FiredRun, ...] = ()
+    replaced: tuple[tuple[str, Canceled], ...] = ()
+    """Runs that were canceled because the next one replaces them."""
+    released: int = 0
+    """Number of runs whose predecessor has ended, and which are ready now."""
+    wait_s: float | None = None
+    """Time until the next nominal time, or until the next delayed job is due; None: nothing is planned."""
+
+    def __bool__(self) -> bool:
+        return bool(self.runs or self.replaced or self.released)
+
+
 class ReadyPage(msgspec.Struct, frozen=True, gc=False):
     """Some queues of ready jobs, and the place to go on at (None: no more). Only the store that gave a place understands it."""
 
@@ -499,6 +523,8 @@ class Turn(msgspec.Struct, kw_only=True):
     """Limit of expired leases to end; likewise `skip` and `promote` for jobs."""
     skip: int = 0
     promote: int = 0
+    fire: int = 0
+    """Limit of definitions, and of events, to look at."""
     prune: Retention | None = None
     condemn_blobs: Collection | None = None
     forget_blobs: Sequence[BlobPlace] = ()
@@ -539,6 +565,7 @@ class Answers(msgspec.Struct, kw_only=True):
     reap: Sequence[Reaped] = ()
     skip: Sequence[str] = ()
     promote: int = 0
+    fire: FiredRuns = FiredRuns()
     prune: int = 0
     condemn_blobs: Condemned = Condemned()
     forget_blobs: int = 0
@@ -624,6 +651,7 @@ VERBS: tuple[StoreVerb, ...] = (
     StoreVerb("reap", _limited, leads=True),
     StoreVerb("skip", _limited, leads=True),
     StoreVerb("promote", _limited, leads=True),
+    StoreVerb("fire", _limited, leads=True),
     StoreVerb("prune", _prune, leads=True),
     StoreVerb("condemn_blobs", lambda method, ages, epoch, wall: method(ages.order(wall()), epoch=epoch), leads=True),
     StoreVerb("forget_blobs", lambda method, places, epoch, wall: method(places, epoch=epoch), leads=True),

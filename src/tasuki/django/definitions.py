@@ -25,6 +25,7 @@ from django.conf import settings
 from django.core.exceptions import ValidationError
 from django.db import router, transaction
 
+from tasuki.core.cluster_messages import Hint
 from tasuki.core.scheduler.firing import (
     SKIP_LATE_RUNS_AFTER_S,
     Definition,
@@ -33,6 +34,7 @@ from tasuki.core.scheduler.firing import (
     event_run_id,
 )
 from tasuki.core.scheduler.schedule import ScheduleType
+from tasuki.django.enqueueing import hint_after_commit
 from tasuki.django.models import Event, JobDefinition, SchedulerSettings
 from tasuki.errors import ConfigError, InvalidInput, quoted
 
@@ -130,17 +132,21 @@ def emit(event_type: str, payload: Any = None, *, dedupe_key: str | None = None,
     check_event(event_type, payload)
     if dedupe_key is not None and not 0 < len(dedupe_key) <= DEDUPE_KEY_MAX_CHARS:
         raise InvalidInput(f"dedupe_key {quoted(dedupe_key)} must have 1 to {DEDUPE_KEY_MAX_CHARS} characters")
-    events = Event.objects.using(using or router.db_for_write(Event))
+    alias = using or router.db_for_write(Event)
+    events = Event.objects.using(alias)
     if dedupe_key is None:
-        return events.create(event_type=event_type, payload_json=payload)
-    return events.get_or_create(dedupe_key=dedupe_key, defaults={"event_type": event_type, "payload_json": payload})[0]
+        event = events.create(event_type=event_type, payload_json=payload)
+    else:
+        event, _ = events.get_or_create(dedupe_key=dedupe_key, defaults={"event_type": event_type, "payload_json": payload})
+    hint_after_commit(alias, Hint(everything=True))
+    return event
 
 
 def run_now(definition: JobDefinition, *, using: str | None = None) -> str:
     """Ask for one run of a definition, whether or not it is enabled, and return its job_id. Its concurrency_policy holds."""
-    event = Event.objects.using(using or router.db_for_write(Event)).create(
-        event_type="definition.run", job_definition=definition
-    )
+    alias = using or router.db_for_write(Event)
+    event = Event.objects.using(alias).create(event_type="definition.run", job_definition=definition)
+    hint_after_commit(alias, Hint(everything=True))
     return event_run_id(event.pk, definition.pk)
 
 

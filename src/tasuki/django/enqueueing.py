@@ -108,13 +108,16 @@ class _HintNodes:
         self.alias = alias
         self.ready: set[str] = set()
         self.canceled: set[tuple[str, str]] = set()
+        self.everything = False
 
     def add(self, hint: Hint) -> None:
         self.ready.update(hint.ready)
         self.canceled.update(hint.canceled)
+        self.everything |= hint.everything
 
     def __call__(self) -> None:
-        pieces = [piece.decode() for piece in split(Hint(ready=tuple(self.ready), canceled=tuple(self.canceled)))]
+        hint = Hint(ready=tuple(self.ready), canceled=tuple(self.canceled), everything=self.everything)
+        pieces = [piece.decode() for piece in split(hint)]
         with connections[self.alias].cursor() as cursor:
             cursor.execute(_NOTIFY, [pieces])
 

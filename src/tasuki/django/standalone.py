@@ -27,7 +27,7 @@ BUSY_TIMEOUT_S = 5.0
 CACHED_STATEMENTS = 256  # all statements in all their batch sizes; Python's default of 128 would compile some again and again
 
 MIGRATING_TABLE = "tasuki_migrating"
-SCHEMA_VERSION = 8
+SCHEMA_VERSION = 9
 OLDEST_CODE = 4
 MEMBER_ALIVE_S = 30.0  # a server that beat within this time is taken to be alive
 

@@ -126,8 +126,8 @@ class Server:
         await self._loop.run_in_executor(None, self._blobs.check)
         self._thread = StoreThread(self._open_store, self._deliver)
         epoch = await self._loop.run_in_executor(None, self._thread.open, self.config.server_id)
-        own_uid = os.getuid() if hasattr(os, "getuid") else None
-        self.broker = Broker(msgspec.structs.replace(self.config, epoch=epoch, shared=not epoch, own_uid=own_uid))
+        found = {"fires": self._thread.fires, "own_uid": os.getuid() if hasattr(os, "getuid") else None}
+        self.broker = Broker(msgspec.structs.replace(self.config, epoch=epoch, shared=not epoch, **found))
         self._look_at_disk()
         await self._cluster.join(self)
         self._tasks.spawn(self._tick())
@@ -161,7 +161,7 @@ class Server:
     async def _tick(self) -> None:
         disk_at = touch_at = 0.0
         while True:
-            await asyncio.sleep(TICK_S)
+            await asyncio.sleep(self.broker.upkeep.until_due_s(self.now(), TICK_S))
             now = self.now()
             if now.monotonic >= disk_at:
                 disk_at = now.monotonic + DISK_LOOK_S

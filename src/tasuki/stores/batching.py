@@ -91,6 +91,8 @@ class StoreThread:
         self._turns: queue.SimpleQueue[Turn | None] = queue.SimpleQueue()
         self._opened: queue.SimpleQueue[int | BaseException] = queue.SimpleQueue()
         self._closing = threading.Event()
+        self.fires = False
+        """True if the store has definitions; known once it is open."""
         self._thread = threading.Thread(target=self._run, name="tasuki-store", daemon=True)
 
     def open(self, holder: str) -> int:
@@ -119,6 +121,7 @@ class StoreThread:
     def _run(self) -> None:
         try:
             store = self._open()
+            self.fires = Feature.DEFINITIONS in store.features
             epoch = 0
             if Feature.SHARED not in store.features:  # its only user leads it
                 epoch = store.epoch()[0] + 1

@@ -46,8 +46,9 @@ INCIDENT_OF: dict[JobEvent, str] = {
     JobEvent.LOSE: "lost",
     JobEvent.ORPHAN: "orphaned",
     JobEvent.CANCEL: "canceled",
+    JobEvent.SKIP: "skipped",
 }
-"""Incident kind for each event that ends an attempt without success."""
+"""Incident kind for each event that ends an attempt, or a job, without success."""
 
 matches = lru_cache(65_536)(subjects.matches)  # leasing asks for the same few pairs again and again
 

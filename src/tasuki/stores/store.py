@@ -34,6 +34,7 @@ from tasuki.core.store_messages import (
     Condemned,
     CondemnOrder,
     Filter,
+    FiredRuns,
     Grant,
     GroupCounts,
     HeldLease,
@@ -75,6 +76,8 @@ class Feature(enum.StrEnum):
     DURABLE = "durable"
     SHARED = "shared"
     """Several servers may work on the store at once. Without it, the process that opened it is its only user, and leads."""
+    DEFINITIONS = "definitions"
+    """Definitions and events are rows beside the jobs, which `fire` makes runs of."""
 
 
 class Reader(Protocol):
@@ -244,6 +247,10 @@ class Store(Reader, Protocol):
 
     def promote(self, *, epoch: int, limit: int = 1024) -> int:
         """Make delayed jobs whose time has come ready, at most `limit`; return how many."""
+
+    def fire(self, *, epoch: int, limit: int = 256) -> FiredRuns:
+        """Make the runs of definitions that are due, and of events, as `core.scheduler.firing` plans them; look at no more than
+        `limit` definitions and events. An exact repeat changes nothing. ConfigError without Feature.DEFINITIONS."""
 
     def prune(self, *, before: float, epoch: int, limit: int = 256) -> int:
         """Delete jobs that became terminal before that wall time, with their incidents; return how many."""

@@ -85,6 +85,8 @@ class Broker(BrokerState):
             case events.ClusterView():
                 cluster.met(self, event)
             case events.Hinted():
+                if event.hint.everything:
+                    self.upkeep.look_for_events()
                 return cluster.heard(self, event.hint)
             case events.SomeEnded():
                 client_messages.ask_ends(self, event.job_ids)
@@ -147,7 +149,7 @@ class Broker(BrokerState):
     def _turn_done(self, event: events.TurnDone, now: Now) -> list[events.Command]:
         turn, answers = event.turn, event.answers
         if turn.epoch:
-            commands = self.upkeep.done(turn, answers)
+            commands = self.upkeep.done(turn, answers, now)
         else:
             self.store_problem = ""
             effects = TurnEffects(now, answers.notes.cut)
@@ -156,7 +158,7 @@ class Broker(BrokerState):
             if turn.submit or turn.rerun:
                 worker_messages.offer_the_rest(self, turn, answers)
             commands = effects.all_commands()
-        self.came_back(answers.notes.ready, answers.promote + len(answers.reap))
+        self.came_back(answers.notes.ready, answers.promote + len(answers.reap) + len(answers.fire.runs) + answers.fire.released)
         return commands + self.cluster.hint(self.config.server_id)
 
     def _turn_failed(self, event: events.TurnFailed, now: Now) -> list[events.Command]:

@@ -295,6 +295,16 @@ def _watch(state: BrokerState, client: ClientSession, request: protocol.Request,
     return _authorize(state, client, request, job_ids, watch)
 
 
+def stop_canceled(state: BrokerState, canceled: Canceled) -> list[events.Command]:
+    """Tell the worker that holds a canceled job to stop it; if it is connected to another server, by a hint."""
+    if canceled.requested and canceled.worker_id is not None and canceled.lease_id is not None:
+        worker = state.workers.get(canceled.worker_id)
+        if worker is not None and canceled.lease_id in worker.deliveries:
+            return [Send(worker.conn, protocol.CancelLeases([canceled.lease_id]))]
+        state.cluster.canceled.append((canceled.worker_id, canceled.lease_id))
+    return []
+
+
 def _cancel(state: BrokerState, client: ClientSession, identity: Identity, message: protocol.CancelJobs) -> list[events.Command]:
     conn, msg_id, reason = client.conn, message.msg_id, message.reason[:REASON_MAX_CHARS]
     job_ids = list(dict.fromkeys(message.job_ids))
@@ -307,13 +317,8 @@ def _cancel(state: BrokerState, client: ClientSession, identity: Identity, messa
         states: dict[str, dict[str, object]] = {}
         for job_id, answer in zip(job_ids, answers, strict=True):
             states[job_id] = {"state": answer.state, "requested": answer.requested}
-            if answer.requested and answer.worker_id is not None and answer.lease_id is not None:
-                worker = state.workers.get(answer.worker_id)
-                if worker is not None and answer.lease_id in worker.deliveries:
-                    effects.send(worker.conn, protocol.CancelLeases([answer.lease_id]))
-                else:
-                    state.cluster.canceled.append((answer.worker_id, answer.lease_id))
-            elif answer.state is State.CANCELED:
+            effects.commands += stop_canceled(state, answer)
+            if not answer.requested and answer.state is State.CANCELED:
                 ask_ends(state, [job_id])
                 state.cluster.ended.append(job_id)
         state.answer(conn, msg_id, states, effects)

@@ -46,6 +46,8 @@ class BrokerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """While all blobs take more than this, unused ones are collected sooner; new ones are refused if that does not help."""
     collects_blobs: bool = True
     """False for a server that cannot reach the bytes of blobs."""
+    fires: bool = True
+    """False if the store has no definitions."""
     frame_max_bytes: int = FRAME_MAX_BYTES
 
 

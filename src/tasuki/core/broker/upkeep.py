@@ -1,9 +1,12 @@
-"""The leader's upkeep: end expired leases, skip jobs that are too late, promote delayed ones, prune, collect blobs. Pure.
+"""The leader's upkeep: end expired leases, skip late jobs, promote delayed ones, fire definitions, prune, collect blobs. Pure.
 
 Theory of operation. Upkeep happens in turns of its own, which carry the epoch. If the store refuses the epoch (`StaleEpoch`),
 another server leads: nothing else was in that turn, nothing is asked again, and this server steps down. Between two such turns
 the broker takes one of its own if anything waits, however much there is to reap or to prune: the hot path never waits for more
 than one small batch.
+
+Delayed jobs and definitions start at their time, not at the next tick: `fire` says how long it is until the next one, and
+`until_due_s` tells the driver. Changed definitions and new events are found by a look each second, or at once after a hint.
 
 Blobs are deleted in three steps: the store condemns some (from then on nothing can refer to them), the driver deletes their
 bytes, the store forgets them. A leader that dies in between leaves them condemned, and the next one begins with those.
@@ -11,19 +14,22 @@ bytes, the store forgets them. A leader that dies in between leaves them condemn
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import msgspec
 
-from tasuki.core.broker.client_messages import ask_ends
+from tasuki.core.broker.client_messages import ask_ends, stop_canceled
 from tasuki.core.broker.events import Command, DeleteBlobs
 from tasuki.core.broker.state import BrokerState
 from tasuki.core.election import EpochFenced, TookOver
 from tasuki.core.job import TERMINAL
 from tasuki.core.machine import Now
-from tasuki.core.store_messages import Answers, BlobPlace, Collection, Reaped, Retention, Turn
+from tasuki.core.store_messages import Answers, BlobPlace, Collection, FiredRuns, Reaped, Retention, Turn
 from tasuki.errors import StaleEpoch, TasukiError
 
+FIRE_INTERVAL_S = 1.0  # looking for changed definitions and new events
+FIRE_BATCH = 256
 DUTY_INTERVAL_S = 0.25  # reaping, skipping and promoting: three index seeks when there is nothing to do
 PRUNE_INTERVAL_S = 10.0
 PRUNE_BATCH = 256  # jobs deleted in one turn: small, so that pruning never stalls the hot path
@@ -42,6 +48,7 @@ class UpkeepCounts(msgspec.Struct):
     reaped: int = 0
     skipped: int = 0
     promoted: int = 0
+    fired: int = 0
     pruned: int = 0
     blobs_deleted: int = 0
 
@@ -56,7 +63,7 @@ class Upkeep:
         """Each kind of upkeep was done under this epoch, and left nothing that is due."""
         self._claim = 0
         """An epoch that was won and has to be registered."""
-        self._duty_at = self._prune_at = self._collect_at = 0.0
+        self._duty_at = self._prune_at = self._collect_at = self._fire_at = 0.0
         self._deleting = False
         self._deleted: list[BlobPlace] = []
         self._last = False
@@ -70,8 +77,17 @@ class Upkeep:
         """Begin upkeep under this epoch; 0: end it."""
         self._state.epoch = epoch
         self.caught_up = False
-        self._duty_at = self._prune_at = self._collect_at = 0.0
+        self._duty_at = self._prune_at = self._collect_at = self._fire_at = 0.0
         self._deleting, self._deleted = False, []
+
+    def until_due_s(self, now: Now, most_s: float) -> float:
+        """Return the time until the next job or definition is due, at most `most_s`. What is overdue waits for the store."""
+        leads = self._state.epoch and self._state.config.fires
+        return min(most_s, self._fire_at - now.monotonic) if leads and self._fire_at > now.monotonic else most_s
+
+    def look_for_events(self) -> None:
+        """Look for new events and changed definitions in the next turn: a hint came."""
+        self._fire_at = 0.0
 
     def blobs_deleted(self, epoch: int, places: Sequence[BlobPlace]) -> None:
         """Let the next turn forget blobs whose bytes the driver deleted."""
@@ -94,9 +110,13 @@ class Upkeep:
         if self._claim:
             claim, self._claim = self._claim, 0
             return Turn(epoch=claim, take_over=config.server_id)
-        if not epoch or (now.monotonic < min(self._duty_at, self._prune_at, self._collect_at) and not self._deleted):
+        fire_at = self._fire_at if config.fires else math.inf
+        if not epoch or (now.monotonic < min(self._duty_at, self._prune_at, self._collect_at, fire_at) and not self._deleted):
             return None
         turn = Turn(epoch=epoch)
+        if now.monotonic >= fire_at:
+            self._fire_at = now.monotonic + FIRE_INTERVAL_S
+            turn.fire, turn.promote = FIRE_BATCH, PROMOTE_BATCH
         if now.monotonic >= self._duty_at:
             self._duty_at = now.monotonic + DUTY_INTERVAL_S
             turn.reap, turn.skip, turn.promote = REAP_BATCH, SKIP_BATCH, PROMOTE_BATCH
@@ -111,11 +131,14 @@ class Upkeep:
         turn.forget_blobs, self._deleted = self._deleted, []
         return turn
 
-    def done(self, turn: Turn, answers: Answers) -> list[Command]:
+    def done(self, turn: Turn, answers: Answers, now: Now) -> list[Command]:
         """Tell the peers concerned by a committed turn, and go on at once if there is more than one batch."""
         if turn.take_over:
             return [TookOver(turn.epoch, answers.take_over)]
         self._tell(answers)
+        self.counts.fired += len(answers.fire.runs)
+        if turn.fire and answers.fire.wait_s is not None:
+            self._fire_at = min(self._fire_at, now.monotonic + answers.fire.wait_s)
         self.counts.reaped += len(answers.reap)
         self.counts.skipped += len(answers.skip)
         self.counts.promoted += answers.promote
@@ -125,6 +148,7 @@ class Upkeep:
         if answers.prune >= PRUNE_AGAIN:
             self._prune_at = 0.0
         commands = self._condemned(answers) if turn.condemn_blobs is not None else []
+        commands += self._replaced(answers.fire)
         self.caught_up = min(self._duty_at, self._prune_at, self._collect_at) > 0 and not self._deleting and not self._deleted
         return commands
 
@@ -138,6 +162,14 @@ class Upkeep:
         if answers.skip:
             ask_ends(state, answers.skip)
             state.cluster.ended += answers.skip
+
+    def _replaced(self, fired: FiredRuns) -> list[Command]:
+        """Tell workers to stop the runs that new ones replace, and clients of runs that ended unstarted."""
+        ended = [run.job_id for run in fired.runs if run.state in TERMINAL]
+        ended += [job_id for job_id, canceled in fired.replaced if canceled.state in TERMINAL]
+        ask_ends(self._state, ended)
+        self._state.cluster.ended += ended
+        return [command for _, canceled in fired.replaced for command in stop_canceled(self._state, canceled)]
 
     def _forget_deliveries(self, lost: Sequence[Reaped]) -> None:
         """End attempts whose leases are over; a worker that let one go may never speak of it again."""
@@ -171,6 +203,7 @@ class Upkeep:
             return [EpochFenced(turn.epoch)]
         self._deleted[:0] = turn.forget_blobs
         self._duty_at = 0.0 if turn.reap else self._duty_at
+        self._fire_at = 0.0 if turn.fire else self._fire_at
         self._prune_at = 0.0 if turn.prune is not None else self._prune_at
         self._collect_at = 0.0 if turn.condemn_blobs is not None else self._collect_at
         return []

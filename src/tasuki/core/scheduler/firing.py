@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import enum
 import math
+import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from datetime import UTC, datetime, tzinfo
 from typing import Any
@@ -91,7 +92,7 @@ class FiringState(msgspec.Struct, frozen=True, kw_only=True):
 
     fired_until: float = 0.0
     """All nominal times up to this one are settled."""
-    next_at: int | None = None
+    next_at: float | None = None
     plan: str = ""
     """`Definition.plan` and `changed_at` when `next_at` was computed."""
     changed_at: float = 0.0
@@ -140,6 +141,10 @@ class PlannedRun(msgspec.Struct, kw_only=True):
     @property
     def submitter(self) -> str:
         return f"definition:{self.definition_id}"
+
+    @property
+    def is_ready(self) -> bool:
+        return self.waits_for is None and self.end is None
 
 
 class FiringPlan(msgspec.Struct, kw_only=True):
@@ -207,6 +212,14 @@ def event_run_id(event_id: int, definition_id: int) -> str:
     return f"e{event_id}-{definition_id}"
 
 
+_is_run_id = re.compile(r"d\d+-\d+").fullmatch
+
+
+def may_have_window(job_id: str) -> bool:
+    """Return whether this may be the run of a nominal time. Such a run has a window, which ends when it begins."""
+    return _is_run_id(job_id) is not None
+
+
 def runs_of(definition: Definition, due: DueTimes, window_s: float) -> Iterator[PlannedRun]:
     """Yield the runs of these nominal times, without regard to other runs."""
     if due.newest_missed is not None:
@@ -254,7 +267,7 @@ def _spec(
 ) -> JobSpec:
     return JobSpec(
         job_id=job_id,
-        subject=f"{definition.queue}.command.{definition.command_name}",
+        subject=f"{definition.queue}.{definition.command_name}",
         exec=DJANGO_EXEC,
         args=(definition.command_name, *arguments_of(definition.default_args_json), *arguments),
         env={"TASUKI_SCHEDULED_FOR": _text_of(scheduled_for), "TASUKI_DEFINITION": definition.name},
@@ -311,9 +324,9 @@ def check_definition(definition: Definition) -> Definition:
         raise InvalidInput(f"{field.rstrip('`')}: {expected.lower()}") from None
     if not definition.name.strip() or len(definition.name) > DEFINITION_NAME_MAX_CHARS or not definition.name.isprintable():
         raise InvalidInput(f"name {quoted(definition.name)} must have 1 to {DEFINITION_NAME_MAX_CHARS} printable characters")
-    check_name(definition.command_name, "command_name")
-    if "." in check_name(definition.queue, "queue"):
-        raise InvalidInput(f"queue {quoted(definition.queue)} must not have a dot: it is one token of the runs' subject")
+    for field in ("command_name", "queue"):
+        if "." in check_name(getattr(definition, field), field):
+            raise InvalidInput(f"{field} {quoted(getattr(definition, field))} must not have a dot: it is a token of the subject")
     _check_choice(definition.type, DefinitionType, "type")
     _check_choice(definition.concurrency_policy, ConcurrencyPolicy, "concurrency_policy")
     _check_numbers(definition)

@@ -56,6 +56,8 @@ class MemoryJob(msgspec.Struct, frozen=True):
     spec: bytes
     delayed: bool = False
     """True while the job waits for `promote`."""
+    waiting: bool = False
+    """True while the job waits until the run that it replaces has ended."""
     ttl_s: float = 0.0
     """Duration of the lease; `take_over` renews by it."""
     last_report: tuple[str | int | None, ...] | None = None
@@ -64,7 +66,7 @@ class MemoryJob(msgspec.Struct, frozen=True):
 
     @property
     def ready(self) -> bool:
-        return self.job.state in READY and not self.delayed
+        return self.job.state in READY and not self.delayed and not self.waiting
 
     @property
     def over_at(self) -> float:
@@ -118,6 +120,7 @@ class MemoryRecords:
         self._references: dict[str, dict[str, None]] = {}  # sha256 -> job_ids
         self._blobs: dict[str, dict[int, BlobRow]] = {}  # sha256 -> generation
         self._last_blob_seq = 0
+        self._last_seq = 0
         self._epoch = (0, "")
         self._undo: list[Callable[[], None]] = []
         self._depth = 0
@@ -168,6 +171,8 @@ class MemoryRecords:
         """Yield the sorted lists that this record is in, and its sort key there."""
         job = record.job
         yield self._all, 0.0
+        if record.waiting:
+            return
         if job.state in READY and job.not_after is not None:
             yield self._late, job.not_after
         if record.delayed:
@@ -208,11 +213,15 @@ class MemoryRecords:
     def _change(self, record: MemoryJob, job: Job, *incidents: JobIncident, delayed: bool = False) -> MemoryJob:
         """Put the record with its job changed, its version counted up and its incidents appended."""
         job = replace(job, version=record.job.version + 1)
-        new = replace(record, job=job, delayed=delayed, incidents=record.incidents + incidents)
+        new = replace(record, job=job, delayed=delayed, waiting=False, incidents=record.incidents + incidents)
         self._put(job.job_id, new)
         if new.ready and not record.ready:
-            self._came_back[queue_of(job)] = None
+            self.note_ready(job)
         return new
+
+    def note_ready(self, job: Job) -> None:
+        """Note that a job is ready without having been submitted in this turn."""
+        self._came_back[queue_of(job)] = None
 
     def _incident(self, kind: str, job: Job, *, worker_id: str = "", actor: str = "", reason: str = "") -> JobIncident:
         return JobIncident(self.clock.wall(), kind, job.attempt, worker_id, actor, storable_text(reason))

@@ -1,7 +1,8 @@
 """The store in plain dictionaries: for tests, for the simulator, and as the model that other stores are compared with.
 
-This file has the verbs that change jobs; records, indexes and all other verbs are in `records.py`. No rule about states is here:
-`core.lifecycle` decides. Touches nothing outside its own memory; clock and random bytes are passed in.
+This file has the verbs that change jobs; definitions are in `definitions.py`, records, indexes and other verbs in `records.py`.
+No rule about states is here: `core.lifecycle` decides. Touches nothing outside its own memory; clock and random bytes are passed
+in.
 """
 
 from __future__ import annotations
@@ -64,7 +65,8 @@ from tasuki.stores.common import (
     report_identity,
     requeue_reason,
 )
-from tasuki.stores.memory.records import Entry, MemoryJob, MemoryRecords
+from tasuki.stores.memory.definitions import MemoryDefinitions
+from tasuki.stores.memory.records import Entry, MemoryJob
 from tasuki.stores.store import Answered, Clock, Feature
 
 LEASE_ID_BYTES = 16
@@ -73,10 +75,10 @@ IN_VAIN_MAX = 512  # queues from which a walk grants nothing, before it is cut s
 _encode = msgspec.msgpack.Encoder().encode
 
 
-class MemoryStore(MemoryRecords):
+class MemoryStore(MemoryDefinitions):
     """A store in memory. See `tasuki.stores.store.Store` for what each verb promises."""
 
-    features = frozenset({Feature.FIND_TEXT})
+    features = frozenset({Feature.FIND_TEXT, Feature.DEFINITIONS})
 
     def __init__(self, clock: Clock, random: Callable[[int], bytes] = os.urandom) -> None:
         super().__init__(clock)
@@ -85,7 +87,6 @@ class MemoryStore(MemoryRecords):
         self._turns = FairTurns()
         self._taken_over_at: float | None = None
         """Lease-clock time of the last takeover."""
-        self._last_seq = 0
 
     # -- submitters -----------------------------------------------------------------------------------------------
     def submit(self, submissions: Sequence[Submission], *, on_failed: str = "return") -> list[Answered]:
@@ -301,7 +302,8 @@ class MemoryStore(MemoryRecords):
             return LeaseStatus.LOST
         job = record.job
         if job.state is State.ASSIGNED:
-            self._change(record, replace(job, state=after(job.state, JobEvent.START), started_at=self.clock.wall()))
+            begun = replace(job, state=after(job.state, JobEvent.START), started_at=self.clock.wall())
+            self._change(record, replace(begun, not_after=_window_after_start(job)))
         elif job.state is State.ORPHANED:
             self._resume(record, claim)
         return LeaseStatus.CANCEL if job.cancel_requested else LeaseStatus.GO_ON
@@ -439,6 +441,7 @@ class MemoryStore(MemoryRecords):
             lease=lease if disposition.event is JobEvent.ORPHAN else None,  # an orphan's worker may still finish
             outcome=outcome or job.outcome,
             not_before=not_before,
+            not_after=job.not_after if outcome is None else _window_after_start(job),
         )
         return self._change(record, job, incident, delayed=not_before is not None)
 
@@ -528,6 +531,11 @@ class MemoryStore(MemoryRecords):
             for job_id in doomed:
                 self._put(job_id, None)
             return len(doomed)
+
+
+def _window_after_start(job: Job) -> float | None:
+    """Return the `not_after` of a job that has begun: a run of a definition is retried also after its window."""
+    return job.not_after if job.job_definition_id is None else None
 
 
 def _may_take(request: LeaseRequest, queue: ReadyQueue) -> bool:

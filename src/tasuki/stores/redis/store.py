@@ -34,6 +34,7 @@ from tasuki.core.store_messages import (
     Condemned,
     CondemnOrder,
     Filter,
+    FiredRuns,
     Grant,
     GroupCounts,
     HeldLease,
@@ -366,6 +367,10 @@ class RedisStore:
     @_verb
     def skip(self, *, epoch: int, limit: int = 1024) -> ScriptCall[list[str]]:
         return ScriptCall("skip", [epoch, limit], _texts, leads=True)
+
+    @_verb
+    def fire(self, *, epoch: int, limit: int = 256) -> ScriptCall[FiredRuns]:
+        raise ConfigError("definitions and events are tables of the SQL store; use PostgreSQL or SQLite for them, not Redis")
 
     @_verb
     def prune(self, *, before: float, epoch: int, limit: int = 256) -> ScriptCall[int]:

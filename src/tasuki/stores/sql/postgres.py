@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("tasuki.store")
 
-FEATURES = frozenset({Feature.FIND_TEXT, Feature.DURABLE, Feature.SHARED})
+FEATURES = frozenset({Feature.FIND_TEXT, Feature.DURABLE, Feature.SHARED, Feature.DEFINITIONS})
 SHARDS = 64
 VERSION_MIN = 130_000
 TIMEOUT_S = 4.0  # of a statement, of a lock, of a pause inside a transaction

@@ -7,11 +7,12 @@ ids are random. The row id only says where to look: job_id, lease_id, worker_id,
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from tasuki.core.job import LEASED, OnDisconnect, Outcome, State
 from tasuki.core.lifecycle import LEASE_MARGIN_S, RESUMED, Disposition, JobEvent, after, after_failure, after_loss, sources
+from tasuki.core.scheduler.firing import may_have_window
 from tasuki.core.store_messages import HeldLease, LeaseHolder, LeaseStatus, Report, ReportAnswer, ReportStatus, storable_text
 from tasuki.stores.common import INCIDENT_OF, LEASES_ENDED_MAX, belongs_to_story, fenced_reason, missing_result
 from tasuki.stores.sql.database import Transaction, must_change
@@ -43,7 +44,15 @@ def row_id_of(lease_id: str) -> int:
 
 def start(tx: Transaction, claims: Sequence[HeldLease]) -> list[LeaseStatus]:
     rows = [_claim_values(claim) for claim in claims]
-    return _statuses(tx, claims, tx.session.returned("start", (tx.clock.wall(),), rows))
+    answers = _statuses(tx, claims, tx.session.returned("start", (tx.clock.wall(),), rows))
+    _end_windows(tx, [claim.job_id for claim, answer in zip(claims, answers, strict=True) if answer is not LeaseStatus.LOST])
+    return answers
+
+
+def _end_windows(tx: Transaction, job_ids: Iterable[str]) -> None:
+    """Let runs of definitions that have begun be retried also after their window."""
+    if runs := [job_id for job_id in job_ids if may_have_window(job_id)]:
+        tx.session.change("started_in_time", (tx.session.listed(runs),))
 
 
 def renew(tx: Transaction, claims: Sequence[HeldLease]) -> list[LeaseStatus]:
@@ -175,6 +184,8 @@ def fail(tx: Transaction, reports: Sequence[Report]) -> list[ReportAnswer]:
     # Each row is used once: a second report on one job is judged by what the first left.
     answers = [_report(tx, report, JobEvent.FAIL, rows.pop(report.job_id, None)) for report in reports]
     tx.write_state_changes()
+    judged = zip(reports, answers, strict=True)
+    _end_windows(tx, [report.job_id for report, answer in judged if answer.state is State.PENDING])
     tx.at("fail.written")
     return answers
 

@@ -79,6 +79,7 @@ class JobRow(NamedTuple):
     created_at: float
     submitter: str
     leader_epoch: int
+    job_definition_id: int | None
     scheduled_for: float | None
     progress: float | None
     progress_text: str
@@ -144,6 +145,7 @@ def job_of(row: JobRow) -> Job:
         cancel_requested=bool(row.cancel_requested),
         outcome=outcome_of(row),
         leader_epoch=row.leader_epoch,
+        job_definition_id=row.job_definition_id,
         scheduled_for=row.scheduled_for,
         progress=Progress(row.progress, row.progress_text) if row.progress is not None else None,
     )

@@ -47,7 +47,7 @@ CHECKPOINT_PAGES = 32_000  # 128 MB of WAL between checkpoints: insert, grant an
 WAL_KEEP_BYTES = 160 * 1024 * 1024
 BUSY_TIMEOUT_MS = 5_000
 
-FEATURES = frozenset({Feature.FIND_TEXT, Feature.DURABLE})
+FEATURES = frozenset({Feature.FIND_TEXT, Feature.DURABLE, Feature.DEFINITIONS})
 
 _encode_json = msgspec.json.Encoder().encode
 

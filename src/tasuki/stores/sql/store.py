@@ -2,8 +2,8 @@
 `SqlStore.open_postgresql(url)` for a database that servers share, `SqlStore.in_django(alias)` for that of a user's project.
 
 Each verb that writes enters the store's one `Transaction` and calls the function of the same name in `submit.py`, `lease.py`,
-`report.py`, `leader.py` or `blobs.py`. Verbs that only read are methods of `SqlReads`, on the store's own connection or on a
-second one that cannot write. Importing this module needs no database driver.
+`report.py`, `leader.py`, `fire.py` or `blobs.py`. Verbs that only read are methods of `SqlReads`, on the store's own connection
+or on a second one that cannot write. Importing this module needs no database driver.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from tasuki.core.subject import literal_prefix
 from tasuki.django.standalone import SCHEMA_VERSION
 from tasuki.errors import ConfigError, InterruptCause, InvalidInput, TurnInterrupted
 from tasuki.stores.common import is_wanted
-from tasuki.stores.sql import blobs, leader, lease, report, submit
+from tasuki.stores.sql import blobs, fire, leader, lease, report, submit
 from tasuki.stores.sql.database import (
     ABOVE_ALL_PRIORITIES,
     LEADER_SCOPE,
@@ -234,6 +234,7 @@ FAULT_POINTS = (
     "lease.written",
     "finish.written",
     "fail.written",
+    "fire.written",
     "turn.before_commit",
     "turn.committed",
 )
@@ -326,7 +327,7 @@ class SqlStore(SqlReads):
         self._database.close()
 
     # -- verbs ----------------------------------------------------------------------------------------------------
-    # `submit` and `lease` hide their modules from there on, so they come after the other verbs of these.
+    # `submit`, `lease` and `fire` hide their modules from there on, so they come after the other verbs of these.
     cancel = batch_verb(submit.cancel)
     requeue = batch_verb(submit.requeue)
     submit = batch_verb(submit.submit)
@@ -342,6 +343,7 @@ class SqlStore(SqlReads):
     reap = verb(leader.reap)
     skip = verb(leader.skip)
     promote = verb(leader.promote)
+    fire = verb(fire.fire)
     prune = verb(leader.prune)
     place_blobs = batch_verb(blobs.place_blobs)
     blobs_stored = batch_verb(blobs.blobs_stored)

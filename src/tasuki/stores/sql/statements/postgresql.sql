@@ -495,6 +495,73 @@ SELECT min(lease_expires_at) FROM tasuki_jobrun WHERE lease_expires_at IS NOT NU
 SELECT min(not_before) FROM tasuki_jobrun WHERE ready = 2
 
 
+-- ------------------------------------------------------------------------------------------------ definitions and events
+
+-- part: definition
+definition.id, name, enabled, type, event_type, command_name, CAST(default_args_json AS text), schedule_type, schedule_value, time_zone,
+queue, timeout_seconds, max_retries, retry_backoff_seconds, concurrency_policy, definition.changed_at,
+fired_until, next_at, plan, state.changed_at, last_run_id, waits_for, problem
+FROM tasuki_jobdefinition AS definition LEFT JOIN tasuki_definitionstate AS state ON state.definition_id = definition.id
+
+-- name: due_definitions
+SELECT {definition}
+WHERE CASE WHEN enabled AND type = 'time'
+           THEN next_at <= $1::float8 OR fired_until > $2::float8 OR plan IS DISTINCT FROM schedule_type || ' ' || schedule_value || ' ' || time_zone
+                OR state.changed_at IS DISTINCT FROM definition.changed_at
+           ELSE next_at IS NOT NULL OR plan <> '' END
+ORDER BY next_at NULLS FIRST, definition.id LIMIT $3::bigint
+
+-- name: definitions_for_events
+SELECT {definition} WHERE (enabled AND type = 'event') OR definition.id = ANY($1::bigint[]) ORDER BY definition.id
+
+-- name: new_events
+SELECT id, event_type, CAST(payload_json AS text), created_at, job_definition_id FROM tasuki_event
+WHERE processed_at IS NULL ORDER BY id LIMIT $1::bigint
+
+-- name: events_processed
+UPDATE tasuki_event SET processed_at = $1::float8 WHERE id = ANY($2::bigint[]) AND processed_at IS NULL
+
+-- name: skip_late_runs_after
+SELECT skip_late_runs_after_seconds FROM tasuki_schedulersettings WHERE id = 1
+
+-- name: mark_runs
+UPDATE tasuki_jobrun AS job SET
+    job_definition_id = run.definition_id, scheduled_for = run.scheduled_for, leader_epoch = epoch,
+    ready = CASE may_start WHEN 0 THEN 0 ELSE ready END
+FROM unnest($1::text[], $2::bigint[], $3::float8[], $4::bigint[], $5::smallint[])
+     AS run (job_id, definition_id, scheduled_for, epoch, may_start)
+WHERE idempotency_key = job_id AND state = 'PENDING'
+
+-- name: waiting_over
+SELECT definition_id, job.id, subject, kind, exec FROM tasuki_definitionstate AS state
+LEFT JOIN tasuki_jobrun AS job ON idempotency_key = last_run_id AND job.state = 'PENDING' AND ready + 0 = 0
+WHERE waits_for <> '' AND NOT EXISTS (
+    SELECT 1 FROM tasuki_jobrun AS earlier
+    WHERE earlier.idempotency_key = waits_for AND earlier.state IN ('PENDING', 'ASSIGNED', 'RUNNING', 'ORPHANED'))
+
+-- name: forget_waiting
+UPDATE tasuki_definitionstate SET waits_for = '' WHERE definition_id = ANY($1::bigint[])
+
+-- name: make_ready
+UPDATE tasuki_jobrun SET ready = 1, version = version + 1
+WHERE id = ANY($1::bigint[]) AND state = 'PENDING' AND ready + 0 = 0
+
+-- name: save_firing
+INSERT INTO tasuki_definitionstate (definition_id, fired_until, next_at, plan, changed_at, last_run_id, waits_for, problem)
+SELECT * FROM unnest($1::bigint[], $2::float8[], $3::float8[], $4::text[], $5::float8[], $6::text[], $7::text[], $8::text[])
+ON CONFLICT (definition_id) DO UPDATE SET
+    fired_until = excluded.fired_until, next_at = excluded.next_at, plan = excluded.plan, changed_at = excluded.changed_at,
+    last_run_id = excluded.last_run_id, waits_for = excluded.waits_for, problem = excluded.problem
+
+-- name: next_nominal
+SELECT min(next_at) FROM tasuki_definitionstate AS state JOIN tasuki_jobdefinition AS definition ON definition.id = definition_id
+WHERE enabled AND type = 'time'
+
+-- name: started_in_time
+UPDATE tasuki_jobrun SET not_after = NULL
+WHERE idempotency_key = ANY($1::text[]) AND job_definition_id IS NOT NULL AND not_after IS NOT NULL
+
+
 -- ------------------------------------------------------------------------------------------------ readers
 
 -- name: rows_to_judge

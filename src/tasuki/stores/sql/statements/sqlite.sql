@@ -354,6 +354,76 @@ SELECT min(lease_expires_at) FROM tasuki_jobrun WHERE lease_expires_at IS NOT NU
 SELECT min(not_before) FROM tasuki_jobrun WHERE ready = 2
 
 
+-- ------------------------------------------------------------------------------------------------ definitions and events
+
+-- part: definition
+definition.id, name, enabled, type, event_type, command_name, CAST(default_args_json AS text), schedule_type, schedule_value, time_zone,
+queue, timeout_seconds, max_retries, retry_backoff_seconds, concurrency_policy, definition.changed_at,
+fired_until, next_at, plan, state.changed_at, last_run_id, waits_for, problem
+FROM tasuki_jobdefinition AS definition LEFT JOIN tasuki_definitionstate AS state ON state.definition_id = definition.id
+
+-- name: due_definitions
+-- ?1 now, ?2 the latest time that a leader of now can have settled. Definitions are few: all are looked at, so that no change of
+-- one goes unnoticed, however it was made.
+SELECT {definition}
+WHERE CASE WHEN enabled AND type = 'time'
+           THEN next_at <= ?1 OR fired_until > ?2 OR plan IS NOT schedule_type || ' ' || schedule_value || ' ' || time_zone
+                OR state.changed_at IS NOT definition.changed_at
+           ELSE next_at IS NOT NULL OR plan <> '' END
+ORDER BY next_at, definition.id LIMIT ?3
+
+-- name: definitions_for_events
+SELECT {definition} WHERE (enabled AND type = 'event') OR definition.id IN (SELECT value FROM json_each(?1)) ORDER BY definition.id
+
+-- name: new_events
+SELECT id, event_type, CAST(payload_json AS text), created_at, job_definition_id FROM tasuki_event
+WHERE processed_at IS NULL ORDER BY id LIMIT ?1
+
+-- name: events_processed
+UPDATE tasuki_event SET processed_at = ?1 WHERE id IN (SELECT value FROM json_each(?2)) AND processed_at IS NULL
+
+-- name: skip_late_runs_after
+SELECT skip_late_runs_after_seconds FROM tasuki_schedulersettings WHERE id = 1
+
+-- name: mark_runs
+-- New runs: which definition made them, for which time, and whether they wait for another one (then ready is 0).
+UPDATE tasuki_jobrun SET job_definition_id = column2, scheduled_for = column3, leader_epoch = column4,
+    ready = CASE column5 WHEN 0 THEN 0 ELSE ready END
+FROM (VALUES {rows: (?, ?, ?, ?, ?)}) AS run
+WHERE idempotency_key = column1 AND state = 'PENDING'
+
+-- name: waiting_over
+-- Last runs of definitions that wait for the one before, which has ended.
+SELECT definition_id, job.id, subject, kind, exec FROM tasuki_definitionstate AS state
+LEFT JOIN tasuki_jobrun AS job ON idempotency_key = last_run_id AND job.state = 'PENDING' AND ready = 0
+WHERE waits_for <> '' AND NOT EXISTS (
+    SELECT 1 FROM tasuki_jobrun AS earlier
+    WHERE earlier.idempotency_key = waits_for AND earlier.state IN ('PENDING', 'ASSIGNED', 'RUNNING', 'ORPHANED'))
+
+-- name: forget_waiting
+UPDATE tasuki_definitionstate SET waits_for = '' WHERE definition_id IN (SELECT value FROM json_each(?1))
+
+-- name: make_ready
+UPDATE tasuki_jobrun SET ready = 1, version = version + 1
+WHERE id IN (SELECT value FROM json_each(?1)) AND state = 'PENDING' AND ready = 0
+
+-- name: save_firing
+INSERT INTO tasuki_definitionstate (definition_id, fired_until, next_at, plan, changed_at, last_run_id, waits_for, problem)
+VALUES {rows: (?, ?, ?, ?, ?, ?, ?, ?)}
+ON CONFLICT (definition_id) DO UPDATE SET
+    fired_until = excluded.fired_until, next_at = excluded.next_at, plan = excluded.plan, changed_at = excluded.changed_at,
+    last_run_id = excluded.last_run_id, waits_for = excluded.waits_for, problem = excluded.problem
+
+-- name: next_nominal
+SELECT min(next_at) FROM tasuki_definitionstate AS state JOIN tasuki_jobdefinition AS definition ON definition.id = definition_id
+WHERE enabled AND type = 'time'
+
+-- name: started_in_time
+-- A run of a definition that began is retried also after its window; only what never began is skipped.
+UPDATE tasuki_jobrun SET not_after = NULL
+WHERE idempotency_key IN (SELECT value FROM json_each(?1)) AND job_definition_id IS NOT NULL AND not_after IS NOT NULL
+
+
 -- ------------------------------------------------------------------------------------------------ readers
 
 -- name: rows_to_judge

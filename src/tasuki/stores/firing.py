@@ -1,0 +1,162 @@
+"""The verb `fire`, written once: it reads definitions and events, has `core.scheduler.firing` plan, and writes the plan.
+
+A store gives the reads and writes (`FiringRecords`), all in the leader's transaction. One look costs the same few statements
+whether nothing is due or hundreds of definitions are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Protocol
+
+from msgspec.structs import replace
+
+from tasuki.core.job import TERMINAL, State, body_hash
+from tasuki.core.scheduler.firing import (
+    Definition,
+    DefinitionType,
+    EventRow,
+    FiringState,
+    LastRun,
+    PlannedRun,
+    due_times,
+    is_for,
+    plan_runs,
+    run_of_event,
+    runs_of,
+    settled_before,
+)
+from tasuki.core.scheduler.schedule import parse_schedule, zone_of
+from tasuki.core.store_messages import Canceled, FiredRun, FiredRuns, Submission
+from tasuki.errors import TasukiError
+
+REPLACED_BY = "its definition"
+"""Actor of the cancel of a run that the next one replaces."""
+
+
+class FiringRecords(Protocol):
+    """Reads and writes of definitions, events and runs in one transaction of the leader."""
+
+    def make_waiting_ready(self) -> int:
+        """Make runs ready whose predecessor has ended; return how many."""
+
+    def due_definitions(self, now: float, limit: int) -> Sequence[tuple[Definition, FiringState]]:
+        """Return definitions to look at: due or changed, or whose notes are of a time ahead of `now`, the longest due first."""
+
+    def new_events(self, limit: int) -> Sequence[EventRow]:
+        """Return events that are not processed, the oldest first."""
+
+    def definitions_for(self, events: Sequence[EventRow]) -> Sequence[tuple[Definition, FiringState]]:
+        """Return all definitions that one of these events may be for."""
+
+    def skip_late_runs_after_s(self) -> float: ...
+
+    def states_of(self, job_ids: Collection[str]) -> Mapping[str, State]:
+        """Return the states of the jobs that exist; they stay so until the transaction ends."""
+
+    def add_runs(self, runs: Sequence[tuple[PlannedRun, Submission]]) -> Sequence[FiredRun]:
+        """Store runs whose ids are new. One with `waits_for` is not ready, one with an `end` is terminal."""
+
+    def cancel_runs(self, job_ids: Sequence[str], reason: str) -> Sequence[Canceled]: ...
+
+    def save_states(self, states: Mapping[int, FiringState]) -> None: ...
+
+    def events_processed(self, event_ids: Sequence[int]) -> None: ...
+
+    def next_time(self) -> float | None:
+        """Return the wall time of the next nominal time or delayed job."""
+
+
+def fire(records: FiringRecords, now: float, limit: int) -> FiredRuns:
+    """Make the runs that are due, and say when to look again."""
+    released = records.make_waiting_ready()
+    due = records.due_definitions(now, limit)
+    events = records.new_events(limit)
+    answer = FiredRuns(released=released)
+    if due or events:
+        firing = _Firing(records, now)
+        for definition, state in due:
+            firing.look_at(definition, state)
+        for definition, state in records.definitions_for(events) if events else ():
+            firing.add_events(definition, state, events)
+        answer = replace(firing.write(), released=released)
+        records.events_processed([event.id for event in events])
+    if len(due) >= limit or len(events) >= limit:
+        return replace(answer, wait_s=0.0)
+    following = records.next_time()
+    return answer if following is None else replace(answer, wait_s=max(0.0, following - now))
+
+
+class _Firing:
+    """The plans of one call."""
+
+    def __init__(self, records: FiringRecords, now: float) -> None:
+        self._records = records
+        self._now = now
+        self._window_s = records.skip_late_runs_after_s()
+        self._definitions: dict[int, Definition] = {}
+        self._states: dict[int, FiringState] = {}
+        self._runs: dict[int, list[PlannedRun]] = {}
+
+    def look_at(self, definition: Definition, state: FiringState) -> None:
+        """Find the nominal times that are due. A definition that cannot be fired keeps no other from it: its problem is noted."""
+        self._definitions[definition.id] = definition
+        if not definition.enabled or definition.type != DefinitionType.TIME:
+            self._states[definition.id] = replace(state, next_at=None, plan="", problem="")
+            return
+        settled = settled_before(definition, state, self._now)
+        noted = replace(
+            state, fired_until=settled, next_at=None, plan=definition.plan, changed_at=definition.changed_at, problem=""
+        )
+        try:
+            schedule = parse_schedule(definition.schedule_type, definition.schedule_value)
+            due = due_times(schedule, zone_of(definition.time_zone), settled, self._now, self._window_s)
+            self._runs[definition.id] = list(runs_of(definition, due, self._window_s))
+        except TasukiError as error:
+            self._states[definition.id] = replace(noted, problem=error.message)
+        else:
+            self._states[definition.id] = replace(noted, fired_until=due.settled_until, next_at=due.next_at)
+
+    def add_events(self, definition: Definition, state: FiringState, events: Sequence[EventRow]) -> None:
+        """Add the runs of events for this definition."""
+        matching = [event for event in events if is_for(event, definition)]
+        if not matching:
+            return
+        self._definitions[definition.id] = definition
+        state = self._states.setdefault(definition.id, state)
+        try:
+            self._runs.setdefault(definition.id, []).extend(run_of_event(definition, event) for event in matching)
+        except TasukiError as error:
+            self._states[definition.id] = replace(state, problem=error.message)
+
+    def write(self) -> FiredRuns:
+        """Decide which runs may follow now, and store everything."""
+        asked = {run.spec.job_id for runs in self._runs.values() for run in runs}
+        earlier = {job_id for state in self._states.values() for job_id in (state.last_run_id, state.waits_for) if job_id}
+        known = self._records.states_of(asked | earlier) if asked else {}
+        new: list[PlannedRun] = []
+        cancel: dict[str, str] = {}
+        for number, runs in self._runs.items():
+            state = self._states[number]
+            plan = plan_runs(self._definitions[number].concurrency_policy, runs, _last_run(state, known), known)
+            new += plan.runs
+            cancel |= dict.fromkeys(plan.cancel, f"replaced by run {plan.last_run_id}")
+            latest = next((run for run in reversed(plan.runs) if run.spec.job_id == plan.last_run_id), None)
+            waits_for = state.waits_for if latest is None else latest.waits_for or ""
+            self._states[number] = replace(state, last_run_id=plan.last_run_id, waits_for=waits_for)
+        stored = self._records.add_runs([(run, Submission(run.spec, run.submitter, body_hash(run.spec))) for run in new])
+        canceled = [one for job_id, reason in cancel.items() for one in self._records.cancel_runs([job_id], reason)]
+        self._records.save_states(self._states)
+        return FiredRuns(runs=tuple(stored), replaced=tuple(zip(cancel, canceled, strict=True)))
+
+
+def _last_run(state: FiringState, known: Mapping[str, State]) -> LastRun | None:
+    if not state.last_run_id:
+        return None
+    waits_for = state.waits_for or None
+    return LastRun(state.last_run_id, not _is_open(state.last_run_id, known), waits_for if _is_open(waits_for, known) else None)
+
+
+def _is_open(job_id: str | None, known: Mapping[str, State]) -> bool:
+    """Return whether the run has not ended. One that is not in the store any more was deleted after its end."""
+    return job_id is not None and known.get(job_id, State.SUCCEEDED) not in TERMINAL

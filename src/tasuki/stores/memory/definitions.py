@@ -1,0 +1,162 @@
+"""Definitions and events of the memory store, and the verb `fire` on them.
+
+In an SQL store an application writes these tables itself; here `define`, `undefine` and `emit` stand in for its transactions.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import msgspec
+from msgspec.structs import replace
+
+from tasuki.core.job import Job, JobIncident, Outcome, State
+from tasuki.core.lifecycle import JobEvent
+from tasuki.core.scheduler.firing import (
+    CLOCK_SET_BACK_S,
+    SKIP_LATE_RUNS_AFTER_S,
+    Definition,
+    DefinitionType,
+    EventRow,
+    FiringState,
+    PlannedRun,
+)
+from tasuki.core.store_messages import Canceled, FiredRun, FiredRuns, Submission
+from tasuki.stores.common import INCIDENT_OF
+from tasuki.stores.firing import REPLACED_BY, fire
+from tasuki.stores.memory.records import MemoryJob, MemoryRecords
+from tasuki.stores.store import Clock
+
+_encode = msgspec.msgpack.Encoder().encode
+
+
+class MemoryDefinitions(MemoryRecords):
+    """Definitions, events and the verb `fire`; `stores.firing.FiringRecords` tells what its methods are for."""
+
+    def __init__(self, clock: Clock) -> None:
+        super().__init__(clock)
+        self.definitions: dict[int, Definition] = {}
+        self.notes_of: dict[int, FiringState] = {}
+        """The leader's notes by definition."""
+        self.events: dict[int, EventRow] = {}
+        """Events that are not processed."""
+        self.window_s = SKIP_LATE_RUNS_AFTER_S
+        self._epoch_of_runs = 0
+
+    @abstractmethod
+    def cancel(self, job_ids: Sequence[str], *, actor: str, reason: str = "") -> list[Canceled]: ...
+
+    @abstractmethod
+    def _end(self, record: MemoryJob, job: Job, event: JobEvent, outcome: Outcome, *incidents: JobIncident) -> MemoryJob: ...
+
+    # -- applications ---------------------------------------------------------------------------------------------
+    def define(self, definition: Definition) -> None:
+        self._set(self.definitions, definition.id, definition)
+
+    def undefine(self, definition_id: int) -> None:
+        self._set(self.definitions, definition_id, None)
+        self._set(self.notes_of, definition_id, None)
+
+    def emit(self, event: EventRow) -> None:
+        self._set(self.events, event.id, event)
+
+    def _set(self, table: dict[int, Any], key: int, value: Any) -> None:
+        """Set or delete (None) an entry, and undo it if the turn is rolled back."""
+        before = table.get(key)
+        undo: Callable[[], Any] = lambda: table.pop(key, None) if before is None else table.update({key: before})  # noqa: E731
+        with self.turn():
+            self._undo.append(undo)
+            table.update({key: value}) if value is not None else table.pop(key, None)
+
+    # -- the leader -----------------------------------------------------------------------------------------------
+    def fire(self, *, epoch: int, limit: int = 256) -> FiredRuns:
+        with self.turn():
+            self._check_epoch(epoch)
+            self._epoch_of_runs = epoch
+            return fire(self, self.clock.wall(), limit)
+
+    def make_waiting_ready(self) -> int:
+        released = 0
+        for number, state in list(self.notes_of.items()):
+            earlier = self._records.get(state.waits_for)
+            if not state.waits_for or (earlier is not None and not earlier.job.state.terminal):
+                continue
+            self._set(self.notes_of, number, replace(state, waits_for=""))
+            run = self._records.get(state.last_run_id)
+            if run is not None and run.waiting:
+                self._change(run, run.job)
+                released += 1
+        return released
+
+    def due_definitions(self, now: float, limit: int) -> Sequence[tuple[Definition, FiringState]]:
+        both = [(definition, self.notes_of.get(number, FiringState())) for number, definition in self.definitions.items()]
+        due = [(definition, state) for definition, state in both if _is_due(definition, state, now)]
+        return sorted(due, key=lambda pair: (pair[1].next_at or 0.0, pair[0].id))[:limit]
+
+    def new_events(self, limit: int) -> Sequence[EventRow]:
+        return [self.events[number] for number in sorted(self.events)[:limit]]
+
+    def definitions_for(self, events: Sequence[EventRow]) -> Sequence[tuple[Definition, FiringState]]:
+        return [(self.definitions[number], self.notes_of.get(number, FiringState())) for number in sorted(self.definitions)]
+
+    def skip_late_runs_after_s(self) -> float:
+        return self.window_s
+
+    def states_of(self, job_ids: Collection[str]) -> Mapping[str, State]:
+        return {job_id: self._records[job_id].job.state for job_id in job_ids if job_id in self._records}
+
+    def add_runs(self, runs: Sequence[tuple[PlannedRun, Submission]]) -> Sequence[FiredRun]:
+        return [self._add_run(run, submission) for run, submission in runs if run.spec.job_id not in self._records]
+
+    def _add_run(self, run: PlannedRun, submission: Submission) -> FiredRun:
+        spec = run.spec
+        self._last_seq += 1
+        job = Job(
+            spec=spec,
+            state=State.PENDING,
+            submitter=submission.submitter,
+            body_hash=submission.body_hash,
+            created_at=self.clock.wall(),
+            priority=spec.priority,
+            not_before=spec.not_before,
+            not_after=spec.not_after,
+            leader_epoch=self._epoch_of_runs,
+            scheduled_for=run.scheduled_for,
+            job_definition_id=run.definition_id,
+        )
+        record = MemoryJob(self._last_seq, job, _encode(spec), delayed=self._is_later(spec.not_before), waiting=not run.is_ready)
+        if run.end is None:
+            self._put(spec.job_id, record)
+            if record.ready:
+                self.note_ready(job)
+        else:
+            event, outcome = run.end
+            incident = self._incident(INCIDENT_OF[event], job, actor=REPLACED_BY, reason=outcome.message)
+            record = self._end(record, job, event, outcome, incident)
+        return FiredRun(spec.job_id, run.definition_id, run.scheduled_for, record.job.state)
+
+    def cancel_runs(self, job_ids: Sequence[str], reason: str) -> Sequence[Canceled]:
+        return self.cancel(job_ids, actor=REPLACED_BY, reason=reason)
+
+    def save_states(self, states: Mapping[int, FiringState]) -> None:
+        for number, state in states.items():
+            self._set(self.notes_of, number, state)
+
+    def events_processed(self, event_ids: Sequence[int]) -> None:
+        for number in event_ids:
+            self._set(self.events, number, None)
+
+    def next_time(self) -> float | None:
+        planned = [self.notes_of[number].next_at for number in self.definitions if number in self.notes_of]
+        delayed = [self._delayed[0][0]] if self._delayed else []
+        return min([*(at for at in planned if at is not None), *delayed], default=None)
+
+
+def _is_due(definition: Definition, state: FiringState, now: float) -> bool:
+    if not definition.enabled or definition.type != DefinitionType.TIME:
+        return state.next_at is not None or state.plan != ""
+    is_changed = (state.plan, state.changed_at) != (definition.plan, definition.changed_at)
+    is_reached = state.next_at is not None and state.next_at <= now
+    return is_changed or is_reached or state.fired_until > now + CLOCK_SET_BACK_S

@@ -1,0 +1,129 @@
+"""The verb `fire` on the SQL store: definitions, events and the leader's notes as rows (`django/models.py`).
+
+Definitions and events belong to the applications that write them. They are read as committed, without a lock: whoever edits one
+in a transaction that lasts never makes the leader wait. The notes (`tasuki_definitionstate`) are written by the leader alone,
+behind the fence of its epoch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from tasuki.core.job import State
+from tasuki.core.lifecycle import after
+from tasuki.core.scheduler.firing import CLOCK_SET_BACK_S, SKIP_LATE_RUNS_AFTER_S, Definition, EventRow, FiringState, PlannedRun
+from tasuki.core.store_messages import Canceled, FiredRun, FiredRuns, JobKind, ReadyQueue, Submission, Submitted
+from tasuki.stores.common import INCIDENT_OF
+from tasuki.stores.firing import REPLACED_BY
+from tasuki.stores.firing import fire as plan_and_write
+from tasuki.stores.sql import submit
+from tasuki.stores.sql.database import Transaction
+
+_DEFINITION = Definition.__struct_fields__
+_STATE = FiringState.__struct_fields__
+
+
+def fire(tx: Transaction, *, epoch: int, limit: int = 256) -> FiredRuns:
+    tx.check_epoch(epoch)
+    return plan_and_write(_Rows(tx, epoch), tx.clock.wall(), limit)
+
+
+class _Rows:
+    """Reads and writes of one transaction; see `stores.firing.FiringRecords`."""
+
+    def __init__(self, tx: Transaction, epoch: int) -> None:
+        self._tx = tx
+        self._epoch = epoch
+
+    def make_waiting_ready(self) -> int:
+        tx = self._tx
+        found = tx.session.rows("waiting_over")
+        if not found:
+            return 0
+        tx.session.change("forget_waiting", (tx.session.listed([row[0] for row in found]),))
+        runs = [(row_id, ReadyQueue(queue[0], JobKind(queue[1]), queue[2])) for _, row_id, *queue in found if row_id is not None]
+        tx.session.change("make_ready", (tx.session.listed([row_id for row_id, _ in runs]),))
+        for row_id, queue in runs:
+            tx.comes_back(queue, row_id)
+        return len(runs)
+
+    def due_definitions(self, now: float, limit: int) -> list[tuple[Definition, FiringState]]:
+        return list(map(_definition_of, self._tx.session.rows("due_definitions", (now, now + CLOCK_SET_BACK_S, limit))))
+
+    def new_events(self, limit: int) -> list[EventRow]:
+        return [
+            EventRow(id=number, event_type=name, payload_json=payload or "null", created_at=at, job_definition_id=definition_id)
+            for number, name, payload, at, definition_id in self._tx.session.rows("new_events", (limit,))
+        ]
+
+    def definitions_for(self, events: Sequence[EventRow]) -> list[tuple[Definition, FiringState]]:
+        named = sorted({event.job_definition_id for event in events if event.job_definition_id is not None})
+        return list(map(_definition_of, self._tx.session.rows("definitions_for_events", (self._tx.session.listed(named),))))
+
+    def skip_late_runs_after_s(self) -> float:
+        found = self._tx.session.rows("skip_late_runs_after")
+        return float(found[0][0]) if found else SKIP_LATE_RUNS_AFTER_S
+
+    def states_of(self, job_ids: Collection[str]) -> Mapping[str, State]:
+        return {job_id: row.job_state for job_id, row in self._tx.rows(sorted(job_ids)).items()}
+
+    def add_runs(self, runs: Sequence[tuple[PlannedRun, Submission]]) -> list[FiredRun]:
+        tx = self._tx
+        if not runs:
+            return []
+        answers = submit.submit(tx, [submission for _, submission in runs])
+        new = [run for (run, _), answer in zip(runs, answers, strict=True) if isinstance(answer, Submitted) and answer.created]
+        marks = [(run.spec.job_id, run.definition_id, run.scheduled_for, self._epoch, int(run.is_ready)) for run in new]
+        tx.session.changed("mark_runs", (), marks)
+        tx.at("fire.written")
+        ended = tx.rows(run.spec.job_id for run in new if run.end is not None)
+        for run in new:
+            if run.end is not None:
+                event, outcome = run.end
+                row = ended[run.spec.job_id]
+                tx.incident(row, INCIDENT_OF[event], actor=REPLACED_BY, reason=outcome.message)
+                tx.end_waiting(row, after(row.job_state, event), outcome, epoch=self._epoch)
+            elif run.is_ready:
+                tx.came_back[ReadyQueue(run.spec.subject, JobKind.COMMAND, run.spec.exec)] = None
+        tx.write_state_changes()
+        return [
+            FiredRun(
+                run.spec.job_id,
+                run.definition_id,
+                run.scheduled_for,
+                State.PENDING if run.end is None else after(State.PENDING, run.end[0]),
+            )
+            for run in new
+        ]
+
+    def cancel_runs(self, job_ids: Sequence[str], reason: str) -> list[Canceled]:
+        return submit.cancel(self._tx, job_ids, actor=REPLACED_BY, reason=reason)
+
+    def save_states(self, states: Mapping[int, FiringState]) -> None:
+        rows = [(number, *(getattr(state, name) for name in _STATE)) for number, state in states.items()]
+        self._tx.session.changed("save_firing", (), rows)
+
+    def events_processed(self, event_ids: Sequence[int]) -> None:
+        if event_ids:
+            self._tx.session.change("events_processed", (self._tx.clock.wall(), self._tx.session.listed(list(event_ids))))
+
+    def next_time(self) -> float | None:
+        found = [*self._tx.session.rows("next_nominal"), *self._tx.session.rows("next_delayed")]
+        return min((at for (at,) in found if at is not None), default=None)
+
+
+_decode_json = msgspec.json.Decoder().decode
+
+
+def _definition_of(row: Any) -> tuple[Definition, FiringState]:
+    fields = dict(zip(_DEFINITION, row, strict=False))
+    arguments = fields["default_args_json"]
+    fields |= {
+        "enabled": bool(fields["enabled"]),
+        "default_args_json": _decode_json(arguments) if arguments is not None else None,
+    }
+    noted = dict(zip(_STATE, row[len(_DEFINITION) :], strict=True))
+    return Definition(**fields), FiringState(**noted) if noted["plan"] is not None else FiringState()

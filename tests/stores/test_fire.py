@@ -1,0 +1,411 @@
+"""Firing on every store that has definitions: one run for each nominal time and event, overlap, windows, edits, clocks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from msgspec.structs import asdict, replace
+
+from tasuki.core.job import State
+from tasuki.core.scheduler.firing import Definition, EventRow
+from tasuki.core.store_messages import FiredRuns, JobKind
+from tasuki.errors import ConfigError, StaleEpoch
+from tasuki.stores.memory.store import MemoryStore
+from tasuki.stores.redis.store import RedisStore
+from tasuki.stores.sql.store import SqlStore
+from tasuki.testing.clocks import FakeClock
+from tasuki.testing.store_stage import Stage
+from tests.support.sqlite_files import with_tables
+
+T0 = 1_800_000_000.0  # a whole minute
+MINUTELY = Definition(
+    id=1, name="tick", command_name="tick", schedule_type="every_n_minutes", schedule_value="1", concurrency_policy="allow",
+    max_retries=1, changed_at=T0 - 10,
+)  # fmt: skip
+ON_PAID = Definition(id=2, name="mail", command_name="mail", type="event", event_type="order.*", concurrency_policy="allow")
+
+
+class Firing(Stage):
+    """A store with definitions, written to as an application does."""
+
+    def __init__(self, store: Any, clock: FakeClock) -> None:
+        super().__init__(store, clock)
+        self._events = 0
+
+    def define(self, *definitions: Definition) -> None:
+        for definition in definitions:
+            if isinstance(self.store, MemoryStore):
+                self.store.define(definition)
+            else:
+                fields = {name: value for name, value in asdict(definition).items() if name != "id"}
+                self._models.JobDefinition.objects.using(self._alias).update_or_create(id=definition.id, defaults=fields)
+                if definition.changed_at != self._changed_at(definition.id):  # `save` notes the time of the real clock
+                    self._models.JobDefinition.objects.using(self._alias).filter(id=definition.id).update(
+                        changed_at=definition.changed_at
+                    )
+
+    def _changed_at(self, number: int) -> float:
+        found: float = self._models.JobDefinition.objects.using(self._alias).get(id=number).changed_at
+        return found
+
+    def undefine(self, number: int) -> None:
+        if isinstance(self.store, MemoryStore):
+            self.store.undefine(number)
+        else:
+            self._models.JobDefinition.objects.using(self._alias).get(id=number).delete()
+
+    def emit(self, event_type: str, payload: Any = None, *, by_hand_for: int | None = None) -> int:
+        self._events += 1
+        if isinstance(self.store, MemoryStore):
+            text = "null" if payload is None else payload
+            row = EventRow(
+                id=self._events, event_type=event_type, payload_json=text, created_at=T0, job_definition_id=by_hand_for
+            )
+            self.store.emit(row)
+            return row.id
+        event = self._models.Event(event_type=event_type, payload_json=payload, created_at=T0, job_definition_id=by_hand_for)
+        event.save(using=self._alias)
+        return int(event.pk)
+
+    def window(self, seconds: float) -> None:
+        if isinstance(self.store, MemoryStore):
+            self.store.window_s = seconds
+        else:
+            rows = self._models.SchedulerSettings.objects.using(self._alias)
+            rows.update_or_create(id=1, defaults={"skip_late_runs_after_seconds": seconds})
+
+    @property
+    def _models(self) -> Any:
+        from tasuki.django import models
+
+        return models
+
+    @property
+    def _alias(self) -> str:
+        alias: str = self.store._database._alias  # type: ignore[attr-defined]
+        return alias
+
+    def fire(self, *, limit: int = 256) -> FiredRuns:
+        return self.store.fire(epoch=self.epoch, limit=limit)
+
+    def at(self, seconds: float) -> FiredRuns:
+        """Let the clock show T0 + seconds, and fire."""
+        self.clock.advance(T0 + seconds - self.clock.wall())
+        return self.fire()
+
+    def run(self, job_id: str, worker_id: str = "w1") -> Any:
+        """Lease and start the run."""
+        grant = self.take(job_id, worker_id)
+        assert self.start(grant, worker_id) == "go_on"
+        return grant
+
+    def runs(self) -> dict[str, tuple[str, str]]:
+        jobs = self.find_all(limit=500)
+        return {job.job_id: (str(job.state), (job.outcome.error_code or "") if job.outcome is not None else "") for job in jobs}
+
+
+def ids(fired: FiredRuns) -> list[str]:
+    return [run.job_id for run in fired.runs]
+
+
+def d(seconds: float, definition: int = 1) -> str:
+    return f"d{definition}-{T0 + seconds:.0f}"
+
+
+@pytest.fixture(params=["memory", "sqlite", "postgresql"])
+def firing(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Firing]:
+    clock = FakeClock(wall=T0 - 5)
+    makers: dict[str, Callable[[], Any]] = {
+        "memory": lambda: MemoryStore(clock),
+        "sqlite": lambda: SqlStore.open_sqlite(with_tables(tmp_path / "tasuki.sqlite3"), clock=clock),
+        "postgresql": lambda: SqlStore.open_postgresql(request.getfixturevalue("postgres_url"), clock=clock),
+    }
+    store = makers[request.param]()
+    yield Firing(store, clock)
+    store.close()
+
+
+# ---------------------------------------------------------------------------------------------------- nominal times
+
+
+def test_a_definition_is_fired_at_its_times_and_a_second_look_changes_nothing(firing: Firing) -> None:
+    firing.define(MINUTELY)
+
+    assert firing.fire() == FiredRuns(wait_s=pytest.approx(T0 - firing.clock.wall()))
+    first, again, later = firing.at(0.01), firing.fire(), firing.at(125)
+
+    assert (ids(first), ids(again), ids(later)) == ([d(0)], [], [d(60), d(120)])
+    assert first.wait_s == pytest.approx(59.99)
+    job = firing.job(d(0))
+    assert (job.state, job.scheduled_for, job.job_definition_id, job.leader_epoch) == (State.PENDING, T0, 1, firing.epoch)
+    assert (job.spec.subject, job.spec.args, job.not_after) == ("default.tick", ("tick",), T0 + 300)
+    assert firing.take(d(0)).attempt == 1
+
+
+def test_a_stale_leader_fires_nothing(firing: Firing) -> None:
+    firing.define(MINUTELY)
+    firing.lead("leader-2")
+
+    with pytest.raises(StaleEpoch):
+        firing.at(1)
+    assert firing.runs() == {}
+
+
+def test_a_turn_that_is_rolled_back_fired_nothing_and_the_next_fires_it(firing: Firing) -> None:
+    firing.define(MINUTELY)
+    firing.clock.advance(6)
+
+    with firing.abandoned_turn():
+        assert ids(firing.fire()) == [d(0)]
+    assert firing.runs() == {}
+    assert ids(firing.fire()) == [d(0)]
+
+
+def test_after_three_hours_the_old_times_leave_one_skipped_run(firing: Firing) -> None:
+    firing.define(MINUTELY)
+    firing.at(0.5)
+    fired = firing.at(3 * 3600 + 0.5)
+
+    assert [(run.job_id, str(run.state)) for run in fired.runs[:2]] == [
+        (d(3 * 3600 - 300), "SKIPPED"), (d(3 * 3600 - 240), "PENDING"),
+    ]  # fmt: skip
+    assert len(fired.runs) == 6
+    skipped = firing.job(d(3 * 3600 - 300))
+    assert skipped.outcome is not None
+    assert skipped.outcome.error_code == "TOO_LATE"
+    assert "175 nominal times were missed" in skipped.outcome.message
+    assert firing.kinds(skipped.job_id) == ["skipped"]
+    assert firing.store.counts()["default"].skipped == 1
+
+
+def test_the_window_of_the_settings_is_in_force_at_once(firing: Firing) -> None:
+    firing.define(MINUTELY)
+    firing.at(0.5)
+    firing.window(0.0)
+
+    assert [(run.job_id, str(run.state)) for run in firing.at(180.5).runs] == [(d(180), "SKIPPED")]
+
+
+def test_a_run_that_never_began_is_skipped_after_its_window_and_one_that_began_is_retried(firing: Firing) -> None:
+    firing.define(MINUTELY)
+    firing.at(0.5)
+    firing.at(60.5)
+    grant = firing.run(d(60))
+    firing.clock.advance(400)
+
+    assert firing.fail(grant, error_code="EXIT_CODE").state is State.PENDING
+    assert firing.skip() == [d(0)]
+    firing.clock.advance(20)
+    firing.promote()
+    assert firing.take(d(60)).attempt == 2
+
+
+def test_a_run_that_was_lost_after_its_start_is_not_skipped(firing: Firing) -> None:
+    firing.define(MINUTELY)
+    firing.at(0.5)
+    firing.run(d(0))
+    firing.clock.advance(400)
+    firing.reap()
+
+    assert firing.skip() == []
+    assert firing.job(d(0)).state is State.PENDING
+
+
+# ---------------------------------------------------------------------------------------------------- edits
+
+
+def test_an_edit_before_the_time_fires_the_new_schedule_only(firing: Firing) -> None:
+    firing.define(MINUTELY)
+    firing.at(0.5)
+    firing.define(replace(MINUTELY, schedule_value="2", changed_at=T0 + 50))
+
+    assert [ids(firing.at(seconds)) for seconds in (60.5, 120.5, 180.5, 240.5)] == [[], [d(120)], [], [d(240)]]
+
+
+def test_an_edit_that_leaves_the_schedule_misses_no_time(firing: Firing) -> None:
+    firing.define(MINUTELY)
+    firing.at(0.5)
+    firing.define(replace(MINUTELY, command_name="tock"))
+
+    assert ids(firing.at(60.5)) == [d(60)]
+    assert firing.job(d(60)).spec.args == ("tock",)
+
+
+def test_an_edit_while_no_leader_looked_counts_from_the_edit(firing: Firing) -> None:
+    firing.define(replace(MINUTELY, schedule_type="daily_at", schedule_value="00:00"))
+    firing.at(0.5)
+    firing.define(replace(MINUTELY, changed_at=T0 + 90))
+
+    assert ids(firing.at(200)) == [d(120), d(180)]
+
+
+def test_a_disabled_or_deleted_definition_is_not_fired_and_one_enabled_again_counts_from_then(firing: Firing) -> None:
+    firing.define(MINUTELY, replace(MINUTELY, id=7, name="gone"))
+    firing.at(0.5)
+    firing.define(replace(MINUTELY, enabled=False))
+    firing.undefine(7)
+    off = firing.at(180)
+    firing.define(replace(MINUTELY, changed_at=T0 + 190))
+
+    assert (ids(off), off.wait_s) == ([], None)
+    assert ids(firing.at(245)) == [d(240)]
+
+
+def test_a_definition_that_cannot_be_fired_keeps_no_other_from_it(firing: Firing) -> None:
+    firing.define(replace(MINUTELY, id=3, name="zone", time_zone="Mars/Olympus"), MINUTELY)
+    firing.define(replace(MINUTELY, id=4, name="cron", schedule_type="cron", schedule_value="nonsense"))
+
+    fired = firing.at(0.5)
+
+    assert ids(fired) == [d(0)]
+    assert fired.wait_s == pytest.approx(59.5)
+
+
+# ---------------------------------------------------------------------------------------------------- clocks
+
+
+@pytest.mark.parametrize("seconds", [3600, 86_400])
+def test_a_clock_that_jumps_and_comes_back_fires_no_time_twice_and_none_never(firing: Firing, seconds: int) -> None:
+    firing.define(MINUTELY)
+    firing.at(0.5)
+    firing.clock.jump_wall(seconds)
+    forward = firing.fire()
+    firing.clock.jump_wall(-seconds)
+    back = firing.fire()
+
+    assert len(forward.runs) == 6
+    assert (ids(back), back.wait_s) == ([], pytest.approx(59.5))
+    assert ids(firing.at(60.5)) == [d(60)]
+
+
+def test_a_clock_that_is_set_back_fires_known_times_no_second_time(firing: Firing) -> None:
+    firing.define(MINUTELY)
+    for seconds in (0.5, 60.5, 120.5):
+        firing.at(seconds)
+    firing.clock.jump_wall(-100)
+
+    fired = [ids(firing.at(seconds)) for seconds in (21, 61, 121, 181)]
+
+    assert fired == [[], [], [], [d(180)]]
+    assert sorted(firing.runs()) == [d(0), d(60), d(120), d(180)]
+
+
+# ---------------------------------------------------------------------------------------------------- overlap
+
+
+def test_forbid_skips_while_a_run_goes_on_or_waits_for_its_retry(firing: Firing) -> None:
+    firing.define(replace(MINUTELY, concurrency_policy="forbid"))
+    firing.at(0.5)
+    grant = firing.run(d(0))
+    firing.at(60.5)
+    firing.fail(grant, error_code="EXIT_CODE")
+    firing.at(120.5)
+    firing.promote()
+    firing.finish(firing.take(d(0)))
+    firing.at(180.5)
+
+    assert firing.runs() == {
+        d(0): ("SUCCEEDED", ""), d(60): ("SKIPPED", "STILL_RUNNING"), d(120): ("SKIPPED", "STILL_RUNNING"),
+        d(180): ("PENDING", ""),
+    }  # fmt: skip
+
+
+def test_replace_cancels_the_run_and_the_new_one_starts_when_it_has_ended(firing: Firing) -> None:
+    firing.define(replace(MINUTELY, concurrency_policy="replace"))
+    firing.at(0.5)
+    grant = firing.run(d(0))
+    fired = firing.at(60.5)
+
+    assert [(job_id, canceled.requested) for job_id, canceled in fired.replaced] == [(d(0), True)]
+    assert firing.promote() == 0
+    assert firing.lease("w2", limit=9) == []
+    assert firing.renew(grant) == "cancel"
+    assert firing.fire().released == 0
+    firing.fail(grant, error_code="CANCELED")
+    assert firing.fire().released == 1
+    assert firing.store.notes().ready == (("default.tick", JobKind.COMMAND, "django"),)
+    assert [grant.job_id for grant in firing.lease("w2", limit=9)] == [d(60)]
+    assert firing.runs()[d(0)] == ("CANCELED", "CANCELED")
+
+
+def test_a_third_run_waits_for_the_first_although_the_second_never_began(firing: Firing) -> None:
+    firing.define(replace(MINUTELY, concurrency_policy="replace"))
+    firing.at(0.5)
+    grant = firing.run(d(0))
+    firing.at(60.5)
+    firing.at(120.5)
+
+    assert firing.runs() == {d(0): ("RUNNING", ""), d(60): ("CANCELED", "CANCELED"), d(120): ("PENDING", "")}
+    assert firing.lease("w2", limit=9) == []
+    firing.store.cancel([d(120)], actor="alice")
+    firing.at(180.5)
+    assert firing.lease("w2", limit=9) == []
+    firing.finish(grant)
+    firing.fire()
+    assert [grant.job_id for grant in firing.lease("w2", limit=9)] == [d(180)]
+
+
+def test_what_waited_past_its_window_is_skipped(firing: Firing) -> None:
+    firing.define(replace(MINUTELY, schedule_value="720", concurrency_policy="replace"))
+    begin = (-T0) % 43_200
+    firing.at(begin + 0.5)
+    grant = firing.run(d(begin))
+    firing.at(begin + 43_200.5)
+    firing.clock.advance(400)
+    firing.finish(grant)
+    firing.fire()
+
+    assert firing.skip() == [d(begin + 43_200)]
+
+
+# ---------------------------------------------------------------------------------------------------- events
+
+
+def test_an_event_gives_each_matching_definition_one_run(firing: Firing) -> None:
+    firing.define(ON_PAID, replace(ON_PAID, id=3, name="all", event_type=">"), replace(ON_PAID, id=4, name="x", event_type="x"))
+    payload = '{"order":17}' if isinstance(firing.store, MemoryStore) else {"order": 17}
+    event = firing.emit("order.paid", payload)
+
+    first, again = firing.fire(), firing.fire()
+
+    assert (ids(first), ids(again)) == ([f"e{event}-2", f"e{event}-3"], [])
+    command, argument = firing.job(f"e{event}-2").spec.args
+    assert (command, argument.replace(" ", "")) == ("mail", '--event={"order":17}')
+
+
+def test_events_obey_the_policy_and_a_run_by_hand_too(firing: Firing) -> None:
+    firing.define(replace(ON_PAID, concurrency_policy="forbid"), replace(MINUTELY, enabled=False))
+    events = [firing.emit("order.paid") for _ in range(2)]
+    by_hand = firing.emit("definition.run", by_hand_for=1)
+
+    firing.fire()
+
+    assert firing.runs() == {
+        f"e{events[0]}-2": ("PENDING", ""), f"e{events[1]}-2": ("SKIPPED", "STILL_RUNNING"), f"e{by_hand}-1": ("PENDING", ""),
+    }  # fmt: skip
+    assert firing.job(f"e{by_hand}-1").spec.args == ("tick",)
+
+
+def test_an_event_is_run_however_late_and_some_at_a_time(firing: Firing) -> None:
+    firing.define(ON_PAID)
+    events = [firing.emit("order.paid") for _ in range(5)]
+    firing.clock.advance(10_000)
+
+    looks = [firing.fire(limit=2) for _ in range(3)]
+
+    assert [len(look.runs) for look in looks] == [2, 2, 1]
+    assert [look.wait_s for look in looks] == [0.0, 0.0, None]
+    assert sorted(firing.runs()) == sorted(f"e{event}-2" for event in events)
+    assert firing.skip() == []
+
+
+def test_redis_has_no_definitions_and_says_so(redis_url: str) -> None:
+    store = RedisStore.open(redis_url)
+    store.take_over("leader", 1)
+
+    with pytest.raises(ConfigError, match="tables of the SQL store; use PostgreSQL or SQLite"):
+        store.fire(epoch=1)
+    store.close()
