@@ -220,15 +220,39 @@ def test_a_worker_over_tcp_runs_what_it_allows_and_nothing_else(user: User) -> N
         worker = user.start("worker", "--to", server.url, *flags, "--exec", "say=echo said")
         try:
             allowed = user.run("run", "--subject", "render.1", "say", "this")
-            refused = user.run("run", "--subject", "render.1", "sh", "-c", "true")
+            user.run("submit", "--job-id", "other", "--subject", "render.1", "sh", "-c", "true")
+            explained = user.run("explain", "other")
         finally:
             worker.terminate()
             assert worker.wait(DEADLINE_S) == 0
             worker.communicate()
 
     assert allowed.stdout == "said this\n"
-    assert refused.returncode == 125
-    assert "EXEC_NOT_ALLOWED" in refused.stderr
+    assert "PENDING" in explained.stdout
+    assert "do not offer the exec 'sh' to you (renderer: say). No connected worker offers it" in explained.stdout
+
+
+def test_programs_of_a_list_and_any_program_do_not_fail_each_other(user: User) -> None:
+    # given: tasuki up, and beside it a worker with a list, of which one program is nowhere on PATH and one is not there at all
+    with running(user, "up", "--slots", "1"):
+        worker = user.start("worker", "--exec", "price-it=/bin/true", "--exec", "lost=/nowhere/lost", "--worker-id", "lists")
+        try:
+            until(lambda: len(user.json("workers", "--json")) == 2, DEADLINE_S, "both workers are connected")
+            # when: jobs for both come mixed
+            names = [f"{name}-{number}" for number in range(20) for name in ("price-it", "true")]
+            for name in names:
+                assert user.run("submit", "--job-id", name, name.rpartition("-")[0]).returncode == 0
+            ended = [user.run("result", name) for name in names]
+            shown = user.run("workers").stdout
+        finally:
+            worker.terminate()
+            said = worker.communicate(timeout=DEADLINE_S)[1]
+
+    # then: all succeed; the table shows who offers what, and the worker warned of what is not there
+    assert {done.returncode for done in ended} == {0}
+    assert "lost, price-it" in shown
+    assert "  *  " in shown
+    assert "program '/nowhere/lost' of exec 'lost' was not found" in said
 
 
 HANDLERS = """

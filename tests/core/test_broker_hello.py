@@ -21,6 +21,7 @@ from tasuki.core.protocol import (
     Subscribe,
     Welcome,
 )
+from tasuki.core.store_messages import EXECS_MAX
 from tasuki.errors import Forbidden, InvalidInput, ProtocolError, Unauthorized, VersionMismatch
 from tests.core.broker_stage import TCP, UNIX, BrokerStage
 
@@ -162,6 +163,8 @@ def test_a_worker_cannot_leave_its_scope_by_subscribing_later(stage: BrokerStage
         {"incarnation": "no spaces"},
         {"patterns": ("a..b",)},
         {"patterns": tuple(f"a.{number}" for number in range(PATTERNS_MAX + 1))},
+        {"execs": tuple(f"program-{number}" for number in range(EXECS_MAX + 1))},
+        {"execs": ("../program",)},
         {"ttl_s": 0.1},
         {"ttl_s": float("nan")},
     ],

@@ -12,7 +12,7 @@ from tasuki.core.broker.subscriptions import NOTED_MAX, PAGE_QUEUES
 from tasuki.core.job import JobSpec, body_hash
 from tasuki.core.machine import Ticked
 from tasuki.core.protocol import GiveCredit, SubmitJobs
-from tasuki.core.store_messages import LeaseRequest, Submission, Takes
+from tasuki.core.store_messages import LeaseRequest, Offer, Submission, Takes
 from tasuki.stores.batching import execute
 from tests.core.broker_stage import BrokerStage
 
@@ -71,6 +71,36 @@ def test_a_job_of_a_kind_that_a_worker_does_not_take_wakes_it_not(stage: BrokerS
     stage.tell(client, SubmitJobs(1, [JobSpec(job_id="a", subject="math.1")]))
 
     assert list(asked(stage)) == []
+
+
+def test_a_job_with_a_program_wakes_only_workers_that_offer_it(stage: BrokerStage) -> None:
+    client = stage.node()
+    for name, execs in (("w1", ("price", "price")), ("w2", ("render", "price")), ("w3", ("other",)), ("w4", None)):
+        stage.worker(name, credit=2, takes=Takes.COMMANDS, execs=execs)
+    list(asked(stage))
+
+    stage.tell(client, SubmitJobs(1, [JobSpec(job_id=job_id, subject="math.1", exec="price") for job_id in "abcd"]))
+    requests = {request.worker_id: request for request in asked(stage)}
+
+    assert set(requests) == {"w1", "w2", "w4"}
+    assert requests["w1"].offer == Offer(Takes.COMMANDS, ("price",))
+
+
+def test_a_worker_for_any_program_leaves_to_others_what_these_offer_by_name(stage: BrokerStage) -> None:
+    client, named = stage.node(), stage.worker("named", credit=1, patterns=("a.>",), execs=("price", "render"))
+    own = stage.worker("own", credit=9, execs=("*", "render"))
+    stage.submit(client, "mine", "more", subject="a.1", exec="price")
+    stage.submit(client, "elsewhere", subject="b.1", exec="price")
+    stage.submit(client, "both", subject="a.1", exec="render")
+
+    assert [grant.job_id for grant in stage.grants(named)] == ["mine"]
+    assert [grant.job_id for grant in stage.grants(own)] == ["elsewhere", "both"]
+
+    stage.close(named)
+    stage.apply(ReadyFound(stage.store.ready_queues()))
+    list(asked(stage))
+
+    assert "more" in [grant.job_id for grant in stage.grants(own)]
 
 
 def test_new_credit_of_a_worker_for_which_nothing_is_ready_asks_for_nothing(stage: BrokerStage) -> None:

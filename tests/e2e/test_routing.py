@@ -8,7 +8,7 @@ import pytest
 
 from tasuki import Client
 from tests.e2e.stage import SOON_S, Ledger, jobs_worker
-from tests.support.processes import ServerProcess
+from tests.support.processes import ServerProcess, WorkerProcess, start_worker
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.e2e
@@ -56,6 +56,29 @@ def test_a_subject_that_ends_in_a_live_worker_goes_to_that_worker_only(
         until(lambda: len(shared_client.workers()) == 1, SOON_S, "the server notices that bert is gone")
         assert shared_client.submit(subject="to.bert", job_id="bert-late").result(SOON_S) == b"1"
         assert ledger.of("bert-late")[0].pid == anna.pid
+
+
+def test_workers_with_different_programs_share_a_subject(
+    shared_server: ServerProcess, shared_client: Client, tmp_path: Path
+) -> None:
+    def worker(name: str) -> WorkerProcess:
+        return start_worker(shared_server, "--exec", f"{name}=/bin/true", command=True, log=tmp_path / f"{name}.log")
+
+    # given: two free workers on the default subject, each with a program of its own
+    with worker("price"), worker("render"):
+        # when: jobs for both come mixed, and one for a program that neither has
+        alone = shared_client.submit(exec="nobodys")
+        jobs = [shared_client.submit(exec=name) for _ in range(20) for name in ("price", "render")]
+
+        # then: each ends at the worker that has its program, and the last one waits
+        assert {(job.outcome(SOON_S).state, job.outcome(SOON_S).attempt) for job in jobs} == {("SUCCEEDED", 1)}
+        assert shared_client.status(alone.job_id).attempt == 0
+        assert shared_client.explain(alone.job_id).facts["offered_by"] == []
+        assert sorted(worker.execs or () for worker in shared_client.workers()) == [("price",), ("render",)]
+
+    # and: it runs as soon as somebody offers it
+    with worker("nobodys"):
+        assert alone.outcome(SOON_S).state == "SUCCEEDED"
 
 
 def test_a_worker_can_change_its_subscriptions_while_it_runs(

@@ -235,7 +235,7 @@ class Worker:
         on_disconnect, grace_s, ttl_s = self._policy(over_http=all(address.http for address in addresses))
         only_async = bool(self._handlers) and not self._handlers.plain and not self._execs
         capacity = self._concurrency or (ASYNC_CONCURRENCY if only_async else os.cpu_count() or 1)
-        offer = what_it_offers(bool(self._handlers), self._execs, self._any_program)
+        offer = what_it_offers(bool(self._handlers), self._execs, bool(self._key))
         identity = events.WorkerIdentity(
             worker_id=self.worker_id,
             incarnation=self.incarnation,
@@ -665,4 +665,7 @@ def what_it_offers(handlers: bool, execs: Iterable[str], any_program: bool) -> O
         return Offer(Takes.ANY, names) if names else Offer(Takes.HANDLERS)
     if names:
         return Offer(Takes.OWN if names == (OWN_PROGRAMS,) else Takes.COMMANDS, names)
-    raise ConfigError("this worker has nothing to run: give it execs (--exec NAME=COMMAND, --config FILE) or handlers")
+    raise ConfigError(
+        "this worker has nothing to run: give it execs (--exec NAME=COMMAND, --config FILE) or "
+        "handlers; any program is run only for jobs of its own user, over the server's unix socket"
+    )
