@@ -33,12 +33,11 @@ class LeaseCases(StoreCase):
     """Cases of lease, held, start, renew and release."""
 
     # -- which jobs -----------------------------------------------------------------------------------------------
-    def test_nothing_ready_gives_nothing(self, stage: Stage) -> None:
+    def test_no_more_than_the_limit_and_than_is_ready(self, stage: Stage) -> None:
         assert stage.lease(limit=10) == []
-
-    def test_no_more_than_the_limit(self, stage: Stage) -> None:
         stage.add(*"abcde")
 
+        assert stage.lease(limit=10, patterns=()) == []
         assert len(stage.lease(limit=3)) == 3
         assert stage.lease(limit=0) == []
         assert len(stage.lease(limit=10)) == 2
@@ -101,43 +100,27 @@ class LeaseCases(StoreCase):
 
         assert sorted(ids(stage.lease(limit=10, patterns=("render.*", "render.eu", ">")))) == ["a", "b"]
 
-    def test_no_pattern_gives_nothing(self, stage: Stage) -> None:
-        stage.add("a")
+    def test_a_subject_that_names_another_live_worker_is_left_for_it_if_it_subscribes(self, stage: Stage) -> None:
+        for name in ("w2", "w3", "w4"):
+            stage.add(f"for-{name}", subject=f"calc.{name}")
+        live = {"w1": (">",), "w2": ("other", "calc.*"), "w4": ("common.>", "calc.w3")}
 
-        assert stage.lease(limit=10, patterns=()) == []
-
-    def test_a_subject_that_names_another_live_worker_is_left_for_it(self, stage: Stage) -> None:
-        stage.add("for-w2", subject="calc.w2")
-        stage.add("for-w3", subject="calc.w3")
-        live = {"w1": (">",), "w2": ("other", "calc.*")}
-
-        assert ids(stage.lease("w1", limit=10, live_workers=live)) == ["for-w3"]
+        assert ids(stage.lease("w1", limit=10, live_workers=live)) == ["for-w3", "for-w4"]
         assert ids(stage.lease("w2", limit=10, live_workers=live)) == ["for-w2"]
 
-    def test_a_subject_that_names_a_live_worker_is_not_left_for_it_if_it_does_not_subscribe(self, stage: Stage) -> None:
-        stage.add("a", subject="calc.w2")
-
-        assert ids(stage.lease("w1", live_workers={"w1": (">",), "w2": ("common.>", "calc.w3")})) == ["a"]
-
-    def test_a_worker_takes_only_the_kind_of_job_that_it_can_run(self, stage: Stage) -> None:
-        stage.add("function-1")
-        stage.add("command", exec="render")
-        stage.add("function-2")
-
-        assert ids(stage.lease("w1", limit=10, offer=Offer(Takes.COMMANDS))) == ["command"]
-        assert stage.lease("w1", limit=10, offer=Offer(Takes.COMMANDS)) == []
-        assert ids(stage.lease("w2", limit=10, offer=Offer(Takes.HANDLERS))) == ["function-1", "function-2"]
-
     @pytest.mark.parametrize("pattern", ["a.x", "a.*", ">"])
-    def test_a_worker_takes_only_programs_that_it_offers(self, stage: Stage, pattern: str) -> None:
-        for number, exec_ in enumerate(["render", "price", "render", "", "other"]):
+    def test_a_worker_takes_only_kinds_and_programs_that_it_offers(self, stage: Stage, pattern: str) -> None:
+        for number, exec_ in enumerate(["render", "price", "render", "", "other", ""]):
             stage.add(f"{number}", subject="a.x", exec=exec_)
-        offered = ("price", "render", "unused")
 
-        assert ids(stage.lease("w1", limit=10, patterns=(pattern,), offer=Offer(Takes.COMMANDS, ("price",)))) == ["1"]
-        assert ids(stage.lease("w2", limit=1, patterns=(pattern,), offer=Offer(Takes.ANY, offered))) == ["0"]
-        assert ids(stage.lease("w2", limit=10, patterns=(pattern,), offer=Offer(Takes.ANY, offered))) == ["2", "3"]
-        assert stage.lease("w1", limit=10, patterns=(pattern,), offer=Offer(Takes.ANY, ())) == []
+        def lease(takes: Takes, execs: tuple[str, ...] | None = None, limit: int = 10) -> list[str]:
+            return ids(stage.lease(limit=limit, patterns=(pattern,), offer=Offer(takes, execs)))
+
+        assert lease(Takes.COMMANDS, ("price",)) == ["1"]
+        assert [lease(Takes.ANY, ("price", "render", "unused"), limit) for limit in (1, 2)] == [["0"], ["2", "3"]]
+        assert lease(Takes.COMMANDS, ("price", "render")) == []
+        assert [lease(Takes.HANDLERS), lease(Takes.HANDLERS)] == [["5"], []]
+        assert lease(Takes.COMMANDS) == ["4"]
 
     def test_programs_that_nobody_offers_do_not_stand_in_the_way(self, stage: Stage) -> None:
         stage.store.submit([stage.submission(f"{number:04}", subject="a.x", exec=f"p{number}") for number in range(1100)])
@@ -176,11 +159,12 @@ class LeaseCases(StoreCase):
         assert (len(one), len(two), len(three)) == (2, 1, 0)
         assert sorted(ids(one + two)) == ["a", "b", "c"]
 
-    def test_a_leased_job_is_granted_to_nobody_else(self, stage: Stage) -> None:
+    def test_a_leased_or_terminal_job_is_granted_to_nobody_else(self, stage: Stage) -> None:
         stage.assigned("a", "w1")
+        stage.ended("b", "SUCCEEDED")
 
         assert stage.lease("w2", limit=10) == []
-        assert stage.lease("w2", limit=10, job_ids=("a",)) == []
+        assert stage.lease("w2", limit=10, job_ids=("a", "b")) == []
 
     # -- the grant ------------------------------------------------------------------------------------------------
     def test_a_grant_carries_the_spec_and_the_submitter(self, stage: Stage) -> None:
@@ -248,15 +232,11 @@ class LeaseCases(StoreCase):
         assert stage.lease(limit=1, patterns=(), job_ids=("b", "d"))[0].job_id == "b"
         assert stage.job("d").state is State.PENDING
 
-    def test_by_job_id_a_terminal_job_is_not_granted(self, stage: Stage) -> None:
-        stage.ended("a", "SUCCEEDED")
-
-        assert stage.lease(job_ids=("a",)) == []
-
-    def test_by_job_id_an_expired_lease_is_taken_over(self, stage: Stage) -> None:
+    def test_only_by_job_id_an_expired_lease_is_taken_over(self, stage: Stage) -> None:
         old = stage.running("a", "w1")
         stage.clock.advance(PAST_LEASE_S)
 
+        assert stage.lease("w2") == []
         new = stage.take("a", "w2")
 
         job = stage.job("a")
@@ -266,12 +246,6 @@ class LeaseCases(StoreCase):
         assert stage.renew(old) is LeaseStatus.LOST
         assert stage.finish(old).answer is ReportStatus.FENCED
 
-    def test_by_pattern_an_expired_lease_waits_for_the_reaper(self, stage: Stage) -> None:
-        stage.running("a")
-        stage.clock.advance(PAST_LEASE_S)
-
-        assert stage.lease("w2") == []
-
     def test_a_kept_lease_is_not_taken_over_within_its_grace(self, stage: Stage) -> None:
         stage.running("a", "w1", lease=KEEP)
         stage.clock.advance(PAST_LEASE_S)
@@ -280,20 +254,14 @@ class LeaseCases(StoreCase):
         stage.clock.advance(GRACE_S)
         assert stage.take("a", "w2").attempt == 2
 
-    def test_a_takeover_without_loss_budget_ends_the_job(self, stage: Stage) -> None:
-        stage.running("a", max_losses=0)
+    def test_a_takeover_without_loss_budget_or_of_a_canceled_job_ends_it(self, stage: Stage) -> None:
+        stage.running("spent", max_losses=0)
+        stage.running("canceled")
+        stage.store.cancel(["canceled"], actor="alice")
         stage.clock.advance(PAST_LEASE_S)
 
-        assert stage.lease("w2", job_ids=("a",)) == []
-        assert stage.job("a").state is State.FAILED
-
-    def test_a_takeover_of_a_canceled_job_ends_it(self, stage: Stage) -> None:
-        stage.running("a")
-        stage.store.cancel(["a"], actor="alice")
-        stage.clock.advance(PAST_LEASE_S)
-
-        assert stage.lease("w2", job_ids=("a",)) == []
-        assert stage.job("a").state is State.CANCELED
+        assert stage.lease("w2", limit=2, job_ids=("spent", "canceled")) == []
+        assert [stage.job(job_id).state for job_id in ("spent", "canceled")] == [State.FAILED, State.CANCELED]
 
     # -- held -----------------------------------------------------------------------------------------------------
     def test_held_gives_the_unstarted_leases_of_the_incarnation(self, stage: Stage) -> None:
@@ -358,16 +326,11 @@ class LeaseCases(StoreCase):
         [report] = stage.store.finish([replace(stage.report(grant), owner="worker:w1")])
         assert report.answer is ReportStatus.RECORDED
 
-    def test_of_two_peers_that_show_one_lease_in_one_batch_its_owner_is_answered(self, stage: Stage) -> None:
+    def test_of_several_peers_that_show_one_lease_or_report_in_one_batch_its_owner_is_answered(self, stage: Stage) -> None:
         stage.add("a")
         grant = stage.take("a", owner="worker:w1")
         shown = [stage.claim(grant, owner=owner) for owner in ("token:other", "worker:w1", "token:other")]
-
         assert stage.store.renew(shown) == [LeaseStatus.LOST, LeaseStatus.GO_ON, LeaseStatus.LOST]
-
-    def test_a_repeat_by_another_peer_is_no_repeat(self, stage: Stage) -> None:
-        stage.add("a")
-        grant = stage.take("a", owner="worker:w1")
         report = replace(stage.report(grant), owner="worker:w1")
         stage.store.finish([report])
 
@@ -437,20 +400,16 @@ class LeaseCases(StoreCase):
         assert stage.renew(other, "w2", **mine) is LeaseStatus.GO_ON
 
     # -- start ----------------------------------------------------------------------------------------------------
-    def test_start_makes_it_running(self, stage: Stage) -> None:
+    def test_start_makes_it_running_and_a_second_one_changes_nothing(self, stage: Stage) -> None:
         grant = stage.assigned("a")
         stage.clock.advance(1)
 
         assert stage.start(grant) is LeaseStatus.GO_ON
-        assert (stage.job("a").state, stage.job("a").started_at) == (State.RUNNING, stage.clock.wall())
-
-    def test_a_second_start_changes_nothing(self, stage: Stage) -> None:
-        grant = stage.running("a")
-        before = stage.job("a")
+        started = stage.job("a")
+        assert (started.state, started.started_at) == (State.RUNNING, stage.clock.wall())
         stage.clock.advance(1)
-
         assert stage.start(grant) is LeaseStatus.GO_ON
-        assert stage.job("a") == before
+        assert stage.job("a") == started
 
     def test_a_retry_starts_afresh(self, stage: Stage) -> None:
         stage.fail(stage.running("a", backoff_s=0.0))
@@ -468,29 +427,16 @@ class LeaseCases(StoreCase):
         assert lease is not None
         assert lease.expires_at == stage.clock.lease() + 60.0 + LEASE_MARGIN_S
 
-    def test_renew_keeps_the_progress_that_it_brings(self, stage: Stage) -> None:
-        grant = stage.running("a")
-
-        stage.renew(grant, progress=Progress(0.25, "a quarter – 四分の一"))
-        told = stage.job("a").progress
-        stage.renew(grant)
-
-        assert told == stage.job("a").progress == Progress(0.25, "a quarter – 四分の一")
-
-    def test_progress_changes_nothing_else(self, stage: Stage) -> None:
-        grant = stage.running("a")
+    def test_renew_keeps_the_progress_that_a_current_lease_brings_and_changes_nothing_else(self, stage: Stage) -> None:
+        grant, quarter = stage.running("a"), Progress(0.25, "a quarter – 四分の一")
         stage.renew(grant)
         before = stage.job("a")
 
-        stage.renew(grant, progress=Progress(1.0, "done"))
-
-        assert msgspec.structs.replace(stage.job("a"), progress=None) == before
-
-    def test_progress_with_a_lease_that_is_over_is_not_kept(self, stage: Stage) -> None:
-        grant = stage.running("a")
-
+        stage.renew(grant, progress=quarter)
         assert stage.renew(grant, lease_id="0" * 32, progress=Progress(0.5)) is LeaseStatus.LOST
-        assert stage.job("a").progress is None
+        stage.renew(grant)
+
+        assert stage.job("a") == msgspec.structs.replace(before, progress=quarter)
 
     def test_progress_outlives_the_attempt_and_is_cleared_by_the_next_grant(self, stage: Stage) -> None:
         grant = stage.running("a", backoff_s=0.0)
@@ -501,19 +447,12 @@ class LeaseCases(StoreCase):
 
         assert (after_failure, stage.job("a").progress) == (Progress(0.5, "half"), None)
 
-    def test_a_renewed_lease_is_not_reaped(self, stage: Stage) -> None:
+    def test_a_renewed_lease_is_not_reaped_even_if_it_had_expired(self, stage: Stage) -> None:
         grant = stage.running("a")
-        for _ in range(5):
-            stage.clock.advance(LEASE_TTL_S)
-            stage.renew(grant)
+        for wait_s in (LEASE_TTL_S, LEASE_TTL_S, LEASE_TTL_S, PAST_LEASE_S):
+            stage.clock.advance(wait_s)
+            assert stage.renew(grant) is LeaseStatus.GO_ON
 
-        assert stage.reap() == []
-
-    def test_an_expired_lease_that_nobody_ended_can_be_renewed(self, stage: Stage) -> None:
-        grant = stage.running("a")
-        stage.clock.advance(PAST_LEASE_S)
-
-        assert stage.renew(grant) is LeaseStatus.GO_ON
         assert stage.reap() == []
 
     @pytest.mark.parametrize("verb", ["start", "renew"])
@@ -581,20 +520,16 @@ class LeaseCases(StoreCase):
         assert stage.job("b").state is State.PENDING
 
     @pytest.mark.parametrize("verb", ["start", "renew", "release"])
-    def test_a_claim_to_a_reaped_lease_is_lost(self, stage: Stage, verb: str) -> None:
-        grant = stage.assigned("a")
+    def test_a_claim_to_a_reaped_lease_or_a_finished_job_is_lost(self, stage: Stage, verb: str) -> None:
+        reaped = stage.assigned("reaped")
         stage.lose()
+        finished = stage.assigned("finished")
+        stage.finish(finished)
 
-        assert getattr(stage.store, verb)([stage.claim(grant)])[0] in (LeaseStatus.LOST, False)
-        assert stage.job("a").state is State.PENDING
+        answers = getattr(stage.store, verb)([stage.claim(reaped), stage.claim(finished)])
 
-    @pytest.mark.parametrize("verb", ["start", "renew", "release"])
-    def test_a_claim_to_a_finished_job_is_lost(self, stage: Stage, verb: str) -> None:
-        grant = stage.assigned("a")
-        stage.finish(grant)
-
-        assert getattr(stage.store, verb)([stage.claim(grant)])[0] in (LeaseStatus.LOST, False)
-        assert stage.job("a").state is State.SUCCEEDED
+        assert not {*answers} - {LeaseStatus.LOST, False}
+        assert [stage.job(job_id).state for job_id in ("reaped", "finished")] == [State.PENDING, State.SUCCEEDED]
 
     def test_renew_answers_index_by_index(self, stage: Stage) -> None:
         good, canceled, lost = (stage.running(job_id) for job_id in "abc")
@@ -610,10 +545,11 @@ class LeaseCases(StoreCase):
         grant = stage.assigned("a")
 
         assert stage.release(grant)
+        assert stage.finish(grant).answer is ReportStatus.FENCED
 
         job = stage.job("a")
         assert (job.state, job.lease, job.failures, job.losses, job.attempt) == (State.PENDING, None, 0, 0, 1)
-        assert stage.kinds("a") == ["released"]
+        assert stage.kinds("a") == ["released", "fenced"]
         assert stage.take("a", "w2").attempt == 2
 
     def test_release_of_a_started_attempt_is_refused(self, stage: Stage) -> None:
@@ -621,13 +557,6 @@ class LeaseCases(StoreCase):
 
         assert not stage.release(grant)
         assert stage.job("a").state is State.RUNNING
-
-    def test_a_finish_after_release_is_fenced(self, stage: Stage) -> None:
-        grant = stage.assigned("a")
-        stage.release(grant)
-
-        assert stage.finish(grant).answer is ReportStatus.FENCED
-        assert stage.job("a").state is State.PENDING
 
 
 # ---------------------------------------------------------------------------------------------------- late jobs

@@ -16,7 +16,7 @@ from msgspec.structs import replace
 
 from tasuki.core.job import Lease, Outcome, State
 from tasuki.core.lifecycle import LEASE_MARGIN_S
-from tasuki.core.store_messages import Canceled
+from tasuki.core.store_messages import Canceled, LeaseRequest, Offer
 from tasuki.stores.memory import store as memory
 from tasuki.stores.memory.records import MemoryJob, MemoryRecords
 from tasuki.stores.memory.store import MemoryStore
@@ -253,6 +253,13 @@ _OF_REPORTS = (
 # ---------------------------------------------------------------------------------------------------- grants
 
 
+def _whatever_is_offered(choose: Method) -> Method:
+    def _choose(*given: Any) -> Any:
+        return choose(*(replace(it, offer=Offer(it.offer.takes)) if isinstance(it, LeaseRequest) else it for it in given))
+
+    return _choose
+
+
 def _same_attempt(grant: Method) -> Method:
     def _grant(self: Any, record: Any, *rest: Any, **named: Any) -> Any:
         again = max(0, record.job.attempt - 1)
@@ -350,6 +357,15 @@ _OF_GRANTS = (
         invariants=("I5", "I9", "I17"),
         patches=(Replacement(MemoryStore, "held", _of_any_process),),
         options=SimOptions(kinds=("crash", "store_lost"), faults=40),
+    ),
+    Ablation(
+        name="offer",
+        what="a worker is granted only jobs whose program it offers",
+        invariants=("credit",),
+        patches=(
+            Replacement(memory, "_may_take", _whatever_is_offered),
+            Replacement(lease.ReadyIndex, "queues", _whatever_is_offered),
+        ),
     ),
     Ablation(
         name="not_before_at_submit",

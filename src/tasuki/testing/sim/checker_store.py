@@ -17,7 +17,8 @@ from tasuki.core.lifecycle import TAKEOVER_TIE_S
 from tasuki.testing.sim import history
 
 INVARIANTS = (*(f"I{n}" for n in range(1, 18)), "lease", "credit", "liveness")
-"""The invariants of docs/invariants.md; `lease`: none ends before its time; `credit`: no worker gets more than it asks for."""
+"""The invariants of docs/invariants.md; `lease`: none ends before its time; `credit`: no worker gets more than it asks for, or
+other jobs."""
 
 STORE = "store"
 """The name of the store in lines about a wrong clock."""
@@ -323,7 +324,8 @@ class JobJudge(Judge):
     # ------------------------------------------------------------------------------------------------ leases
 
     def _granted(self, line: history.GrantedEvent) -> None:
-        """Judge I5: one attempt more, and no other live lease. I4: of a job that is not over. I12: not before its time."""
+        """Judge I5: one attempt more, and no other live lease. I4: of a job that is not over. I12: not before its time.
+        Credit: for what the worker asked for."""
         job = self.job(line.job_id)
         self.evidence["I5"] += 1
         if line.generation != job.generation:
@@ -337,6 +339,8 @@ class JobJudge(Judge):
             self.found("I5", f"attempt {line.attempt} of {line.job_id} was granted beside the live {job.lease}")
         elif line.lease_id in self._leases:
             self.found("I5", f"lease {line.lease_id} was given twice, for {line.job_id} the second time")
+        if not line.offered:
+            self.found("credit", f"{line.worker_id} was given {line.job_id}, and does not offer its program")
         self._in_time(line, job.retry_at)
         job.retry_at = None
         lease = GrantedLease(line.lease_id, line.job_id, line.attempt, line.worker_id, line.incarnation, line.owner)

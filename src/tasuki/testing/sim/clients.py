@@ -18,6 +18,7 @@ from tasuki.core.job import JobSpec, body_hash
 from tasuki.core.machine import Now, Peer, Received, Ticked
 from tasuki.core.protocol import Accepted, CancelJobs, HelloClient, Request, SubmitJobs
 from tasuki.core.reconnect import Connect
+from tasuki.core.store_messages import OWN_PROGRAMS, Offer, Takes
 from tasuki.errors import Unavailable
 from tasuki.testing.harness_nodes import ClientNode
 from tasuki.testing.sim.history import AnsweredEvent, ArrivedEvent, AskedEvent
@@ -28,6 +29,9 @@ from tasuki.testing.sim.world import WALL_START_S, HostClock, SimOptions, SimPro
 # ---------------------------------------------------------------------------------------------------- operations
 
 SUBJECTS = ("render.fast", "render.slow", "price.all", "price.worker-1", "job.submit.books.close")
+PROGRAMS = ("",) * 3 + ("program",) * 5 + ("other",) * 2
+OFFERS = (Offer(), Offer(Takes.ANY, ("other", OWN_PROGRAMS)), Offer(Takes.COMMANDS, ("program",)), Offer(Takes.HANDLERS))
+"""Jobs that workers can run, besides the first, which can run all."""
 PATTERNS = ((">",), ("render.>", "job.>"), ("price.*", "render.fast"))
 """Patterns of workers; the first worker of every world takes everything, so that every job has one that fits."""
 
@@ -84,7 +88,7 @@ class _Drawing:
         return JobSpec(
             job_id=f"job-{number:03}",
             subject=chance.choice(SUBJECTS),
-            exec="" if chance.random() < 0.3 else "program",
+            exec=PROGRAMS[int(10 * chance.random())],
             payload=b"body",
             max_retries=chance.choice((0, 0, 1, 2, 3)),
             max_losses=chance.choice((0, 1, 2, 3, 3)),

@@ -71,6 +71,8 @@ class GrantedEvent(HistoryLine, frozen=True):
     grace_s: float = 0.0
     """The additional time for which it is kept for a worker that was cut off."""
     owner: str = ""
+    offered: bool = True
+    """The worker had offered the job's program."""
 
 
 class ShownEvent(HistoryLine, frozen=True):

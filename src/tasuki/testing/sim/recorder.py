@@ -11,7 +11,7 @@ from itertools import compress
 from operator import attrgetter
 
 from tasuki.core.job import TERMINAL, Job, OnDisconnect
-from tasuki.core.store_messages import VERBS, Answers, LeaseStatus, MissingBlobs, ReportStatus, Turn
+from tasuki.core.store_messages import OWN_PROGRAMS, VERBS, Answers, LeaseStatus, MissingBlobs, ReportStatus, Turn
 from tasuki.errors import Conflict
 from tasuki.stores.store import Store
 from tasuki.testing.sim import history
@@ -153,6 +153,7 @@ class Recorder:
                         ttl_s=grant.ttl_s,
                         grace_s=request.reconnect_grace_s if request.on_disconnect is OnDisconnect.KEEP else 0.0,
                         owner=request.owner,
+                        offered=_is_offered(request.offer.execs, job),
                     )
                 )
 
@@ -240,3 +241,10 @@ class Recorder:
 
 
 _compared = attrgetter(*(name for name in history.RowEvent.__struct_fields__ if name not in ("at", "at_end")))
+
+
+def _is_offered(execs: tuple[str, ...] | None, job: Job) -> bool:
+    """Return whether a worker with these programs can run the job; judged here anew, not by the code that is tested."""
+    if execs is None or not job.spec.exec or job.spec.exec in execs:
+        return True
+    return OWN_PROGRAMS in execs and job.submitter.startswith("uid:")

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from msgspec.structs import asdict
+
 from tasuki.core.access import TOKEN_PREFIXES, token_sha256
 from tasuki.core.job import OnDisconnect
 from tasuki.core.machine import Peer
-from tasuki.core.store_messages import Takes, TokenRow
+from tasuki.core.store_messages import TokenRow
 from tasuki.core.worker.events import WorkerIdentity
 from tasuki.testing.harness_nodes import OWN_UID
-from tasuki.testing.sim.clients import PATTERNS, Operation, SimClient
+from tasuki.testing.sim.clients import OFFERS, PATTERNS, Operation, SimClient
 from tasuki.testing.sim.network import Network
 from tasuki.testing.sim.servers import STORE, CoordinationNode, MakeStore, SimServer, StoreNode
 from tasuki.testing.sim.workers import DrawnEndings, SimWorker
@@ -79,7 +81,7 @@ class System:
             ahead=chance.choice((0, 0, 1, 2)),
             on_disconnect=OnDisconnect.KEEP if keep else OnDisconnect.STOP,
             reconnect_grace_s=3.0 if keep else 0.0,
-            takes=Takes.ANY if place == 0 else chance.choice((Takes.ANY, Takes.ANY, Takes.COMMANDS, Takes.HANDLERS)),
+            **asdict(OFFERS[0] if place == 0 else chance.choice(OFFERS)),
         )
         return SimWorker(
             self.world, self.network, self.servers, identity, self._peer(name), self._clock(), DrawnEndings(self.world)
