@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from tasuki.core.broker.authentication import IDLE_TIMEOUT_S, PATTERNS_MAX
+from tasuki.core.broker.state import MIXED_PATTERNS_MAX
 from tasuki.core.lifecycle import LEASE_MARGIN_S, LEASE_TTL_S
 from tasuki.core.machine import Peer
 from tasuki.core.protocol import (
@@ -269,3 +270,20 @@ def test_patterns_that_could_all_match_one_subject_are_few_for_one_token(stage: 
     stage.close(first)
     stage.worker("w3", peer=TCP, token=secret, patterns=tuple(mixed[200:256]))
     stage.worker("w4", peer=TCP, token=secret, patterns=tuple(f"to.w{number}" for number in range(200)))
+
+
+def test_workers_of_one_token_have_a_bounded_number_of_lists_of_programs(stage: BrokerStage) -> None:
+    secret = stage.token("one", "worker")
+    for number in range(MIXED_PATTERNS_MAX):
+        worker = stage.worker(f"w{number}", peer=TCP, token=secret, patterns=("a.>",), execs=(f"program-{number}",))
+    stage.worker("same", peer=TCP, token=secret, patterns=("b.>",), execs=("program-0",))
+
+    hello = HelloWorker(msg_id=1, worker_id="more", incarnation="i", token=secret, patterns=("a.>",), execs=("more",))
+    refused = stage.open(TCP)
+    stage.ask(refused, hello)
+    assert getattr(stage.hung_up[refused], "code", None) == "OVERLOADED"
+
+    stage.close(worker)
+    accepted = stage.open(TCP)
+    stage.ask(accepted, hello)
+    assert accepted not in stage.hung_up

@@ -30,7 +30,7 @@ from tasuki.errors import InvalidInput, TasukiError, discreet
 CREDIT_MAX = 100_000  # jobs for one worker: far above any real concurrency, below what would make a turn unbounded
 WORKERS_MAX = 4096  # of one token at this server; a worker with a token of its own is alone
 # Of one token at this server, each counted once: all of them may match one subject (`a.*.b`, `*.a.b`, …), and a new subject then
-# costs the event loop 2 µs for each.
+# costs the event loop 2 µs for each. Workers with different lists of programs are subscribed apart.
 MIXED_PATTERNS_MAX = 256
 CHOICE_MIN = 8  # idle workers beyond two for each new job, among which the least busy are asked
 NEWS_AT_ONCE = 32  # subjects that a worker looks for in one request; for more its patterns are cheaper, unless they match little
@@ -292,6 +292,12 @@ class OtherServers:
         return next((info.blob_problem for info in self.servers.values() if info.blob_problem), "")
 
 
+def _counted(worker: WorkerSession, patterns: tuple[str, ...]) -> set[tuple[str, str]]:
+    """Return what a worker with these patterns uses up of its owner's share."""
+    found = {(worker.owner, pattern) for pattern in patterns if "*" in pattern}
+    return found | {(worker.owner, f"execs {execs}")} if patterns and (execs := worker.offer.execs) else found
+
+
 # ---------------------------------------------------------------------------------------------------- the state
 
 
@@ -315,9 +321,9 @@ class BrokerState:
         self.left_for: set[str] = set()
         """Workers for which jobs were left, because their subject names them."""
         self._worker_shares = Shares(WORKERS_MAX, "workers at this server")
-        self._pattern_shares = Shares(MIXED_PATTERNS_MAX, "patterns with `*` at this server")
+        self._pattern_shares = Shares(MIXED_PATTERNS_MAX, "patterns with `*` and lists of programs at this server")
         self._mixed: Counter[tuple[str, str]] = Counter()
-        """Workers by owner and pattern, of patterns with `*`."""
+        """Workers by owner and pattern, of patterns with `*`; and by owner and programs."""
         self._idle: dict[int, WorkerSession] = {}
         """Workers that may have credit, by connection; the one that was served last is at the end."""
         self._served = 0
@@ -357,10 +363,10 @@ class BrokerState:
         self.note_live_workers()
 
     def _subscribe(self, worker: WorkerSession, patterns: tuple[str, ...]) -> None:
-        """Replace the patterns of a worker. Each one with `*` that no other of its owner has uses up a part of the share."""
+        """Replace the patterns of a worker. Each one with `*` that no other of its owner has uses up a part of the share, and so
+        does its list of programs."""
         owner = worker.owner
-        mixed = {(owner, pattern) for pattern in patterns if "*" in pattern}
-        before = {(owner, pattern) for pattern in worker.patterns if "*" in pattern}
+        mixed, before = _counted(worker, patterns), _counted(worker, worker.patterns)
         self._pattern_shares.take(owner, sum(1 for pair in mixed - before if not self._mixed[pair]))
         self._mixed.update(mixed - before)
         gone = before - mixed
