@@ -288,8 +288,10 @@ def test_jobs_of_requests_that_wait_are_counted_in_the_memory_of_their_token(
 ) -> None:
     monkeypatch.setattr(stage.door, "_bodies", BodyBudget(max_bytes=2 * 1000 * DECODED_ITEM_BYTES))
     submits = [SubmitJobs(number, [job(f"many-{number}-{n}") for n in range(500)]) for number in (1, 2, 3)]
+    many_args = SubmitJobs(4, [job(f"args-{n}", args=("ab",) * 2500) for n in range(2)])
 
     assert code(post(stage, *submits)) == (429, "TOO_MANY_REQUESTS")
+    assert code(post(stage, many_args)) == (429, "TOO_MANY_REQUESTS")
     assert len(said(post(stage, submits[0]))) == 1
 
 

@@ -107,7 +107,7 @@ def submit(state: BrokerState, client: ClientSession, identity: Identity, messag
         queues[spec.subject, command_kind if spec.exec else JobKind.HANDLER, spec.exec] = None
         size_bytes += len(spec.payload)
         if spec.args or spec.env or spec.files or spec.headers:
-            size_bytes += _lists_bytes(spec)
+            size_bytes += lists_bytes(spec)
         submissions.append(Submission(spec, submitter, body_hash(spec)))
     verb = "rerun" if message.on_failed == "rerun" else "submit"
     reply = partial(_submitted, state, client, message, rejected, indexes)
@@ -116,7 +116,7 @@ def submit(state: BrokerState, client: ClientSession, identity: Identity, messag
     return []
 
 
-def _lists_bytes(spec: JobSpec) -> int:
+def lists_bytes(spec: JobSpec) -> int:
     """Return about how much memory the lists of a job take."""
     texts = (*spec.args, *spec.env, *spec.env.values(), *spec.headers, *spec.headers.values(), *(one.name for one in spec.files))
     entries = len(spec.args) + len(spec.env) + len(spec.files) + len(spec.headers)

@@ -18,6 +18,7 @@ from msgspec.structs import replace
 from starlette.responses import Response
 
 from tasuki.core import protocol
+from tasuki.core.broker.client_messages import lists_bytes
 from tasuki.doors.http.context import RequestContext
 from tasuki.doors.http.exchange import disconnected, discreet, wait_of, whole_number
 from tasuki.doors.http.virtual_connection import Listener, TokenConnection, VirtualConnection
@@ -68,7 +69,8 @@ async def messages_in(context: RequestContext, body: bytes) -> list[protocol.Mes
         if isinstance(message, protocol.ErrorMessage):
             raise InvalidInput("an error is the server's to send")
         items = max(len(getattr(message, name, ())) for name in ("specs", "endings", "claims", "job_ids"))
-        context.reserve(len(plain) + DECODED_ITEM_BYTES * items)
+        lists = sum(map(lists_bytes, message.specs)) if isinstance(message, protocol.SubmitJobs) else 0
+        context.reserve(len(plain) + DECODED_ITEM_BYTES * items + lists)
         messages.append(message)
     return messages
 
