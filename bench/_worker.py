@@ -6,7 +6,7 @@ import logging
 import sys
 import time
 
-from tasuki import Worker
+from tasuki import Tasks, Worker
 
 kind = sys.argv[3] if len(sys.argv) > 3 else "bench"
 worker = Worker(sys.argv[1], concurrency=int(sys.argv[2]), lease_ttl_s=60)
@@ -14,6 +14,14 @@ worker = Worker(sys.argv[1], concurrency=int(sys.argv[2]), lease_ttl_s=60)
 
 async def noop(job: object) -> None:
     """Nothing: what is measured is everything around it."""
+
+
+tasks = Tasks()
+
+
+@tasks.task(subject="bench.typed")
+async def typed_noop() -> None:
+    """Nothing, as a typed task."""
 
 
 async def stamp(job: object) -> str:
@@ -25,6 +33,7 @@ if kind == "queue":
     worker.handler("math.square")(noop)
 else:
     worker.handler("bench.noop")(noop)
+    tasks.add_to(worker)
     worker.handler("bench.stamp")(stamp)
 
 if __name__ == "__main__":

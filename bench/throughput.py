@@ -1,6 +1,6 @@
 """How many durable no-op jobs per second, from submit to recorded finish? One client, one server, one worker process.
 
-    python bench/throughput.py            our ids, random ids, and the peers on Redis in the same run; recorded
+    python bench/throughput.py            our ids, random ids, typed tasks, and the peers on Redis in the same run; recorded
     python bench/throughput.py --quick    a short look, nothing recorded, no peers
 
 SQLite with synchronous=FULL, batches as the client makes them by itself. The clock stops when the client has been told of the
@@ -14,11 +14,12 @@ import argparse
 import time
 import uuid
 from pathlib import Path
+from typing import Any
 
 import uvloop
 from _common import Process, folder, handler_worker, record, server
 
-from tasuki import AsyncClient, JobSpec
+from tasuki import AsyncClient, JobSpec, Tasks, gather
 
 CONCURRENCY = 2000
 
@@ -31,8 +32,8 @@ async def one_round(client: AsyncClient, ids: list[str]) -> float:
     return len(ids) / (time.perf_counter() - began)
 
 
-async def ours(url: str, jobs: int, rounds: int, processes: dict[str, Process]) -> dict[str, object]:
-    figures: dict[str, object] = {}
+async def ours(url: str, jobs: int, rounds: int, processes: dict[str, Process]) -> dict[str, Any]:
+    figures: dict[str, Any] = {}
     async with AsyncClient(url) as client:
         await one_round(client, client.new_ids(2000))  # warm
         for name, make in (("our_ids", client.new_ids), ("uuid4_ids", lambda n: [str(uuid.uuid4()) for _ in range(n)])):
@@ -48,6 +49,31 @@ async def ours(url: str, jobs: int, rounds: int, processes: dict[str, Process]) 
     return figures
 
 
+def typed(url: str, jobs: int, rounds: int, processes: dict[str, Process]) -> dict[str, Any]:
+    """Typed tasks with the blocking client: encoded calls, handles, decoded results."""
+    tasks = Tasks(url)
+
+    @tasks.task(subject="bench.typed")
+    async def typed_noop() -> None: ...
+
+    def one_round(count: int) -> float:
+        began = time.perf_counter()
+        gather(typed_noop.starmap([()] * count), timeout=120)
+        return count / (time.perf_counter() - began)
+
+    with tasks:
+        one_round(2000)  # warm
+        before = {who: process.cpu_s() for who, process in processes.items()}
+        rates = [one_round(jobs) for _ in range(rounds)]
+    return {
+        "jobs_per_s": round(max(rates)),
+        "rounds": [round(rate) for rate in rates],
+        "cpu_us_per_job": {
+            who: round((process.cpu_s() - before[who]) / (jobs * rounds) * 1e6, 1) for who, process in processes.items()
+        },
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a short run without peers; nothing is recorded")
@@ -58,23 +84,27 @@ def main() -> None:
     arguments = parser.parse_args()
     jobs, rounds = (10_000, 1) if arguments.quick else (arguments.jobs, arguments.rounds)
     with folder() as data, server(data) as broker, handler_worker(f"unix://{data}/socket", CONCURRENCY) as worker:
-        figures = uvloop.run(ours(f"unix://{data}/socket", jobs, rounds, {"server": broker, "worker": worker}))
+        url, processes = f"unix://{data}/socket", {"server": broker, "worker": worker}
+        figures = uvloop.run(ours(url, jobs, rounds, processes))
+        figures["typed_tasks"] = typed(url, jobs, rounds, processes)
+    figures["typed_to_raw"] = round(figures["typed_tasks"]["jobs_per_s"] / figures["our_ids"]["jobs_per_s"], 2)
     figures = {"jobs": jobs, "concurrency": CONCURRENCY, **figures}
     if not arguments.quick and not arguments.no_peers:
         figures.update(against_peers(figures, arguments.peers_venv, rounds))
     record("throughput", figures, save=not arguments.quick)
 
 
-def against_peers(figures: dict[str, object], venv: str | None, rounds: int) -> dict[str, object]:
+def against_peers(figures: dict[str, Any], venv: str | None, rounds: int) -> dict[str, Any]:
     from peers.run import fastest, measure_peers
 
     results = measure_peers(rounds=rounds, **({"venv": Path(venv)} if venv else {}))
     best = fastest(results)
-    mine = figures["our_ids"]
-    assert isinstance(mine, dict)
+    mine, typed_tasks = figures["our_ids"], figures["typed_tasks"]
+    dramatiq = max(peer.jobs_per_s for peer in results if peer.name == "dramatiq")
     return {
         "peers": {f"{peer.name} ({peer.setting})": round(peer.jobs_per_s) for peer in results},
         "ratio_to_fastest_peer": round(mine["jobs_per_s"] / best.jobs_per_s, 1),
+        "typed_to_dramatiq": round(typed_tasks["jobs_per_s"] / dramatiq, 1),
     }
 
 

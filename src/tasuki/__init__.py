@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from tasuki.client.handles import AsyncJobHandle
     from tasuki.client.sync import Client, CompletedJobs, JobHandle, as_completed, gather
     from tasuki.client.types import CommandResult, Explanation, JobPage, JobStatus, WorkerStatus
-    from tasuki.core.job import InputFile, Job, JobSpec, State
+    from tasuki.core.job import InputFile, Job, JobSpec, Progress, State
     from tasuki.core.protocol import JobResult
     from tasuki.errors import (
         ConfigError,
@@ -65,6 +65,7 @@ _HOME = {
     "JobStatus": "tasuki.client.types",
     "NotFound": "tasuki.errors",
     "Overloaded": "tasuki.errors",
+    "Progress": "tasuki.core.job",
     "Retry": "tasuki.errors",
     "State": "tasuki.core.job",
     "Task": "tasuki.tasks.task",
@@ -107,6 +108,7 @@ __all__ = [  # a type checker reads this list as it stands
     "JobStatus",
     "NotFound",
     "Overloaded",
+    "Progress",
     "Retry",
     "State",
     "Task",

@@ -135,7 +135,7 @@ def test_a_bare_text_is_one_job_id_in_both_clients(server: ServerProcess) -> Non
         assert {answer.state for answer in client.cancel(*"abc", reason="over").values()} == {State.CANCELED}
 
 
-ONLY_ASYNC = {"open", "beside", "welcome"}  # the blocking client is open; the others are for the library itself
+ONLY_ASYNC = {"open", "beside", "welcome", "inline_result"}  # the blocking client is open; the others are for the library itself
 ONLY_BLOCKING = {"aio", "wait", "begin", "begin_outcome", "future"}
 
 
@@ -358,13 +358,69 @@ BAD = {
 }
 
 
+GOOD_TASKS = """
+import asyncio
+
+from tasuki import JobHandle, Tasks, as_completed, current_job, gather
+
+tasks = Tasks()
+
+
+@tasks.task(retries=5, timeout_s=60)
+def resize(path: str, width: int = 200) -> dict[str, int]:
+    current_job().progress(0.5, "half")
+    return {"width": width}
+
+
+@tasks.task
+async def add(a: int, *, b: int = 1) -> int:
+    return a + b
+
+
+def main() -> None:
+    job: JobHandle[dict[str, int]] = resize.options(priority=9).submit("a.png", width=400)
+    width: int = job.result(timeout=5)["width"]
+    here: dict[str, int] = resize("a.png")
+    sums: list[int] = gather(add.map([1, 2]))
+    for ended in as_completed(resize.starmap([("a.png", width)])):
+        print(ended.result()["width"], here, sums)
+    with tasks.eager() as jobs:
+        jobs.assert_submitted(resize, "a.png", width=400)
+
+
+async def in_a_loop() -> int:
+    job = await add.submit_async(1, b=2)
+    there: int = await add(1)
+    return await job + there + sum(await asyncio.gather(*await add.map_async([1])))
+"""
+
+BAD_TASKS = {
+    "resize.submit(7)": "arg-type",
+    'resize.submit("a", "b")': "arg-type",
+    "resize.submit()": "call-arg",
+    'resize.submit("a", heigth=1)': "call-arg",
+    'resize.submit("a").result().upper()': "attr-defined",
+    "add.submit(1, 2)": "call-arg",
+    "resize(7)": "arg-type",
+    'resize.options(prority=1).submit("a")': "call-arg",
+    'tasks.task(retries="5")': "call-overload",
+    "gather(add.map([1])).upper()": "attr-defined",
+}
+
+
 def test_mypy_finds_wrong_calls_in_users_programs(tmp_path: Path) -> None:
     head = "from tasuki import Client\n\n\ndef main(client: Client) -> None:\n"
     (tmp_path / "good.py").write_text(GOOD)
+    (tmp_path / "good_tasks.py").write_text(GOOD_TASKS)
     (tmp_path / "bad.py").write_text(head + "".join(f"    {line}\n" for line in BAD))
+    tasks_head = "from good_tasks import add, resize, tasks\nfrom tasuki import gather\n"
+    (tmp_path / "bad_tasks.py").write_text(tasks_head + "".join(f"{line}\n" for line in BAD_TASKS))
     (tmp_path / "mypy.ini").write_text("[mypy]\nstrict = True\n")
-    command = [sys.executable, "-m", "mypy", "--config-file", "mypy.ini", "--no-error-summary", "good.py", "bad.py"]
+    files = ["good.py", "bad.py", "bad_tasks.py"]
+    command = [sys.executable, "-m", "mypy", "--config-file", "mypy.ini", "--no-error-summary", *files]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=300)
-    found = {line.split(":")[1]: line.rpartition("[")[2].rstrip("]") for line in done.stdout.splitlines() if ": error:" in line}
-    assert "good.py" not in done.stdout, done.stdout
-    assert found == {str(number): code for number, code in enumerate(BAD.values(), head.count("\n") + 1)}, done.stdout
+    errors = [line for line in done.stdout.splitlines() if ": error:" in line]
+    found = {tuple(line.split(":")[:2]): line.rpartition("[")[2].rstrip("]") for line in errors}
+    wanted = {("bad.py", str(number)): code for number, code in enumerate(BAD.values(), head.count("\n") + 1)}
+    wanted |= {("bad_tasks.py", str(number)): code for number, code in enumerate(BAD_TASKS.values(), 3)}
+    assert found == wanted, done.stdout

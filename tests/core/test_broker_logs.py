@@ -53,10 +53,10 @@ def client(stage: LogStage) -> int:
     return stage.client("admin")
 
 
-def running(stage: LogStage, client: int, **fields: Any) -> int:
+def running(stage: LogStage, client: int, *, exec: str = "run", **fields: Any) -> int:
     """A worker that runs the job `job`."""
     worker = stage.worker(credit=1, **{"version": 2, **fields})
-    stage.submit(client, "job", exec="run")
+    stage.submit(client, "job", exec=exec)
     [grant] = stage.grants(worker)
     stage.ask(worker, JobsStarted([claim(grant)]))
     return worker
@@ -237,6 +237,18 @@ def test_a_job_of_a_handler_has_no_logs(stage: LogStage, client: int) -> None:
     stage.follow(client)
 
     assert stage.last(client, ErrorMessage).code == "NOT_FOUND"
+
+
+def test_progress_of_a_handlers_job_is_asked_of_its_worker(stage: LogStage, client: int) -> None:
+    worker = running(stage, client, exec="")
+
+    msg_id = stage.follow(client, stream="progress")
+
+    question = stage.last(worker, ReadLog)
+    assert question.stream == "progress"
+    line = b'{"fraction":0.5,"text":"half"}\n'
+    stage.tell(worker, LogPiece(question.msg_id, 0, line, len(line), len(line)))
+    assert stage.answer(client, msg_id)["data"] == line
 
 
 def test_progress_comes_with_a_heartbeat_and_is_told_with_the_log(stage: LogStage, client: int) -> None:

@@ -15,7 +15,7 @@ import pytest
 from msgspec import Meta
 from pydantic import BaseModel
 
-from tasuki import ConfigError, Conflict, JobFailed, Retry, Tasks, WrongType, as_completed, current_job, gather
+from tasuki import ConfigError, Conflict, JobFailed, Progress, Retry, Tasks, WrongType, as_completed, current_job, gather
 from tasuki.errors import DeadlineExceeded, InvalidInput, Unavailable
 from tasuki.tasks.tasks import load_tasks
 
@@ -233,6 +233,7 @@ def test_in_eager_mode_jobs_run_where_they_are_submitted() -> None:
         assert (job.done, job.result(), job.status().state) == (True, {"width": 400, "letters": 5}, "SUCCEEDED")
         assert gather(add.map(range(3)), timeout=1) == [1, 2, 3]
         assert sorted(one.result() for one in as_completed(add.starmap([(1,), (2,)]))) == [2, 3]
+        assert list(job.progress()) == [Progress(0.5, "half")]
         jobs.assert_submitted(resize, "a.png", width=400)
         jobs.assert_submitted(resize, path="a.png", width=400)
         jobs.assert_not_submitted(untyped)

@@ -11,9 +11,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
-from tasuki import DeadlineExceeded, JobFailed, Tasks, as_completed, gather
+from tasuki import DeadlineExceeded, JobFailed, Progress, Tasks, as_completed, gather
 from tasuki.tasks.tasks import load_tasks
 from tests.support.processes import TASUKI, ChildProcess, ServerProcess, start_server
 from tests.support.waiting import until
@@ -116,6 +117,42 @@ def test_a_function_that_looks_for_a_cancel_can_clean_up(program: Any, tmp_path:
     assert job.cancel("enough").requested
     assert job.outcome(timeout=PATIENCE_S).state == "CANCELED"
     assert note.read_text() == "cleaned up"
+
+
+@pytest.mark.parametrize("task", ["steps", "plain_steps"])
+@pytest.mark.parametrize("over", ["tcp", "http"])
+def test_progress_is_followed_as_it_comes(program: Any, server: ServerProcess, tmp_path: Path, task: str, over: str) -> None:
+    gate = tmp_path / "gate"
+    job = getattr(program, task).submit(str(gate))
+    with server.client(server.http_url if over == "http" else server.url) as client:
+        reports = client.progress(job.job_id)
+        for step in (1, 2, 3):  # each report arrives before the next one is made
+            Path(f"{gate}.{step}").touch()
+            assert next(reports) == Progress(step / 4, f"step {step}")
+        assert list(reports) == []  # to the end of the job
+        assert list(client.progress(job.job_id)) == [Progress(0.75, "step 3")]
+    assert job.result(timeout=PATIENCE_S) == "done"
+
+
+def test_progress_can_be_followed_in_an_event_loop_and_by_any_program_over_http(
+    program: Any, server: ServerProcess, tmp_path: Path
+) -> None:
+    gate = tmp_path / "gate"
+    Path(f"{gate}.1").touch()
+    job = program.steps.submit(str(gate))
+
+    async def follow() -> list[Progress]:
+        return [told async for told in program.tasks.client.aio.job(job.job_id).progress()]
+
+    url = f"{server.http_url}/v1/jobs/{job.job_id}/logs?stream=progress&wait=20"
+    until(lambda: job.status().state == "RUNNING", PATIENCE_S, "it runs")
+    answer = httpx.get(url, headers={"Authorization": f"Bearer {server.token}"}, timeout=30).json()
+    assert answer["text"] == '{"fraction":0.25,"text":"step 1"}\n'
+    following = program.tasks.client.begin(follow())
+    for step in (2, 3):
+        Path(f"{gate}.{step}").touch()
+    followed = [told.text for told in following.result(PATIENCE_S)]
+    assert (followed[-1], followed) == ("step 3", sorted(set(followed)))  # those before it may have come too early
 
 
 # ---------------------------------------------------------------------------------------------------- in a folder of one's own

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import json
 import math
 import os
 from collections.abc import Awaitable, Callable
@@ -11,10 +12,11 @@ from pathlib import Path
 
 import pytest
 
+from tasuki.core.job import Progress
 from tasuki.core.protocol import LOG_PIECE_MAX_BYTES, LogPiece, ReadLog
 from tasuki.worker import logs
 from tasuki.worker.attempt import StopReason
-from tasuki.worker.logs import WAITING_MAX, CappedLog, LogCaps, LogFollow, LogRead
+from tasuki.worker.logs import PROGRESS_KEPT_BYTES, WAITING_MAX, CappedLog, LogCaps, LogFollow, LogRead, ProgressLog
 from tasuki.worker.runner import CommandRunner
 from tests.support.waiting import until_async
 from tests.worker.runs import run, runner_in, shell, text_of
@@ -186,3 +188,41 @@ def test_a_log_that_cannot_be_read_or_cut_does_not_change_the_outcome(tmp_path: 
     assert (result.outcome.exit_code, result.outcome.error_code) == (0, None)
     assert text_of(result) == "[tasuki: this log could not be read: Input/output error]\n"
     assert [piece.ended for piece in sent] == [True]
+
+
+# ---------------------------------------------------------------------------------------------------- progress
+
+
+def test_progress_is_a_log_of_its_latest_reports() -> None:
+    log = ProgressLog()
+    for number in range(2000):
+        log.note(Progress(number / 2000, "step"))
+
+    read = log.read(0, LOG_PIECE_MAX_BYTES)
+
+    assert len(read.data) <= PROGRESS_KEPT_BYTES
+    assert read.offset + len(read.data) == log.size_bytes()
+    lines = [json.loads(line) for line in read.data.splitlines()]
+    assert lines[-1] == {"fraction": 1999 / 2000, "text": "step"}
+    assert [line["fraction"] for line in lines] == [number / 2000 for number in range(2000 - len(lines), 2000)]
+
+
+def test_a_follower_of_progress_waits_for_the_next_report_and_gets_the_last_one_at_the_end() -> None:
+    async def main() -> list[LogPiece]:
+        sent: list[LogPiece] = []
+        follow = LogFollow(sent.append)
+        log = follow.progress_of("lease")
+        follow.ask(ReadLog(1, "lease", "progress", wait_s=20.0))
+        assert sent == []
+        log.note(Progress(0.5, "half"))
+        await until_async(lambda: len(sent) == 1, what="the first report")
+        follow.ask(ReadLog(2, "lease", "progress", offset=sent[0].next, wait_s=20.0))
+        log.note(Progress(1.0))
+        assert follow.end_progress("lease") == Progress(1.0)
+        assert follow.end_progress("lease") is None
+        follow.ask(ReadLog(3, "lease", "progress", offset=sent[1].next, wait_s=20.0))  # of an attempt that is over
+        return sent
+
+    first, last, none = asyncio.run(asyncio.wait_for(main(), DEADLINE_S))
+    assert (json.loads(first.data)["fraction"], json.loads(last.data)["fraction"], last.ended) == (0.5, 1.0, True)
+    assert (none.data, none.ended) == (b"", True)

@@ -54,11 +54,12 @@ from tasuki.core.client_machine import (
     WatchRefused,
     Welcomed,
 )
-from tasuki.core.job import BODY_INLINE_MAX_BYTES, PAYLOAD_FILE, BlobRef, IdMaker, InputFile, JobSpec, State
+from tasuki.core.job import BODY_INLINE_MAX_BYTES, PAYLOAD_FILE, BlobRef, IdMaker, InputFile, JobSpec, Progress, State
 from tasuki.core.machine import Closed, Hangup, Opened, Received, Send, Ticked
 from tasuki.core.protocol import (
     BATCH_BYTES,
     FRAME_MAX_BYTES,
+    PROGRESS_STREAM,
     Accepted,
     CancelJobs,
     HelloClient,
@@ -575,6 +576,20 @@ class AsyncClient:
         async with aclosing(LogFollower(self, job_id, stream, offset=offset).parts(follow=follow)) as parts:
             async for part in parts:
                 yield part.text
+
+    async def progress(self, job_id: str) -> AsyncGenerator[Progress, None]:
+        """Yield the reports of progress of a running job as they come, to the job's end; of a job that has ended, the last one.
+
+            async for told in client.progress(job_id):
+                print(f"{told.fraction:.0%} {told.text}")
+
+        A new attempt begins anew. A follower that comes later gets the latest reports first; one that is slower than the job may
+        miss some, but not the last.
+        """
+        check_job_ids([job_id])
+        async with aclosing(LogFollower(self, job_id, PROGRESS_STREAM).progress()) as reports:
+            async for told in reports:
+                yield told
 
     async def counts(self, limit: int = 1000) -> dict[str, GroupCounts]:
         """Count jobs by group and state: of the groups with the most jobs, and of all others as "(other)". For admins."""

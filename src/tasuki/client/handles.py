@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Generator
+from collections.abc import AsyncGenerator, Callable, Generator
 from typing import Any, BinaryIO, Generic, Protocol, TypeVar
 
 from tasuki.client.types import CancelAnswer, CommandResult, Explanation, JobStatus, job_failed, with_traceback
-from tasuki.core.job import State
+from tasuki.core.job import Progress, State
 from tasuki.core.protocol import JobResult
 from tasuki.core.units import shown_duration
 from tasuki.errors import DeadlineExceeded, TasukiError
@@ -25,6 +25,7 @@ class HandleClient(Protocol):
     async def open_result(self, ended: JobResult) -> BinaryIO | None: ...
     async def status(self, job_id: str) -> JobStatus: ...
     async def explain(self, job_id: str) -> Explanation: ...
+    def progress(self, job_id: str) -> AsyncGenerator[Progress, None]: ...
     async def cancel(self, *job_ids: str, reason: str = "") -> dict[str, CancelAnswer]: ...
 
 
@@ -140,9 +141,20 @@ class AsyncJobHandle(Generic[T]):
         The bytes of a command's result are a ZIP: `command_result` reads it.
         """
         ended = await self.outcome(timeout)
+        if ended.state is State.SUCCEEDED and ended.outcome.result_ref is not None:
+            return self._decode(await self._client.result_bytes(ended))
+        return self.inline_result(ended)
+
+    def inline_result(self, ended: JobResult) -> T:
+        """Return the result of a job that has ended, which is not a blob; JobFailed if it did not succeed."""
         if ended.state is not State.SUCCEEDED:
             raise job_failed(ended)
-        return self._decode(await self._client.result_bytes(ended))
+        return self._decode(ended.outcome.result or b"")
+
+    @property
+    def ended(self) -> JobResult | None:
+        """The end of the job, if it is known here."""
+        return self._job.result
 
     async def command_result(self, timeout: float | None = None, *, check: bool = True) -> CommandResult:
         """Return a command's exit code, output and files; JobFailed if it did not succeed, unless check=False."""
@@ -155,6 +167,10 @@ class AsyncJobHandle(Generic[T]):
     async def status(self) -> JobStatus:
         """Return everything that the server knows of the job."""
         return await self._client.status(self.job_id)
+
+    def progress(self) -> AsyncGenerator[Progress, None]:
+        """Yield the reports of progress as they come, to the end of the job; see AsyncClient.progress."""
+        return self._client.progress(self.job_id)
 
     async def cancel(self, reason: str = "") -> CancelAnswer:
         """Cancel the job; see AsyncClient.cancel."""

@@ -14,6 +14,7 @@ import os
 import tempfile
 import zipfile
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
+from contextlib import aclosing
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol, cast
 
@@ -21,9 +22,9 @@ import msgspec
 
 from tasuki.blobs.zip.reader import ZipReader
 from tasuki.core.backoff import Backoff
-from tasuki.core.job import BlobRef, Outcome, State
-from tasuki.core.protocol import LOG_PIECE_MAX_BYTES, LOG_WAIT_MAX_S, JobResult, Welcome
-from tasuki.errors import InvalidInput, NotFound, ProtocolError, TasukiError
+from tasuki.core.job import BlobRef, Outcome, Progress, State
+from tasuki.core.protocol import LOG_PIECE_MAX_BYTES, LOG_WAIT_MAX_S, PROGRESS_STREAM, JobResult, Welcome
+from tasuki.errors import InvalidInput, NotFound, Overloaded, ProtocolError, TasukiError
 from tasuki.event_loop import ignore_result
 
 PAUSE_MIN_S, PAUSE_MAX_S = 0.1, 1.0  # between two requests, after an answer without new output
@@ -32,7 +33,7 @@ BESIDE_CONNECT_S = 3.0
 BESIDE_LOOK_S = 1.0
 REPORT_MAX_BYTES = 16 * 1024 * 1024  # of result.json, whose list of skipped files is bounded too
 SPOOL_BYTES = 1024 * 1024
-STREAMS = ("stdout", "stderr")
+STREAMS = ("stdout", "stderr", PROGRESS_STREAM)
 
 Ending = asyncio.Future[JobResult]
 
@@ -117,7 +118,7 @@ class LogFollower:
     ) -> None:
         """`tail_bytes`: begin so many bytes before the end of the output so far, instead of at an offset."""
         if stream not in STREAMS:
-            raise InvalidInput(f"a command has stdout and stderr, not {stream[:40]!r}")
+            raise InvalidInput(f"a job has stdout, stderr and progress, not {stream[:40]!r}")
         if offset < 0 or (tail_bytes is not None and tail_bytes < 0):
             raise InvalidInput(f"an offset or a number of bytes cannot be negative, got {min(offset, tail_bytes or 0)}")
         self.job_id = job_id
@@ -133,6 +134,7 @@ class LogFollower:
         """The attempt whose result has been read."""
         self._looked_at = 0
         """The last failed attempt whose result was looked for."""
+        self._ended: JobResult | None = None
         self._beside: LogClient | None = None
         """The client of the worker's server, if that is another one."""
 
@@ -144,7 +146,7 @@ class LogFollower:
         try:
             async for part in self.live(ending):
                 yield part
-            ended = await ending if ending is not None else await self._ended_with()
+            ended = self._ended = await ending if ending is not None else await self._ended_with()
             if ended is not None:
                 async for part in self._rest(ended):
                     yield part
@@ -158,6 +160,22 @@ class LogFollower:
         beside, self._beside = self._beside, None
         if beside is not None:
             await beside.close()
+
+    async def progress(self) -> AsyncGenerator[Progress, None]:
+        """Yield the reports of a follower of progress, to the end of the job, whose outcome has the last one."""
+        attempt, unfinished = 0, b""
+        last: Progress | None = None
+        async with aclosing(self.parts()) as parts:
+            async for part in parts:
+                if part.attempt != attempt or part.cut_bytes:
+                    attempt, unfinished = part.attempt, b""
+                *lines, unfinished = (unfinished + part.data).split(b"\n")
+                for line in lines:
+                    last = _report_of(line)
+                    yield last
+        told = self._ended.outcome.meta.get(PROGRESS_STREAM) if self._ended is not None else None
+        if told is not None and (final := msgspec.convert(told, Progress)) != last:
+            yield final
 
     # ------------------------------------------------------------------------------------------------ while it runs
 
@@ -224,6 +242,9 @@ class LogFollower:
             answer = msgspec.convert(asking.result(), _Answer)
         except msgspec.ValidationError as error:
             raise ProtocolError(f"the server's answer about the log cannot be read: {error}") from None
+        except Overloaded:  # this client has many questions open
+            await asyncio.sleep(PAUSE_MAX_S)
+            return None
         except TasukiError:
             if beside is None:
                 raise
@@ -295,7 +316,7 @@ class LogFollower:
         return JobResult(self.job_id, State(view["state"]), view["attempt"], left)
 
     async def _rest(self, ended: JobResult) -> AsyncIterator[LogPart]:
-        if self._rest_of >= ended.attempt:
+        if self._rest_of >= ended.attempt or self.stream == PROGRESS_STREAM:  # no result has it
             return
         if ended.outcome.result is None and ended.outcome.result_ref is None:
             traceback = ended.outcome.meta.get("traceback")
@@ -351,6 +372,14 @@ class LogFollower:
             offset, place, cut_bytes = offset + len(data), place + len(data), 0
             if not data:
                 return
+
+
+def _report_of(line: bytes) -> Progress:
+    try:
+        told = msgspec.json.decode(line, type=dict[str, Any])
+        return Progress.of(told["fraction"], told["text"])
+    except (msgspec.DecodeError, KeyError, TypeError, InvalidInput) as error:
+        raise ProtocolError(f"a report of progress cannot be read: {error}") from None
 
 
 def unpack_log(path: Path, stream: str) -> tuple[BinaryIO, _CutLog]:

@@ -9,15 +9,17 @@ import threading
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Generator, Iterable, Iterator, Sequence
 from concurrent import futures
+from contextlib import suppress
 from types import TracebackType
 from typing import Any, Concatenate, Generic, ParamSpec, Protocol, Self, TypeVar
 
 from tasuki.client.aio import AsyncClient, OnFailed
 from tasuki.client.handles import AsyncJobHandle
 from tasuki.client.types import CancelAnswer, CommandResult, JobStatus
-from tasuki.core.job import JobSpec
+from tasuki.core.job import JobSpec, Progress
 from tasuki.core.protocol import JobResult
 from tasuki.errors import DeadlineExceeded, Unavailable
+from tasuki.event_loop import loop_factory
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -33,7 +35,7 @@ class LoopThread:
     """
 
     def __init__(self, name: str, opening: Coroutine[Any, Any, object]) -> None:
-        self.loop = asyncio.new_event_loop()
+        self.loop = (loop_factory() or asyncio.new_event_loop)()
         self.thread = threading.Thread(target=self.loop.run_forever, name=name, daemon=True)
         self._closing = False
         self._waits: set[futures.Future[Any]] = set()
@@ -120,8 +122,21 @@ class LoopThread:
             self.loop.close()
 
 
-async def _closed(pieces: AsyncGenerator[bytes, None]) -> None:
-    await pieces.aclose()
+def _each(client: HandleThread, pieces: AsyncGenerator[T, None]) -> Generator[T, None, None]:
+    """Yield what an asynchronous generator of the client yields; closing this one closes it."""
+
+    async def following() -> T | None:
+        return await anext(pieces, None)
+
+    async def closed() -> None:
+        await pieces.aclose()
+
+    try:
+        while (piece := client.wait(following())) is not None:
+            yield piece
+    finally:
+        with suppress(Unavailable):  # the client was closed, and the generator with it
+            client.wait(closed())
 
 
 def _blocking(method: Callable[Concatenate[AsyncClient, P], Coroutine[Any, Any, T]]) -> Callable[Concatenate[Client, P], T]:
@@ -211,13 +226,18 @@ class JobHandle(Generic[T]):
         """True if the end of the job is known here; then `result` and `outcome` do not wait."""
         return self._handle.done
 
+    @property
+    def ended(self) -> JobResult | None:
+        """The end of the job, if it is known here."""
+        return self._handle.ended
+
     def decoded_by(self, decode: Callable[[bytes], R]) -> JobHandle[R]:
         """Return a handle of the same job whose result is `decode(bytes)`, as in `job.decoded_by(json.loads)`."""
         return JobHandle(self._handle.decoded_by(decode), self._client)
 
     def outcome(self, timeout: float | None = None) -> JobResult:
         """Wait for the end of the job, in any state; DeadlineExceeded (a TimeoutError) after `timeout` seconds."""
-        return self._client.wait(self._handle.outcome(timeout))
+        return self._handle.ended or self._client.wait(self._handle.outcome(timeout))
 
     def begin_outcome(self) -> futures.Future[JobResult]:
         """Return the future of the end of the job, for `concurrent.futures.wait`; `as_completed` uses it."""
@@ -225,7 +245,10 @@ class JobHandle(Generic[T]):
 
     def result(self, timeout: float | None = None) -> T:
         """Return what the handler returned; JobFailed if the job did not succeed, DeadlineExceeded if it takes longer."""
-        return self._client.wait(self._handle.result(timeout))
+        ended = self.outcome(timeout)
+        if ended.outcome.result_ref is not None:
+            return self._client.wait(self._handle.result())
+        return self._handle.inline_result(ended)  # without the way to the client's thread and back
 
     def command_result(self, timeout: float | None = None, *, check: bool = True) -> CommandResult:
         """Return a command's exit code, output and files; JobFailed if it did not succeed, unless check=False."""
@@ -234,6 +257,10 @@ class JobHandle(Generic[T]):
     def status(self) -> JobStatus:
         """Return everything that the server knows of the job."""
         return self._client.wait(self._handle.status())
+
+    def progress(self) -> Iterator[Progress]:
+        """Yield the reports of progress as they come, to the end of the job; see Client.progress."""
+        return _each(self._client, self._handle.progress())
 
     def cancel(self, reason: str = "") -> CancelAnswer:
         """Cancel the job; see Client.cancel."""
@@ -346,17 +373,17 @@ class Client:
 
         Closing the iterator early leaves the job alone.
         """
-        pieces = self._async.logs(job_id, stream, offset=offset, follow=follow)
+        return _each(self, self._async.logs(job_id, stream, offset=offset, follow=follow))
 
-        async def following() -> bytes | None:
-            return await anext(pieces, None)
+    def progress(self, job_id: str) -> Iterator[Progress]:
+        """Yield the reports of progress of a running job as they come, to the job's end; of a job that has ended, the last one.
 
-        try:
-            while (piece := self.wait(following())) is not None:
-                yield piece
-        finally:
-            if not self._thread.closed:
-                self.wait(_closed(pieces))
+            for told in client.progress(job_id):
+                print(f"{told.fraction:.0%} {told.text}")
+
+        Closing the iterator early leaves the job alone.
+        """
+        return _each(self, self._async.progress(job_id))
 
 
 # ---------------------------------------------------------------------------------------------------- many jobs

@@ -380,6 +380,10 @@ class Chunk(msgspec.Struct, frozen=True):
 # ---------------------------------------------------------------------------------------------------- logs
 
 
+PROGRESS_STREAM = "progress"
+"""Name of the stream with the reports of progress, a line of JSON each: {"fraction": 0.5, "text": "half"}."""
+
+
 class ReadLog(msgspec.Struct, frozen=True, omit_defaults=True):
     """Question for the output of an attempt on one stream, from an offset; waits up to `wait_s` for something new."""
 

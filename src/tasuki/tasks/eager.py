@@ -8,7 +8,7 @@ import inspect
 import io
 import itertools
 import time
-from collections.abc import Coroutine
+from collections.abc import AsyncGenerator, Coroutine
 from concurrent import futures
 from typing import Any, BinaryIO, ParamSpec, TypeVar
 
@@ -124,6 +124,10 @@ class _EagerClient:
 
     async def explain(self, job_id: str) -> Explanation:
         raise NotFound(f"job {job_id!r} is known here alone: tasks run in eager mode")
+
+    async def progress(self, job_id: str) -> AsyncGenerator[Progress, None]:
+        for told in self._progress:
+            yield told
 
     async def cancel(self, *job_ids: str, reason: str = "") -> dict[str, CancelAnswer]:
         return {job_id: CancelAnswer((await self.status(job_id)).state) for job_id in job_ids}

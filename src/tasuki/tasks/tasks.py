@@ -17,6 +17,7 @@ from tasuki.client.embedded import ensure_server
 from tasuki.client.handles import AsyncJobHandle
 from tasuki.client.sync import Client, JobHandle
 from tasuki.config import DataFolder, data_folder, default_url
+from tasuki.core.job import BODY_INLINE_MAX_BYTES
 from tasuki.core.subject import check_subject
 from tasuki.errors import ConfigError, InvalidInput, WrongType
 from tasuki.tasks.arguments import Encoding
@@ -175,7 +176,8 @@ class Tasks:
         else:
             job_ids = [job_id or "" for _, job_id in self._named(task, payloads, many)]
         specs = settings.specs(job_ids, payloads, settings.array_id or (settings.job_id if many else None))
-        specs = [await aio.with_payload_uploaded(spec) if spec.payload else spec for spec in specs]
+        large = any(len(payload) > BODY_INLINE_MAX_BYTES for payload in payloads)
+        specs = [await aio.with_payload_uploaded(spec) for spec in specs] if large else specs
         decode = task.signature.decode_result
         return [handle.decoded_by(decode) for handle in await aio.submit_many(specs, on_failed=settings.on_failed)]
 

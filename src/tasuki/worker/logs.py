@@ -28,7 +28,7 @@ from typing import NamedTuple, Protocol
 import msgspec
 
 from tasuki.core.job import Progress
-from tasuki.core.protocol import LOG_PIECE_MAX_BYTES, LOG_WAIT_MAX_S, LogPiece, ReadLog
+from tasuki.core.protocol import LOG_PIECE_MAX_BYTES, LOG_WAIT_MAX_S, PROGRESS_STREAM, LogPiece, ReadLog
 from tasuki.errors import ConfigError
 from tasuki.worker.linux_calls import punch_hole
 
@@ -46,6 +46,7 @@ WAITING_MAX = 64  # questions of one server, which itself sends fewer at a time
 PROGRESS_VARIABLE = "TASUKI_PROGRESS_FD"
 PROGRESS_READ_BYTES = 4 * 1024  # several lines of the greatest length
 PROGRESS_TRUNCATE_BYTES = 64 * 1024
+PROGRESS_KEPT_BYTES = 16 * 1024  # of each attempt, for followers that come later
 _PROGRESS_WORD = "progress"
 _OPEN_LOG = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_APPEND | os.O_CLOEXEC
 _NO_HOLES = frozenset({errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL})
@@ -259,11 +260,35 @@ class _WaitingRead(msgspec.Struct):
     until: float
 
 
+class ProgressLog:
+    """The reports of progress of one attempt as a log, a line of JSON each; the latest are kept."""
+
+    def __init__(self) -> None:
+        self._start = 0
+        self._lines = b""
+        self.latest: Progress | None = None
+
+    def note(self, progress: Progress) -> None:
+        self.latest = progress
+        self._lines += msgspec.json.encode({"fraction": progress.fraction, "text": progress.text}) + b"\n"
+        if len(self._lines) > PROGRESS_KEPT_BYTES:
+            cut = self._lines.index(b"\n", len(self._lines) - PROGRESS_KEPT_BYTES // 2) + 1
+            self._start, self._lines = self._start + cut, self._lines[cut:]
+
+    def read(self, offset: int, max_bytes: int) -> LogRead:
+        start = max(offset, self._start)
+        return LogRead(start, self._lines[start - self._start :][:max_bytes])
+
+    def size_bytes(self) -> int:
+        return self._start + len(self._lines)
+
+
 class LogFollow:
     """The logs of a worker's attempts, as followers read them. `send` reaches the server that asked, if it is connected."""
 
     def __init__(self, send: Callable[[LogPiece], None]) -> None:
         self._send = send
+        self._progress: dict[str, ProgressLog] = {}
         self._logs: dict[str, Mapping[str, ReadableLog]] = {}
         self._waiting: list[_WaitingRead] = []
         self._timer: asyncio.TimerHandle | None = None
@@ -275,11 +300,25 @@ class LogFollow:
         try:
             yield
         finally:
-            waiting = [one for one in self._waiting if one.question.lease_id == lease_id]
-            self._waiting = [one for one in self._waiting if one.question.lease_id != lease_id]
-            for one in waiting:
-                self._send(self._answer(one.question, over=True))
+            self._end(lease_id)
             self._logs.pop(lease_id, None)
+
+    def progress_of(self, lease_id: str) -> ProgressLog:
+        """Return the log of the attempt's progress, which `end_progress` has to end."""
+        return self._progress.setdefault(lease_id, ProgressLog())
+
+    def end_progress(self, lease_id: str) -> Progress | None:
+        """Let waiting readers have the rest of an attempt's progress; return its last report."""
+        if lease_id not in self._progress:
+            return None
+        self._end(lease_id)
+        return self._progress.pop(lease_id).latest
+
+    def _end(self, lease_id: str) -> None:
+        waiting = [one for one in self._waiting if one.question.lease_id == lease_id]
+        self._waiting = [one for one in self._waiting if one.question.lease_id != lease_id]
+        for one in waiting:
+            self._send(self._answer(one.question, over=True))
 
     def ask(self, question: ReadLog) -> None:
         """Answer now, or when there are bytes, but not later than the question says."""
@@ -318,7 +357,9 @@ class LogFollow:
         self._look_soon()
 
     def _answer(self, question: ReadLog, *, over: bool = False) -> LogPiece:
-        log = self._logs.get(question.lease_id, {}).get(question.stream)
+        log: ReadableLog | None = self._logs.get(question.lease_id, {}).get(question.stream)
+        if question.stream == PROGRESS_STREAM:
+            log = self._progress.get(question.lease_id)
         offset = question.offset
         if log is None or offset < 0:
             return LogPiece(question.msg_id, offset, b"", offset, offset, ended=True)

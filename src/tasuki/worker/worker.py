@@ -39,7 +39,7 @@ from tasuki.core.address import parse_url
 from tasuki.core.job import RESULT_INLINE_MAX_BYTES, BlobRef, JobSpec, OnDisconnect, Outcome, Progress, is_marked
 from tasuki.core.lifecycle import GRACE_MAX_S, HTTP_LEASE_TTL_S
 from tasuki.core.machine import Closed, Hangup, Opened, Received, Send, Ticked
-from tasuki.core.protocol import Ending, HeartbeatAnswer, Message, Welcome
+from tasuki.core.protocol import PROGRESS_STREAM, Ending, HeartbeatAnswer, Message, Welcome
 from tasuki.core.reconnect import Connect
 from tasuki.core.store_messages import OWN_PROGRAMS, Grant, Offer, Takes
 from tasuki.core.subject import check_pattern
@@ -289,7 +289,7 @@ class Worker:
             lease_deadline=self._machine.lease_deadline,
             on_keeper_lost=self.stop,
             log_caps=self._log_caps,
-            on_progress=self._machine.progressed,
+            on_progress=self._progressed,
             log_follow=self._log_follow,
         )
         await self._runner.sweep()
@@ -399,6 +399,8 @@ class Worker:
             case Send():
                 self._send(command.message)
             case events.Tail():
+                if command.question.stream == PROGRESS_STREAM and command.question.lease_id in self._active:
+                    self._log_follow.progress_of(command.question.lease_id)  # a follower may be there before the first report
                 self._log_follow.ask(command.question)
             case events.Stop():
                 if (active := self._active.get(command.lease_id)) is not None:
@@ -491,6 +493,8 @@ class Worker:
 
     def _progressed(self, lease_id: str, progress: Progress) -> None:
         self._machine.progressed(lease_id, progress)
+        if lease_id in self._active:
+            self._log_follow.progress_of(lease_id).note(progress)
 
     async def _run_handler(
         self, active: ActiveAttempt, stop: asyncio.Future[StopReason], handler: Handler | None, wall: float
@@ -545,6 +549,7 @@ class Worker:
         attempt = active.attempt
         logger.warning("job %s is given back: %s", attempt.spec.job_id, error.message)
         self._active.pop(attempt.lease_id, None)
+        self._log_follow.end_progress(attempt.lease_id)
         self._apply(events.AttemptReturned(attempt.lease_id))
         await self._runner.cleanup(attempt)
 
@@ -572,6 +577,8 @@ class Worker:
         """Report an end, together with the others of this turn of the loop."""
         ended_at = active.ended_at = active.ended_at or time.time()
         attempt = active.attempt
+        if (told := self._log_follow.end_progress(attempt.lease_id)) is not None:
+            outcome = replace(outcome, meta={**outcome.meta, PROGRESS_STREAM: [told.fraction, told.text]})
         if not attempt.spec.exec:
             took_s = ended_at - (self._started_at(attempt.lease_id) or ended_at)
             self._job_log.ended(attempt.spec, attempt.attempt, outcome, took_s, ended_at)
@@ -587,6 +594,7 @@ class Worker:
     def _forget(self, command: events.Forget) -> None:
         """Drop everything about the attempt, and recycle or remove its folder."""
         self._outbox.forget(command.lease_id)
+        self._log_follow.end_progress(command.lease_id)
         active = self._active.pop(command.lease_id, None)
         if active is None or not (active.attempt.spec.exec or active.attempt.spec.files):
             return

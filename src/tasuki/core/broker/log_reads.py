@@ -1,4 +1,4 @@
-"""Following the logs of running jobs: a client asks, the worker that has the attempt answers. Pure.
+"""Following the logs and the progress of running jobs: a client asks, the worker that has the attempt answers. Pure.
 
 Theory of operation. A client asks for one stream of one job from an offset. The driver reads the job's row, which says who may
 see it, whether an attempt runs, and where. If its worker is connected here, the question goes on to it, and its piece of the
@@ -23,7 +23,7 @@ from tasuki.core.machine import Now, Send
 from tasuki.core.store_messages import Takes
 from tasuki.errors import InvalidInput, NotFound, Overloaded
 
-STREAMS = ("stdout", "stderr")
+STREAMS = ("stdout", "stderr", protocol.PROGRESS_STREAM)
 # Questions under way at a time, to one worker and of one client. From half of that on, questions do not wait for new bytes, so
 # that they do not keep the next ones waiting.
 READS_PER_WORKER = 16
@@ -39,7 +39,7 @@ def question_of(params: dict[str, Any]) -> LogQuestion:
     except msgspec.ValidationError as error:
         raise InvalidInput(f"logs: {str(error)[:200]}") from None
     if asked.stream not in STREAMS:
-        raise InvalidInput(f"logs: stream must be stdout or stderr, got {asked.stream[:40]!r}")
+        raise InvalidInput(f"logs: stream must be stdout, stderr or progress, got {asked.stream[:40]!r}")
     if not 0 <= asked.offset <= protocol.NUMBER_MAX:
         raise InvalidInput(f"logs: offset must be 0 to {protocol.NUMBER_MAX}, got {asked.offset}")
     if not 0 <= asked.attempt <= protocol.NUMBER_MAX:
@@ -66,7 +66,8 @@ def job_seen(state: BrokerState, event: JobSeen, now: Now) -> list[Command]:
     if not isinstance(client, ClientSession):
         return []
     job, asked = event.job, event.question
-    if not (job.spec.exec or asked.attempt or _may_be_a_command(state, job) or _left_a_log(job)):
+    of_any_job = asked.stream == protocol.PROGRESS_STREAM
+    if not (of_any_job or job.spec.exec or asked.attempt or _may_be_a_command(state, job) or _left_a_log(job)):
         message = f"job {job.job_id!r} has no logs: it is a handler's, or an app's whose program neither runs now nor failed"
         return [Send(event.conn, protocol.error_message(event.msg_id, NotFound(message)))]
     offset = asked.offset if asked.attempt in (0, job.attempt) else 0
