@@ -36,6 +36,8 @@ def check_settings(**_options: Any) -> list[CheckMessage]:
 
 
 def _sqlite_problems(connection: Any) -> list[CheckMessage]:
+    if connection.is_in_memory_db():  # of a test
+        return []
     problems: list[CheckMessage] = []
     if connection.settings_dict.get("OPTIONS", {}).get("transaction_mode", "").upper() not in ("IMMEDIATE", "EXCLUSIVE"):
         problems.append(

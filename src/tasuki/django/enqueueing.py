@@ -13,7 +13,8 @@ import os
 import re
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 from django.db import connections, transaction
@@ -40,6 +41,8 @@ class _PerThread(threading.local):
 
 
 _own = _PerThread()
+on_enqueued: ContextVar[Callable[[], object] | None] = ContextVar("on_enqueued", default=None)
+"""Called after each enqueue; for tests, which run jobs at once."""
 
 
 def store_of(alias: str) -> SqlStore:
@@ -98,6 +101,8 @@ def enqueue_jobs(specs: Sequence[JobSpec]) -> list[Submitted]:
         assert isinstance(answer, Submitted)  # without input files no blob can be missing
         answers.append(answer)
     hint_after_commit(alias, Hint(ready=tuple({spec.subject for spec in specs})))
+    if (run := on_enqueued.get()) is not None:
+        run()
     return answers
 
 

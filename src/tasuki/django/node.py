@@ -66,9 +66,9 @@ class NodeWorker(Worker):
         self._kept_logs = self._log_follow = KeptLogFollow(self._send)
         self._log_writer = LogWriter(self._alias)
         try:
-            from tasuki.django.task_backend import run_task
+            from tasuki.django.task_backend import handle_task
 
-            self.handler(patterns_of("*")[0])(run_task)
+            self.handler(patterns_of("*")[0])(handle_task)
         except ConfigError:  # Django 5.2 without the package of tasks
             pass
 

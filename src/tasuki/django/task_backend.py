@@ -26,7 +26,7 @@ from django.utils.module_loading import import_string
 
 from tasuki.core.job import Job, JobSpec, State
 from tasuki.core.lifecycle import ATTEMPT_STEP
-from tasuki.django.enqueueing import enqueue_jobs, is_task, new_ids, project_store, task_subject
+from tasuki.django.enqueueing import enqueue_jobs, is_task, new_ids, on_enqueued, project_store, task_subject
 from tasuki.django.logs import ERRORS, read_log, write_log
 from tasuki.errors import ConfigError, TasukiError
 from tasuki.worker.attempt import HandlerJob
@@ -125,6 +125,8 @@ class TasukiBackend(_backends.BaseTaskBackend):
         )
         enqueue_jobs([self._spec(result)])
         _signals.task_enqueued.send(type(self), task_result=result)
+        if on_enqueued.get() is not None:
+            result.refresh()
         return result
 
     def _spec(self, result: Any) -> JobSpec:
@@ -210,10 +212,18 @@ def _at(time_s: float | None) -> datetime | None:
 # ---------------------------------------------------------------------------------------------------- in a process of the node
 
 
-def run_task(job: HandlerJob) -> bytes:
-    """Call the function of a task, and return its value as JSON. An exception is the end of the attempt."""
+def handle_task(job: HandlerJob) -> bytes:
+    """Run a task in a process that is used again: connections that are broken or too old are closed before and after it."""
     close_old_connections()
     reset_queries()
+    try:
+        return run_task(job)
+    finally:
+        close_old_connections()
+
+
+def run_task(job: HandlerJob) -> bytes:
+    """Call the function of a task, and return its value as JSON. An exception is the end of the attempt."""
     try:
         result = _begun(job)
     except Exception as error:
@@ -228,8 +238,6 @@ def run_task(job: HandlerJob) -> bytes:
         if is_last:
             _finish(result, Status.FAILED)
         raise
-    finally:
-        close_old_connections()
     object.__setattr__(result, "_return_value", value)
     _finish(result, Status.SUCCESSFUL)
     return _encode(value)

@@ -1,0 +1,137 @@
+"""Helpers for a project's own tests: jobs run in the test's process and inside its transaction; no worker is needed.
+
+    assert_enqueued(send_invoice, order.pk)         a task, or the name of a command, with these arguments
+    run_enqueued()                                  runs what is due, also what that enqueues, and returns it
+    with immediate(): ...                           runs each job as soon as it is enqueued
+
+A task that raises has FAILED, as with a worker, and the test goes on. Unlike with a worker the task shares the test's
+transaction: one that breaks it on PostgreSQL breaks the test's, too.
+"""
+
+from __future__ import annotations
+
+import io
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import msgspec
+from django.core.management import CommandError, call_command
+
+from tasuki.core.job import READY, Job, Outcome
+from tasuki.core.scheduler.firing import DJANGO_EXEC
+from tasuki.core.store_messages import Filter, Grant, LeaseRequest, Report
+from tasuki.django.enqueueing import is_task, on_enqueued, project_store
+from tasuki.django.logs import write_log
+from tasuki.worker.attempt import HandlerJob, handler_failure, handler_outcome
+
+WORKER = "testing"
+JOBS_MAX = 1_000  # of one run_enqueued: a task that enqueues itself would never end
+
+
+def enqueued() -> list[Job]:
+    """Return the jobs that wait, the oldest first, also those that are not due yet."""
+    page = project_store().find(Filter(states=tuple(READY)), limit=JOBS_MAX)
+    return page.jobs[::-1]
+
+
+def assert_enqueued(what: Any, *args: Any, count: int | None = None, **kwargs: Any) -> list[Job]:
+    """Fail unless this task, or the command of this name, waits with these arguments; return the jobs.
+
+    Without arguments any will do. `count`: exactly so many; else at least one.
+    """
+    waiting = enqueued()
+    found = [job for job in waiting if _is(job, what, args, kwargs)]
+    if len(found) != count if count is not None else not found:
+        name = what if isinstance(what, str) else what.module_path
+        wanted = f"{count} x " if count is not None else ""
+        shown = "\n".join(f"    {_shown(job)}" for job in waiting) or "    nothing"
+        raise AssertionError(f"expected {wanted}{name} with {args} {kwargs}, found {len(found)}; what waits:\n{shown}")
+    return found
+
+
+def _is(job: Job, what: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    name, given, named = _call_of(job)
+    if name != (what if isinstance(what, str) else what.module_path):
+        return False
+    return not (args or kwargs) or (given, named) == (msgspec.to_builtins(list(args)), kwargs)
+
+
+def _call_of(job: Job) -> tuple[str, list[Any], dict[str, Any]]:
+    if is_task(job.spec):
+        call = msgspec.json.decode(job.spec.payload)
+        return call["function"], call.get("args", []), call.get("kwargs", {})
+    name, *words = job.spec.args or ("",)
+    return name, words, {}
+
+
+def _shown(job: Job) -> str:
+    name, args, kwargs = _call_of(job)
+    return f"{name} {args} {kwargs}"
+
+
+def run_enqueued() -> list[Job]:
+    """Run all jobs that are due, the most urgent and oldest first, and those that they enqueue; return them as they ended."""
+    ran: list[str] = []
+    while len(ran) < JOBS_MAX and (due := _due()):
+        ran.append(due[0].job_id)
+        _run(due[0].job_id)
+    return [job for job in project_store().get(ran) if job is not None]
+
+
+def _due() -> list[Job]:
+    now = project_store().clock.wall()
+    due = [job for job in enqueued() if job.not_before is None or job.not_before <= now]
+    return sorted(due, key=lambda job: -job.priority)
+
+
+@contextmanager
+def immediate() -> Iterator[None]:
+    """Run each job as soon as it is enqueued, in the caller's transaction; those that are delayed wait."""
+    reset = on_enqueued.set(run_enqueued)
+    try:
+        yield
+    finally:
+        on_enqueued.reset(reset)
+
+
+def _run(job_id: str) -> None:
+    store = project_store()
+    [[grant]] = store.lease([LeaseRequest(worker_id=WORKER, incarnation=WORKER, job_ids=(job_id,))])
+    [job] = store.get([job_id])
+    assert job is not None
+    outcome = _run_task(job, grant) if is_task(job.spec) else _run_command(job, grant)
+    report = Report(job_id, WORKER, grant.lease_id, grant.attempt, outcome, started_at=store.clock.wall())
+    (store.finish if outcome.error_code is None else store.fail)([report])
+
+
+def _run_task(job: Job, grant: Grant) -> Outcome:
+    from tasuki.django.task_backend import run_task
+
+    try:
+        return handler_outcome(run_task(HandlerJob(job.spec, grant.attempt)))
+    except BaseException as error:  # noqa: BLE001 - as in a worker: any exception is the end of the attempt
+        return handler_failure(error)
+
+
+def _run_command(job: Job, grant: Grant) -> Outcome:
+    if job.spec.exec != DJANGO_EXEC:
+        return Outcome(error_code="EXEC_NOT_ALLOWED", message=f"{job.spec.exec!r} is not a job of this project", permanent=True)
+    out, err = io.StringIO(), io.StringIO()
+    variables = {**job.spec.env, "TASUKI_JOB_ID": job.job_id, "TASUKI_ATTEMPT": str(grant.attempt)}
+    code = 0
+    try:
+        with patch.dict("os.environ", variables):
+            call_command(*job.spec.args, stdout=out, stderr=err)
+    except CommandError as error:
+        code = error.returncode
+        err.write(f"CommandError: {error}\n")
+    except Exception:  # noqa: BLE001 - as of a process: its exit code is 1
+        code = 1
+        err.write(traceback.format_exc())
+    for stream, text in (("stdout", out.getvalue()), ("stderr", err.getvalue())):
+        if text:
+            write_log(job.job_id, grant.attempt, stream, text.encode())
+    return Outcome(exit_code=code, error_code="EXIT_CODE" if code else None, message=f"exit code {code}" if code else "")

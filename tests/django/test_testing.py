@@ -1,0 +1,98 @@
+"""The helpers for a project's own tests, by the tests of the example; and the system checks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.support.django_site import DjangoSite
+from tests.support.postgres_service import PostgresService
+
+pytestmark = pytest.mark.e2e
+
+
+def test_the_example_passes_its_own_tests_on_sqlite(tmp_path: Path) -> None:
+    done = DjangoSite(tmp_path).manage("test", "shop")
+
+    assert "Ran 6 tests" in done.stderr
+    assert "OK" in done.stderr
+
+
+def test_the_example_passes_its_own_tests_on_postgresql(tmp_path: Path, postgres: PostgresService) -> None:
+    url = postgres.empty_database()
+    done = DjangoSite(tmp_path, postgres_url=url).manage("test", "shop", "--noinput")
+    postgres.drop(url)
+
+    assert "Ran 6 tests" in done.stderr
+
+
+CHECKS = """
+from django.conf import settings
+from django.core.checks import run_checks
+from django.db import connections
+
+def found(**changed):
+    before = {name: getattr(settings, name, None) for name in changed}
+    for name, value in changed.items():
+        setattr(settings, name, value)
+    try:
+        return [one.id for one in run_checks() if one.id.startswith("tasuki.")]
+    finally:
+        for name, value in before.items():
+            setattr(settings, name, value if value is not None else {})
+
+def message(**tasuki):
+    settings.TASUKI = tasuki
+    try:
+        return [f"{one.msg}" for one in run_checks() if one.id == "tasuki.E001"][0]
+    finally:
+        settings.TASUKI = {}
+"""
+
+
+def test_system_checks_name_what_will_not_work(tmp_path: Path) -> None:
+    found = DjangoSite(tmp_path).ask(
+        CHECKS
+        + """
+fine = found()
+no_debug, no_zones = found(DEBUG=False), found(USE_TZ=False)
+options = connections["default"].settings_dict["OPTIONS"]
+mode = options.pop("transaction_mode")
+deferred = found()
+options["transaction_mode"] = mode
+messages = [message(databse="default"), message(database="other"), message(commands="migrate")]
+print(json.dumps([fine, no_debug, no_zones, deferred, messages]))
+"""
+    )
+    fine, no_debug, no_zones, deferred, messages = found
+
+    assert (fine, no_debug, no_zones, deferred) == ([], ["tasuki.W002"], ["tasuki.W003"], ["tasuki.W001"])
+    assert "unknown field `databse`; its keys are database, worker_database" in messages[0]
+    assert "the database 'other', which is not in DATABASES (default)" in messages[1]
+    assert "Expected `array`, got `str`" in messages[2]
+
+
+def test_a_pooler_without_a_direct_address_is_told(tmp_path: Path, postgres: PostgresService) -> None:
+    site = DjangoSite(tmp_path, postgres_url=postgres.url("postgres"))
+    found = site.ask(
+        CHECKS
+        + """
+pooled = connections["default"].settings_dict
+pooled["DISABLE_SERVER_SIDE_CURSORS"] = True
+print(json.dumps(found()))
+"""
+    )
+
+    assert found == ["tasuki.W004"]
+
+
+def test_a_second_worker_on_the_same_sqlite_file_is_refused(tmp_path: Path) -> None:
+    site = DjangoSite(tmp_path, SITE_TASUKI=json.dumps({}))
+    site.manage("migrate", "-v0")
+    with site.worker():
+        refused = site.manage("tasuki_worker", check=False)
+
+    assert refused.returncode == 1
+    assert "is in use by another process" in refused.stderr
