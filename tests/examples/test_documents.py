@@ -302,6 +302,16 @@ def test_the_tasks_of_the_page_for_python_do_what_the_page_says(tmp_path: Path, 
 
 
 @pytest.mark.e2e
+def test_the_program_for_users_of_other_queues_does_what_the_page_says(tmp_path: Path) -> None:
+    program = section_of(text_of("docs/from-celery.md"), "The program", tmp_path)
+    env = {"TASUKI_DATA": str(tmp_path / "data")}
+    command = [*TASUKI, "worker", "--tasks", "tasks_here:tasks"]
+    with ChildProcess(command, tmp_path / "worker.log", env, cwd=tmp_path) as worker:
+        worker.wait_for_output("connected to")
+        run_program(program, tmp_path, **env)
+
+
+@pytest.mark.e2e
 def test_the_handler_of_the_page_for_python_does_what_the_page_says(tmp_path: Path) -> None:
     program = section_of(PYTHON_PAGE, "Handlers", tmp_path)
     (tmp_path / "large.bin").write_bytes(b"\1" * 1_000_000)

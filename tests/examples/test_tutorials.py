@@ -68,3 +68,11 @@ def test_what_is_shown_must_have_been_printed() -> None:
     check_shown("one … three\n", "zero\none two three\n")
     with pytest.raises(AssertionError, match="the page shows"):
         check_shown("one … four\n", "one two three\n")
+
+
+@pytest.mark.e2e
+def test_first_tasks_in_ten_minutes(tmp_path: Path) -> None:
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+
+    with Terminals(tmp_path, {}, path) as terminals:
+        terminals.follow((TUTORIALS / "first-tasks.md").read_text(encoding="utf-8"))
