@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import html
 import importlib
 import os
 import re
@@ -59,6 +60,21 @@ def test_a_drawing_that_is_out_of_date_is_seen() -> None:
 
     assert stale != CONCEPTS
     assert script["with_drawing"](stale) == CONCEPTS
+
+
+def test_the_picture_of_the_demo_is_drawn_by_its_script_from_what_the_demo_says() -> None:
+    script = runpy.run_path(str(ROOT / "scripts" / "draw_demo.py"))
+    picture = script["PICTURE"].read_text(encoding="utf-8")
+    shown = [html.unescape(line) for line in re.findall(r'preserve">(.*)</text>', picture)]
+
+    assert script["drawn"]("\n".join(shown[1:])) == picture
+    for words in (
+        "killing worker-a with SIGKILL",
+        "killing the server with SIGKILL",
+        "every job has exactly one recorded finish",
+    ):
+        assert any(words in line for line in shown)
+        assert words in (ROOT / "src/tasuki/cli/demo.py").read_text(encoding="utf-8")
 
 
 # ---------------------------------------------------------------------------------------------------- links

@@ -1,4 +1,4 @@
-"""Runs the pages of docs/tutorials as a reader would: one shell for each terminal, and what stays in the background.
+"""Runs README.md and the pages of docs/tutorials as a reader would: a shell for each terminal, and what stays in the background.
 
 What is done with a block of a page stands in a comment before it:
 
@@ -6,6 +6,7 @@ What is done with a block of a page stands in a comment before it:
     <!-- stays: NAME, until "WORDS" -->     started beside the terminal NAME; the next block waits for its words
     <!-- ends: NAME -->                     Ctrl-C for what stays beside NAME (there is no block)
     <!-- shows -->                          what the block before has printed; … stands for anything
+    <!-- file: NAME/PATH -->                saved as this file of the terminal NAME
     <!-- not run: WHY -->
 """
 
@@ -25,10 +26,10 @@ from tests.support.processes import ChildProcess
 BLOCK_TIMEOUT_S = 120.0
 END_TIMEOUT_S = 30.0
 STEP = re.compile(
-    r"^<!-- (?P<how>runs|stays|ends|shows|not run)(?:: (?P<what>.*?))? -->\n(?:```\w*\n(?P<block>.*?)^```)?",
+    r"^<!-- (?P<how>runs|stays|ends|shows|file|not run)(?:: (?P<what>.*?))? -->\n(?:```\w*\n(?P<block>.*?)^```)?",
     re.MULTILINE | re.DOTALL,
 )
-BLOCK = re.compile(r"^```(?:sh|json)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+BLOCK = re.compile(r"^```(?:sh|json|text|python)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
 class Step(NamedTuple):
@@ -78,6 +79,10 @@ class Terminals:
                     self._end(step.what)
                 case "shows":
                     check_shown(step.block, self.printed)
+                case "file":
+                    path = self._folder / step.what
+                    self._place(path.parent.name)
+                    path.write_text(step.block)
 
     def _as_here(self, block: str) -> str:
         for text, here in self._replaced.items():
