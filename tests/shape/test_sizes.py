@@ -34,6 +34,7 @@ LONG_FILES: dict[str, str] = {
     "testing/store_leases.py": "one suite, a case after the other",
     "wire/messages.py": "the table of frames: each message with its reader and its writer",
     "worker/function_processes.py": "the three processes of plain functions, which speak with each other",
+    "worker/attempt.py": "what all ways of running an attempt share: handlers, ends, rules of exit codes, the log",
     "worker/worker.py": "the machine's driver: its connection, its attempts and their ends",
 }
 LONG_FUNCTIONS: dict[str, str] = {}  # "stores/sql/store.py:submit"

@@ -15,7 +15,8 @@ import pytest
 
 from tasuki.core.job import JobSpec, Outcome
 from tasuki.worker import status as module
-from tasuki.worker.status import JOB_LINES_PER_S, JOBS_MAX, JobLog, RunningJob, Status, StatusFile, read_all, status_folder
+from tasuki.worker.attempt import JOB_LINES_PER_S, JobLog
+from tasuki.worker.status import JOBS_MAX, RunningJob, Status, StatusFile, read_all, status_folder
 from tests.support.waiting import until, until_async
 
 JOB = RunningJob(job_id="job-1", attempt=2, subject="zpe.h2", since=12.0)

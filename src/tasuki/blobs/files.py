@@ -59,9 +59,9 @@ def check_free(folder: Path | str, needed_bytes: int, floor_bytes: int, floor_in
     status = os.statvfs(folder)
     free_bytes = status.f_bavail * status.f_frsize
     if free_bytes - needed_bytes < floor_bytes:
+        needed = f"{needed_bytes} are needed and " if needed_bytes else ""
         raise DiskFull(
-            f"{str(folder)!r} has {free_bytes} bytes free; {needed_bytes} are needed and {floor_bytes} must stay free. "
-            "Free space there and try again"
+            f"{str(folder)!r} has {free_bytes} bytes free; {needed}{floor_bytes} must stay free. Free space there and try again"
         )
     # File systems that make inodes as they need them (btrfs, for one) report none at all.
     if status.f_files and status.f_favail < floor_inodes:

@@ -302,9 +302,7 @@ class UnreadAnswers:
         """Connections with large unread answers, by owner, oldest first."""
 
     def note(self, owner: str, link: Connection) -> None:
-        """Look at a connection that was sent an answer; abort others of the owner, or this one, if too much is unread."""
-        if link.unread_bytes < UNREAD_MIN_BYTES:
-            return
+        """Note a connection with UNREAD_MIN_BYTES unread or more; abort others of the owner, or this one, if it is too much."""
         links = self._links.setdefault(owner, {})
         links[link] = None
         sizes = {one: size for one in links if (size := one.unread_bytes) >= UNREAD_MIN_BYTES}

@@ -19,6 +19,7 @@ from weakref import WeakValueDictionary
 import msgspec
 
 from tasuki.blobs.blob import BlobStore
+from tasuki.blobs.files import check_free
 from tasuki.clocks import now
 from tasuki.config import DISK_FLOOR_BYTES, DISK_FLOOR_INODES
 from tasuki.core.broker import events
@@ -31,11 +32,12 @@ from tasuki.core.election import EpochFenced, TookOver
 from tasuki.core.machine import Closed, Hangup, Opened, Received, Send, Ticked
 from tasuki.core.protocol import AssignJobs, ErrorMessage, Message, Reply, Results, Welcome, batches, error_message, outcome_bytes
 from tasuki.core.store_messages import Answers, Turn
-from tasuki.errors import Fenced, InternalError, InvalidInput, TasukiError, Unavailable, discreet, from_wire
+from tasuki.errors import DiskFull, Fenced, InternalError, InvalidInput, TasukiError, Unavailable, discreet, from_wire
 from tasuki.event_loop import BackgroundTasks
 from tasuki.server.cluster import Cluster, SingleServer
 from tasuki.server.queries import (
     QUICK_READS,
+    UNREAD_MIN_BYTES,
     Connection,
     PerConnectionQueue,
     Readers,
@@ -97,9 +99,7 @@ class Server:
         self._fault = fault
         self._numbers = itertools.count(1)
         self._links: dict[int, Connection] = {}
-        self._busy = False
-        self._pumping = False
-        self._throttled = False
+        self._busy = self._pumping = self._throttled = False
         self._behind: set[int] = set()
         """Connections that are not read from because too much of their owner waits for its turn."""
         self._readers = Readers(open_reader, config.readers)
@@ -191,13 +191,11 @@ class Server:
         return self.broker.info
 
     def _look_at_disk(self) -> None:
-        stat = os.statvfs(self.config.data)
-        free, inodes = stat.f_bavail * stat.f_frsize, stat.f_favail
         problem = ""
-        if free < self.config.disk_floor_bytes:
-            problem = f"{self.config.data} has {free} bytes free, the floor is {self.config.disk_floor_bytes}; make room"
-        elif stat.f_files and inodes < self.config.disk_floor_inodes:
-            problem = f"{self.config.data} has {inodes} inodes free, the floor is {self.config.disk_floor_inodes}; make room"
+        try:
+            check_free(self.config.data, 0, self.config.disk_floor_bytes, self.config.disk_floor_inodes)
+        except DiskFull as error:
+            problem = error.message
         self._apply(events.DiskSpace(problem))
 
     # ------------------------------------------------------------------------------------------------ doors
@@ -380,8 +378,8 @@ class Server:
             self._send_later(conn, link, first)
         else:
             link.send_together(messages)
-            if type(messages[-1]) in (AssignJobs, Results) and (identity := self.broker.sessions[conn].identity) is not None:
-                self._unread.note(identity.owner, link)
+            if type(messages[-1]) in (AssignJobs, Results) and link.unread_bytes >= UNREAD_MIN_BYTES:
+                self._unread.note(self.broker.sessions[conn].owner, link)
 
     # ------------------------------------------------------------------------------------------------ reads
 
@@ -431,7 +429,8 @@ class Server:
                 self.tell(events.JobSeen(query.conn, query.msg_id, query.question, body))
             else:
                 link.send(Reply(query.msg_id, body))
-                self._unread.note(query.identity.owner, link)
+                if link.unread_bytes >= UNREAD_MIN_BYTES:
+                    self._unread.note(query.identity.owner, link)
 
     async def _ask(self, command: events.AskEnded | events.AskRevoked | events.AskReady) -> None:
         """Ask the store what other servers did. If it cannot be asked now, the broker asks again in a second."""

@@ -1,7 +1,7 @@
 """The worker: leases jobs from a server or a store, runs them, and reports their ends.
 
     worker.py              `Worker`: drives the machine of `core/worker` over a connection; starts, stops and ends attempts
-    attempt.py             the types of one attempt, the handlers, and how its end becomes an `Outcome`
+    attempt.py             the types of one attempt, the handlers, its log, and how its end becomes an `Outcome`
     runner.py              runs a command: folder, inputs, process, result
     execs.py, commands.py  the allowed programs; the exact command of one attempt, with its secrets
     folder.py, logs.py     run folders; stdout, stderr and progress of a running job

@@ -1,4 +1,5 @@
-"""One attempt of a job: the types that all ways of running it share, the handlers, and how its end becomes an `Outcome`.
+"""One attempt of a job: the types that all ways of running it share, the handlers, its lines in the log, and how its end becomes
+an `Outcome`.
 
 Touches no process and no file: an `async def` handler runs in the event loop, a `def` in a process of `function_processes.py`.
 The rules of an exec and of a job about exit codes are applied here (docs/concepts.md, Exit codes of jobs). Signals come from
@@ -13,6 +14,7 @@ import enum
 import hashlib
 import inspect
 import io
+import logging
 import signal
 import traceback
 from collections.abc import Callable, Coroutine
@@ -30,10 +32,13 @@ from tasuki.worker.keeper.protocol import EndReason, Limits, TreeEnded
 
 HANDLER_RESULT_MAX_BYTES = 64 * 1024 * 1024  # held in memory; larger results belong into a command's out/
 MESSAGE_MAX_CHARS = 2_000
+JOB_LINES_PER_S = 40
 TRACEBACK_MAX_CHARS = 4_000
 SIGNAL_EXIT_BASE = 128
 BY_EXIT = "EXIT_CODE"
 BY_SIGNAL = frozenset({"SIGNAL", "OOM", "PROCESS_LIMIT", "CPU_LIMIT", "FILE_SIZE_LIMIT"})
+
+logger = logging.getLogger("tasuki.worker")
 
 
 class StopReason(enum.StrEnum):
@@ -461,3 +466,59 @@ def _why_permanent(code: int, chosen: bool, exec_: str, of_exec: ExitRules, of_j
 
 def _listed(codes: tuple[int, ...]) -> str:
     return ", ".join(map(str, codes)) or "none"
+
+
+# ---------------------------------------------------------------------------------------------------- the log
+
+
+class JobLog:
+    """Lines in the log about the jobs of handlers: start, end, and the traceback of a failure.
+
+    At most JOB_LINES_PER_S, and as many for failures: a worker runs ten thousand short jobs a second. The others are counted, and
+    told once a second.
+    """
+
+    def __init__(self) -> None:
+        self._second = 0
+        self._lines = [0, 0]  # in this second: of failures last
+        self._untold = 0
+        self._untold_failures = 0
+
+    def started(self, spec: JobSpec, attempt: int, at: float) -> None:
+        if self._has_room(at):
+            self._write(logging.INFO, f"job {spec.job_id} ({spec.subject}) started, attempt {attempt}")
+
+    def ended(self, spec: JobSpec, attempt: int, outcome: Outcome, took_s: float, at: float) -> None:
+        failed = outcome.error_code is not None
+        if not self._has_room(at, failed):
+            self._untold += 1
+            self._untold_failures += failed
+            return
+        job = f"job {spec.job_id} ({spec.subject})"
+        if not failed:
+            self._write(logging.INFO, f"{job} succeeded in {took_s:.3g} s")
+            return
+        traceback = str(outcome.meta.get("traceback", ""))
+        why = outcome.message or str(outcome.error_code)
+        self._write(logging.WARNING, f"{job} failed in {took_s:.3g} s, attempt {attempt}: {why}", traceback.rstrip())
+
+    def flush(self, at: float) -> None:
+        """Tell how many jobs had no line of their own, once a second."""
+        if self._untold and int(at) != self._second:
+            others = f"{self._untold} other jobs ended in a second, {self._untold_failures} of them failed"
+            self._untold = self._untold_failures = 0
+            self._write(logging.INFO, others)
+
+    def _has_room(self, at: float, failed: bool = False) -> bool:
+        if int(at) != self._second:
+            self.flush(at)
+            self._second, self._lines = int(at), [0, 0]
+        self._lines[failed] += 1
+        return self._lines[failed] <= JOB_LINES_PER_S
+
+    def _write(self, level: int, message: str, traceback: str = "") -> None:
+        if logger.isEnabledFor(level):
+            record = logger.makeRecord(logger.name, level, __file__, 0, message, (), None)
+            lines = (line if line.isprintable() else repr(line)[1:-1] for line in traceback.splitlines())
+            record.exc_text = "\n".join(lines) or None
+            logger.handle(record)

@@ -288,7 +288,8 @@ class LogFollow:
 
     def __init__(self, send: Callable[[LogPiece], None]) -> None:
         self._send = send
-        self._progress: dict[str, ProgressLog] = {}
+        self.progress: dict[str, ProgressLog] = {}
+        """By lease: of attempts that report their progress."""
         self._logs: dict[str, Mapping[str, ReadableLog]] = {}
         self._waiting: list[_WaitingRead] = []
         self._timer: asyncio.TimerHandle | None = None
@@ -305,14 +306,14 @@ class LogFollow:
 
     def progress_of(self, lease_id: str) -> ProgressLog:
         """Return the log of the attempt's progress, which `end_progress` has to end."""
-        return self._progress.setdefault(lease_id, ProgressLog())
+        return self.progress.setdefault(lease_id, ProgressLog())
 
     def end_progress(self, lease_id: str) -> Progress | None:
         """Let waiting readers have the rest of an attempt's progress; return its last report."""
-        if lease_id not in self._progress:
+        if lease_id not in self.progress:
             return None
         self._end(lease_id)
-        return self._progress.pop(lease_id).latest
+        return self.progress.pop(lease_id).latest
 
     def _end(self, lease_id: str) -> None:
         waiting = [one for one in self._waiting if one.question.lease_id == lease_id]
@@ -359,7 +360,7 @@ class LogFollow:
     def _answer(self, question: ReadLog, *, over: bool = False) -> LogPiece:
         log: ReadableLog | None = self._logs.get(question.lease_id, {}).get(question.stream)
         if question.stream == PROGRESS_STREAM:
-            log = self._progress.get(question.lease_id)
+            log = self.progress.get(question.lease_id)
         offset = question.offset
         if log is None or offset < 0:
             return LogPiece(question.msg_id, offset, b"", offset, offset, ended=True)

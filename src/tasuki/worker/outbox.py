@@ -292,6 +292,8 @@ class Outbox:
         self._loop = asyncio.get_running_loop()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="tasuki-endings")
         self._offering = asyncio.Semaphore(OFFERED_AT_ONCE)
+        self.leases: set[str] = set()
+        """Leases of which there is something here or on disk; of most there is not."""
         self._records: dict[str, OutboxRecord] = {}
         """By lease: large results that no server has answered, and endings of earlier processes."""
         self._saving: dict[str, asyncio.Future[bool]] = {}
@@ -306,6 +308,7 @@ class Outbox:
         found = await self._loop.run_in_executor(self._thread, self._files.load)
         for record in found:
             lease_id = record.ending.lease_id
+            self.leases.add(lease_id)
             self._records[lease_id] = record
             self._saving[lease_id] = saved = self._loop.create_future()
             saved.set_result(True)
@@ -339,6 +342,7 @@ class Outbox:
         """
         outcome, lease_id = record.ending.outcome, record.ending.lease_id
         assert outcome.result_ref is not None
+        self.leases.add(lease_id)
         self._records[lease_id] = record
         large = outcome.result_ref.size_bytes >= SAVE_AT_ONCE_BYTES
         timer = self._loop.call_later(SAVE_AFTER_S, self.save, record)
@@ -376,6 +380,7 @@ class Outbox:
         if known is not None:
             record = replace(record, result=known.result)
         saving = self._loop.run_in_executor(self._thread, self._files.save, record)
+        self.leases.add(lease_id)
         self._saving[lease_id] = saving
         saving.add_done_callback(functools.partial(self._saved, lease_id))
         return saving
@@ -411,6 +416,7 @@ class Outbox:
 
     def forget(self, lease_id: str) -> None:
         """Drop the record, in memory and on disk: a server has answered it."""
+        self.leases.discard(lease_id)
         self._records.pop(lease_id, None)
         if self._saving.pop(lease_id, None) is not None and self._files is not None:
             self._thread.submit(self._files.remove, lease_id)

@@ -1,4 +1,4 @@
-"""What a worker tells of itself: its log of handlers' jobs, and its status file, which `tasuki worker status` reads.
+"""The status file of a worker, which `tasuki worker status` reads; and its log, where a program has configured none.
 
 The file is `worker/status/<worker_id>.json` in the data folder.
 
@@ -21,68 +21,14 @@ from pathlib import Path
 
 import msgspec
 
-from tasuki.core.job import JobSpec, Outcome, check_name
+from tasuki.core.job import check_name
 from tasuki.worker.credentials import FOLDER
 from tasuki.worker.linux_calls import look
 
 LOOK_S = 1.0
-JOB_LINES_PER_S = 40
 JOBS_MAX = 100  # named in the file; the number is of all
 
 logger = logging.getLogger("tasuki.worker")
-
-
-class JobLog:
-    """Lines in the log about the jobs of handlers: start, end, and the traceback of a failure.
-
-    At most JOB_LINES_PER_S, and as many for failures: a worker runs ten thousand short jobs a second. The others are counted, and
-    told once a second.
-    """
-
-    def __init__(self) -> None:
-        self._second = 0
-        self._lines = [0, 0]  # in this second: of failures last
-        self._untold = 0
-        self._untold_failures = 0
-
-    def started(self, spec: JobSpec, attempt: int, at: float) -> None:
-        if self._has_room(at):
-            self._write(logging.INFO, f"job {spec.job_id} ({spec.subject}) started, attempt {attempt}")
-
-    def ended(self, spec: JobSpec, attempt: int, outcome: Outcome, took_s: float, at: float) -> None:
-        failed = outcome.error_code is not None
-        if not self._has_room(at, failed):
-            self._untold += 1
-            self._untold_failures += failed
-            return
-        job = f"job {spec.job_id} ({spec.subject})"
-        if not failed:
-            self._write(logging.INFO, f"{job} succeeded in {took_s:.3g} s")
-            return
-        traceback = str(outcome.meta.get("traceback", ""))
-        why = outcome.message or str(outcome.error_code)
-        self._write(logging.WARNING, f"{job} failed in {took_s:.3g} s, attempt {attempt}: {why}", traceback.rstrip())
-
-    def flush(self, at: float) -> None:
-        """Tell how many jobs had no line of their own, once a second."""
-        if self._untold and int(at) != self._second:
-            others = f"{self._untold} other jobs ended in a second, {self._untold_failures} of them failed"
-            self._untold = self._untold_failures = 0
-            self._write(logging.INFO, others)
-
-    def _has_room(self, at: float, failed: bool = False) -> bool:
-        if int(at) != self._second:
-            self.flush(at)
-            self._second, self._lines = int(at), [0, 0]
-        self._lines[failed] += 1
-        return self._lines[failed] <= JOB_LINES_PER_S
-
-    def _write(self, level: int, message: str, traceback: str = "") -> None:
-        if logger.isEnabledFor(level):
-            record = logger.makeRecord(logger.name, level, __file__, 0, message, (), None)
-            lines = (line if line.isprintable() else repr(line)[1:-1] for line in traceback.splitlines())
-            record.exc_text = "\n".join(lines) or None
-            logger.handle(record)
 
 
 def log_to_stderr_by_default() -> None:

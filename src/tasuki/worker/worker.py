@@ -56,6 +56,7 @@ from tasuki.worker.attempt import (
     Handler,
     HandlerJob,
     Handlers,
+    JobLog,
     JobRefused,
     RunResult,
     StopReason,
@@ -71,7 +72,7 @@ from tasuki.worker.keeper.client import Keeper
 from tasuki.worker.logs import DEFAULT_CAPS, LogCaps, LogFollow
 from tasuki.worker.outbox import Outbox, OutboxFiles, OutboxRecord, RejectedResults
 from tasuki.worker.runner import CommandRunner
-from tasuki.worker.status import JobLog, RunningJob, StatusFile, log_to_stderr_by_default
+from tasuki.worker.status import RunningJob, StatusFile, log_to_stderr_by_default
 from tasuki.worker.transfers import WorkerTransfers, sweep_incoming
 
 TICK_S = 0.05
@@ -577,7 +578,8 @@ class Worker:
         """Report an end, together with the others of this turn of the loop."""
         ended_at = active.ended_at = active.ended_at or time.time()
         attempt = active.attempt
-        if (told := self._log_follow.end_progress(attempt.lease_id)) is not None:
+        is_told = attempt.lease_id in self._log_follow.progress
+        if is_told and (told := self._log_follow.end_progress(attempt.lease_id)) is not None:
             outcome = replace(outcome, meta={**outcome.meta, PROGRESS_STREAM: [told.fraction, told.text]})
         if not attempt.spec.exec:
             took_s = ended_at - (self._started_at(attempt.lease_id) or ended_at)
@@ -593,8 +595,10 @@ class Worker:
 
     def _forget(self, command: events.Forget) -> None:
         """Drop everything about the attempt, and recycle or remove its folder."""
-        self._outbox.forget(command.lease_id)
-        self._log_follow.end_progress(command.lease_id)
+        if command.lease_id in self._outbox.leases:
+            self._outbox.forget(command.lease_id)
+        if command.lease_id in self._log_follow.progress:
+            self._log_follow.end_progress(command.lease_id)
         active = self._active.pop(command.lease_id, None)
         if active is None or not (active.attempt.spec.exec or active.attempt.spec.files):
             return

@@ -130,7 +130,8 @@ def _welcome(
     state: BrokerState, session: Session, hello: protocol.HelloClient | protocol.HelloWorker, identity: Identity, now: Now
 ) -> list[Command]:
     servers = servers_for(state, session.peer)
-    common = asdict(session) | {"heard_at": now.monotonic, "identity": identity, "known_servers": servers}
+    known = {"identity": identity, "owner": identity.owner, "known_servers": servers}
+    common = asdict(session) | {"heard_at": now.monotonic, **known}
     ttl_s = state.config.lease_ttl_s
     commands: list[Command] = []
     if isinstance(hello, protocol.HelloWorker) and hello.transfers:
@@ -191,7 +192,6 @@ def _new_worker(state: BrokerState, common: dict[str, Any], hello: protocol.Hell
         **common,
         worker_id=hello.worker_id,
         incarnation=hello.incarnation,
-        owner=identity.owner,
         patterns=patterns,
         on_disconnect=hello.on_disconnect,
         reconnect_grace_s=max(0.0, min(hello.reconnect_grace_s, config.grace_max_s)),

@@ -112,7 +112,7 @@ def submit(state: BrokerState, client: ClientSession, identity: Identity, messag
     verb = "rerun" if message.on_failed == "rerun" else "submit"
     reply = partial(_submitted, state, client, message, rejected, indexes)
     failed = partial(state.tell_failure, client.conn, message.msg_id)
-    builder.ask(verb, submissions, reply, failed, identity.owner, size_bytes)
+    builder.ask(verb, submissions, reply, failed, client.owner, size_bytes)
     return []
 
 
@@ -280,9 +280,8 @@ def _authorize(
                 return
         then(jobs, effects)
 
-    assert client.identity is not None
     failed = partial(state.tell_failure, client.conn, request.msg_id)
-    state.builder.ask("get", job_ids, judge, failed, client.identity.owner)
+    state.builder.ask("get", job_ids, judge, failed, client.owner)
     return []
 
 

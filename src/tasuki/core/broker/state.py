@@ -120,6 +120,8 @@ class Session(msgspec.Struct):
     opened_at: float
     heard_at: float
     identity: Identity | None = None
+    owner: str = ""
+    """`identity.owner`, which has a share of everything: leases are granted to it, and those of another owner are not its own."""
     hello_seen: bool = False
     known_servers: tuple[str, ...] = ()
     """Addresses of all servers, as this peer was last told."""
@@ -148,8 +150,6 @@ class WorkerSession(Session, kw_only=True):
 
     worker_id: str
     incarnation: str
-    owner: str
-    """`identity.owner`: leases are granted to it, and those of another owner are none of this session's."""
     patterns: tuple[str, ...] = ()
     on_disconnect: OnDisconnect = OnDisconnect.STOP
     reconnect_grace_s: float = 0.0
@@ -412,18 +412,15 @@ class BrokerState:
         session = self.sessions.get(conn)
         if session is None or session.identity is None:
             return False
-        owner = session.identity.owner
-        return self.builder.by_owner.get(owner, 0) > OWNER_PER_TURN or self.paced.is_full(owner)
+        return self.builder.by_owner.get(session.owner, 0) > OWNER_PER_TURN or self.paced.is_full(session.owner)
 
     def behind_with(self, conn: int) -> list[int]:
         """Return the connections that are not to be read from, of which this one is: when many connections of its owner have
         brought twice of what one may bring, all of them."""
-        asking = self.sessions[conn].identity
-        assert asking is not None
-        owner = asking.owner
+        owner = self.sessions[conn].owner
         if self.builder.by_owner.get(owner, 0) <= 2 * OWNER_PER_TURN:
             return [conn]
-        return [one.conn for one in self.sessions.values() if one.identity is not None and one.identity.owner == owner]
+        return [one.conn for one in self.sessions.values() if one.owner == owner]
 
     def sessions_of(self, token_ids: Collection[str]) -> list[Session]:
         """Return the sessions of peers that came with one of these tokens."""
