@@ -26,6 +26,8 @@ from tasuki.cli.main import root
 from tasuki.cli.output import ExitCode
 from tasuki.core.job import COMMAND_BACKOFF_S, HANDLER_BACKOFF_S, JobSpec
 from tasuki.core.lifecycle import LEASE_MARGIN_S, LEASE_TTL_S, RETENTION_DAYS
+from tasuki.core.scheduler.firing import Definition, check_definition
+from tasuki.core.scheduler.schedule import ScheduleType
 from tasuki.core.subject import matches
 from tasuki.worker.execs import load_execs, parse_execs
 from tests.shape.source import ROOT
@@ -224,12 +226,29 @@ def test_the_numbers_of_leases_retries_and_retention_are_the_defaults() -> None:
     assert not [fact for fact in facts if fact not in CONCEPTS]
 
 
-def test_the_toml_of_execs_in_the_documents_is_accepted() -> None:
+def toml_tables(name: str) -> list[dict[str, Any]]:
     blocks = [block for document in DOCUMENTS for language, block in BLOCK.findall(text_of(document)) if language == "toml"]
-    assert blocks
+    documents = [tomllib.loads(block) for block in blocks]
+    assert all(len(document) == 1 and not document.keys() - {"exec", "definitions"} for document in documents)
+    return [document[name] for document in documents if name in document]
 
-    for block in blocks:
-        assert parse_execs(tomllib.loads(block)["exec"])
+
+def test_the_toml_of_definitions_in_the_documents_is_accepted() -> None:
+    tables = [table for tables in toml_tables("definitions") for table in tables.items()]
+    assert tables
+
+    for name, table in tables:
+        form = next((str(form) for form in ScheduleType if form in table), "")
+        schedule = {"schedule_type": form, "schedule_value": table.pop(form)} if form else {"type": "event"}
+        check_definition(Definition(name=name, **schedule, **table))
+
+
+def test_the_toml_of_execs_in_the_documents_is_accepted() -> None:
+    tables = toml_tables("exec")
+    assert tables
+
+    for table in tables:
+        assert parse_execs(table)
     assert set(load_execs(ROOT / "examples" / "execs.toml")) == {"count", "sort"}
 
 

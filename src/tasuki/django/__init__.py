@@ -27,6 +27,7 @@ from importlib import import_module
 _HOME = {
     "TasukiBackend": "tasuki.django.task_backend",
     "aenqueue_command": "tasuki.django.commands",
+    "emit": "tasuki.django.definitions",
     "enqueue_command": "tasuki.django.commands",
     "TasukiRouter": "tasuki.django.conf",
 }

@@ -23,7 +23,7 @@ from typing import Any
 import msgspec
 from django.conf import settings
 from django.core.exceptions import ValidationError
-from django.db import router, transaction
+from django.db import transaction
 
 from tasuki.core.cluster_messages import Hint
 from tasuki.core.scheduler.firing import (
@@ -34,6 +34,7 @@ from tasuki.core.scheduler.firing import (
     event_run_id,
 )
 from tasuki.core.scheduler.schedule import ScheduleType
+from tasuki.django.conf import project_settings
 from tasuki.django.enqueueing import hint_after_commit
 from tasuki.django.models import Event, JobDefinition, SchedulerSettings
 from tasuki.errors import ConfigError, InvalidInput, quoted
@@ -69,7 +70,7 @@ def apply(entries: Mapping[str, Any], *, source: str, using: str | None = None, 
     Definitions of other sources, and those made by hand, are left alone; InvalidInput if one of them has such a name. An entry
     without `enabled` leaves a definition as enabled as it is. Errors name the definition and the field.
     """
-    alias = using or router.db_for_write(JobDefinition)
+    alias = using or project_settings().database
     wanted = {name: _columns(name, entry) for name, entry in entries.items()}
     done = Applied()
     with transaction.atomic(using=alias):
@@ -132,7 +133,7 @@ def emit(event_type: str, payload: Any = None, *, dedupe_key: str | None = None,
     check_event(event_type, payload)
     if dedupe_key is not None and not 0 < len(dedupe_key) <= DEDUPE_KEY_MAX_CHARS:
         raise InvalidInput(f"dedupe_key {quoted(dedupe_key)} must have 1 to {DEDUPE_KEY_MAX_CHARS} characters")
-    alias = using or router.db_for_write(Event)
+    alias = using or project_settings().database
     events = Event.objects.using(alias)
     if dedupe_key is None:
         event = events.create(event_type=event_type, payload_json=payload)
@@ -144,7 +145,7 @@ def emit(event_type: str, payload: Any = None, *, dedupe_key: str | None = None,
 
 def run_now(definition: JobDefinition, *, using: str | None = None) -> str:
     """Ask for one run of a definition, whether or not it is enabled, and return its job_id. Its concurrency_policy holds."""
-    alias = using or router.db_for_write(Event)
+    alias = using or project_settings().database
     event = Event.objects.using(alias).create(event_type="definition.run", job_definition=definition)
     hint_after_commit(alias, Hint(everything=True))
     return event_run_id(event.pk, definition.pk)
@@ -155,5 +156,5 @@ def scheduler_settings(using: str | None = None) -> SchedulerSettings:
     window_s = float(getattr(settings, "SCHEDULER_SKIP_LATE_RUNS_AFTER_SECONDS", SKIP_LATE_RUNS_AFTER_S))
     if not window_s >= 0:
         raise ConfigError(f"SCHEDULER_SKIP_LATE_RUNS_AFTER_SECONDS is {window_s}; it must be a number of seconds from 0 on")
-    rows = SchedulerSettings.objects.using(using or router.db_for_write(SchedulerSettings))
+    rows = SchedulerSettings.objects.using(using or project_settings().database)
     return rows.get_or_create(id=1, defaults={"skip_late_runs_after_seconds": window_s})[0]

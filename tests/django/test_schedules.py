@@ -1,0 +1,89 @@
+"""Definitions and events of a project, from its files to runs of its commands. Real processes."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from tests.django.test_operations import IMPORTS
+from tests.django.test_operations import site as site  # the fixture
+from tests.support.django_site import DjangoSite
+
+pytestmark = pytest.mark.e2e
+
+DEFINITIONS = """
+[definitions.nightly]
+command_name = "daily_report"
+daily_at = "02:30"
+time_zone = "Europe/Berlin"
+default_args_json = { minimum = 100 }
+
+[definitions.on-payment]
+command_name = "probe"
+event_type = "order.*"
+default_args_json = ["say"]
+"""
+
+
+def test_a_file_of_definitions_becomes_runs_by_hand_and_upon_events(site: DjangoSite, tmp_path: Path) -> None:
+    (tmp_path / "jobs.toml").write_text(DEFINITIONS)
+    (tmp_path / "wrong.toml").write_text('[definitions.bad]\ncommand_name = "flush"\ndaily_at = "02:30"\n')
+    site.manage("migrate", "-v0")
+    with site.worker() as worker:
+        worker.wait_for_output("is warm")
+        found = site.ask(
+            IMPORTS
+            + """
+from tasuki.django import emit
+from tasuki.django.logs import read_log
+from tasuki.django.models import JobDefinition
+
+def ended(job_id, timeout=30.0):
+    until = time.monotonic() + timeout
+    while True:
+        row = JobRun.objects.filter(idempotency_key=job_id).first()
+        if row is not None and row.finished_at is not None:
+            return row
+        assert time.monotonic() < until, f"{job_id}: {row} did not end"
+        time.sleep(0.01)
+
+Order.objects.create(customer="Sato", total=300)
+dry = data("tasuki_definitions", "apply", "--file", "jobs.toml", "--dry-run")
+applied = data("tasuki_definitions", "apply", "--file", "jobs.toml")
+again = data("tasuki_definitions", "apply", "--file", "jobs.toml")
+wrong = said("tasuki_definitions", "apply", "--file", "wrong.toml")
+times = data("tasuki_definitions", "next", "nightly", "--count", "3")["next"]
+by_hand = ended(data("tasuki_definitions", "run", "nightly")["job_id"])
+try:
+    with transaction.atomic():
+        emit("order.paid", {"order": 1})
+        raise ZeroDivisionError
+except ZeroDivisionError:
+    pass
+with transaction.atomic():
+    event = emit("order.paid", {"order": 17}, dedupe_key="order-17")
+emit("order.paid", {"order": 18}, dedupe_key="order-17")
+upon = ended(f"e{event.pk}-{JobDefinition.objects.get(name='on-payment').pk}")
+said("tasuki_definitions", "disable", "on-payment")
+listed = data("tasuki_definitions", "list")
+events = data("tasuki_events", "list")
+log = b"".join(part.data for part in read_log(by_hand.idempotency_key, "stdout")).decode()
+spec = upon.spec and __import__("msgspec").msgpack.decode(upon.spec)
+print(json.dumps([dry, applied, again, wrong, times, by_hand.state, log, upon.state, spec["args"],
+                  {one["name"]: one["enabled"] for one in listed}, [one["event_type"] for one in events]]))
+"""
+        )
+    dry, applied, again, wrong, times, state, log, upon, args, listed, events = found
+
+    assert dry == applied == {"created": ["nightly", "on-payment"], "changed": [], "unchanged": [], "deleted": []}
+    assert again["unchanged"] == ["nightly", "on-payment"]
+    assert "definition 'bad': command_name: command 'flush' may not be run by jobs" in wrong
+    assert all(82_800 <= later - earlier <= 90_000 for earlier, later in pairwise(times))
+    assert (state, upon) == ("SUCCEEDED", "SUCCEEDED")
+    assert log.startswith("1 orders, 300 yen (")
+    assert args[:2] == ["probe", "say"]
+    assert '"order":17' in args[2].replace(" ", "")
+    assert listed == {"nightly": True, "on-payment": False}
+    assert events == ["order.paid", "definition.run"]
