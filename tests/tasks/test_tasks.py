@@ -220,6 +220,8 @@ def test_tasks_are_found_by_module_and_name(tmp_path: Path, monkeypatch: pytest.
         load_tasks("its_tasks")
     with pytest.raises(ConfigError, match=f"there is no module 'nowhere' in {tmp_path}"):
         load_tasks("nowhere:tasks")
+    with pytest.raises(ConfigError, match=r"'its_tasks\.py' is a file; name its module: its_tasks:tasks"):
+        load_tasks("its_tasks.py")
     with pytest.raises(ModuleNotFoundError, match="nothing_of_that_name"):  # the traceback says where
         load_tasks("broken_tasks:tasks")
 
@@ -267,7 +269,9 @@ def test_rules_about_further_attempts_hold_in_eager_mode(error: str, attempts: i
         with pytest.raises(JobFailed, match=says) as failed:
             job.result()
     assert tries == list(range(1, attempts + 1))
-    assert "fragile" in "".join(failed.value.__notes__)  # the traceback
+    notes = "".join(failed.value.__notes__)
+    assert 'test_tasks.py", line' in notes.splitlines()[2]  # the traceback begins in the user's code
+    assert "fragile" in notes
 
 
 def test_a_retry_runs_again_in_eager_mode_without_its_delay() -> None:

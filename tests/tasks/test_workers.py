@@ -15,6 +15,7 @@ import httpx
 import pytest
 
 from tasuki import DeadlineExceeded, JobFailed, Progress, Tasks, as_completed, gather
+from tasuki.client import handles
 from tasuki.tasks.tasks import load_tasks
 from tests.support.processes import TASUKI, ChildProcess, ServerProcess, start_server
 from tests.support.waiting import until
@@ -221,6 +222,20 @@ def test_nobody_is_there_to_run_a_task_and_the_wait_says_so(program: Any) -> Non
 
     with own, pytest.raises(DeadlineExceeded, match=r"No connected worker subscribes to 'of\.nobody'"):
         lonely.submit().result(timeout=0.2)
+
+
+def test_a_wait_without_an_end_says_once_that_nobody_is_there(
+    program: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(handles, "HINT_AFTER_S", 0.1)
+    client = program.tasks.client
+    jobs = [client.submit(subject="of.nobody"), client.submit(subject="of.nobody")]
+    waits = [job.begin_outcome() for job in jobs]
+    until(lambda: caplog.messages, PATIENCE_S, "the warning")
+    client.cancel(*(job.job_id for job in jobs))
+    assert [one.result(PATIENCE_S).state for one in waits] == ["CANCELED"] * 2
+    assert len(caplog.messages) == 1
+    assert "still waits: No connected worker subscribes to 'of.nobody'" in caplog.text
 
 
 def test_a_wait_that_is_over_shows_the_last_failure_with_its_traceback(program: Any) -> None:

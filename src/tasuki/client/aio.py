@@ -142,6 +142,7 @@ class AsyncClient:
         self._blobs = self._connection.blobs
         self._submits = asyncio.Semaphore(SUBMITS_AT_ONCE)
         self.welcome: Welcome | None = None
+        self.hinted = False
 
     # ------------------------------------------------------------------------------------------------ life
 

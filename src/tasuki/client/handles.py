@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import logging
 from collections.abc import AsyncGenerator, Callable, Generator
 from typing import Any, BinaryIO, Generic, Protocol, TypeVar
 
@@ -13,6 +15,10 @@ from tasuki.core.units import shown_duration
 from tasuki.errors import DeadlineExceeded, TasukiError
 
 EXPLAIN_WITHIN_S = 2.0
+HINT_AFTER_S = 10.0
+NOBODY = frozenset({"NO_WORKERS", "NO_PATTERN", "OTHER_KIND"})  # facts of `explain`: no worker can take the job
+
+logger = logging.getLogger("tasuki.client")
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -20,6 +26,9 @@ R = TypeVar("R")
 
 class HandleClient(Protocol):
     """The part of an AsyncClient that a handle uses."""
+
+    hinted: bool
+    """True once it was said that there is no worker for a job."""
 
     async def result_bytes(self, ended: JobResult) -> bytes: ...
     async def open_result(self, ended: JobResult) -> BinaryIO | None: ...
@@ -119,10 +128,25 @@ class AsyncJobHandle(Generic[T]):
 
         The job goes on after that, and can be asked for again: `client.job(job_id)`.
         """
+        if timeout is None and not self._job.done and not self._client.hinted:
+            try:
+                return await self._job.end(HINT_AFTER_S)
+            except DeadlineExceeded:
+                await self._hint()
         try:
             return await self._job.end(timeout)
         except DeadlineExceeded as late:
             raise await self._explained(late) from None
+
+    async def _hint(self) -> None:
+        """Log a warning, once for each client, if a job waits because there is nobody to run it."""
+        if self._client.hinted:
+            return
+        self._client.hinted = True
+        with contextlib.suppress(TasukiError):  # the wait itself meets the same trouble
+            why = await self._client.explain(self.job_id)
+            if why.facts.get("why") in NOBODY:
+                logger.warning("job %s still waits: %s", self.job_id, why.because[0])
 
     async def _explained(self, late: DeadlineExceeded) -> DeadlineExceeded:
         """Return the error with the server's reasons, and the traceback of the last failure as a note."""

@@ -149,7 +149,7 @@ def _not_offered(job: Job, fitting: Sequence[Worker], workers: Sequence[Worker])
     words = f"The workers that subscribe to {subject!r} do not {kind} ({shown})."
     facts: dict[str, Any] = {"other_kind_workers": takes}
     if not exec_:
-        return "OTHER_KIND", [words], facts
+        return "OTHER_KIND", [f"{words} Start one: tasuki worker --tasks MODULE:NAME, or a Worker with a handler"], facts
     facts["offered_by"] = _names([worker for worker in workers if exec_ in (worker.get("execs") or ())])
     if facts["offered_by"]:
         words += f" {', '.join(facts['offered_by'][:SHOWN_MAX])} offers it, but subscribes to other subjects."

@@ -89,6 +89,7 @@ class _EagerClient:
         self._subject, self._retries = subject, retries
         self._ended: JobResult | None = None
         self._progress: list[Progress] = []
+        self.hinted = True
 
     def run(self, task: Task[P, R, T], job_id: str, payload: bytes) -> JobResult:
         """Run the attempts of the job, one after the other without a delay."""

@@ -237,6 +237,8 @@ def load_tasks(place: str) -> Tasks:
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
             raise
+        if module_name.endswith(".py"):
+            raise ConfigError(f"{module_name!r} is a file; name its module: {module_name[:-3]}:{name or 'tasks'}") from None
         raise ConfigError(
             f"there is no module {module_name!r} in {Path.cwd()} or on PYTHONPATH; start it where the file is"
         ) from None

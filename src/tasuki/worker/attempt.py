@@ -275,13 +275,21 @@ def handler_failure(error: BaseException) -> Outcome:
     if isinstance(error, JobRefused):
         return error.outcome()
     kind = type(error).__name__
-    story = tidy("".join(traceback.format_exception(error)))[-TRACEBACK_MAX_CHARS:]
+    story = tidy("".join(traceback.format_exception(_from_users_code(error))))[-TRACEBACK_MAX_CHARS:]
     return Outcome(
         error_code="HANDLER_ERROR",
         message=tidy(f"{kind}: {error}")[:MESSAGE_MAX_CHARS],
         meta={"type": kind, "traceback": story},
         retry_in_s=error.in_s if isinstance(error, Retry) else None,
     )
+
+
+def _from_users_code(error: BaseException) -> BaseException:
+    """Return the error with a traceback that begins in the handler's own code, if it was raised there."""
+    trace = error.__traceback__
+    while trace is not None and str(trace.tb_frame.f_globals.get("__name__")).startswith("tasuki."):
+        trace = trace.tb_next
+    return error if trace is None else error.with_traceback(trace)
 
 
 def worker_failure(error: Exception) -> Outcome:
