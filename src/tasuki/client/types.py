@@ -269,7 +269,7 @@ class CommandResult:
 
     @property
     def stdout(self) -> str:
-        """What the program wrote to its standard output. Bytes that are not UTF-8 are replaced: see `stdout_bytes`."""
+        """Standard output of the program. Bytes that are not UTF-8 are replaced: see `stdout_bytes`."""
         return self.stdout_bytes.decode("utf-8", "replace")
 
     @property

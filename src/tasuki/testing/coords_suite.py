@@ -177,11 +177,9 @@ class MemberCases(CoordinationCase):
 class LockCases(CoordinationCase):
     """Cases of acquire, renew and release."""
 
-    def test_a_free_lock_is_given_with_the_first_epoch(self, one: Coordination) -> None:
-        assert one.acquire(SCOPE, "one", TTL_S, 0) == Locked(1)
-
-    def test_the_epoch_is_higher_than_the_floor(self, one: Coordination) -> None:
-        assert one.acquire(SCOPE, "one", TTL_S, 41) == Locked(42)
+    @pytest.mark.parametrize("floor", [0, 41])
+    def test_a_free_lock_is_given_with_the_first_epoch_above_the_floor(self, one: Coordination, floor: int) -> None:
+        assert one.acquire(SCOPE, "one", TTL_S, floor) == Locked(floor + 1)
 
     def test_the_epoch_is_higher_than_the_last_one_where_the_floor_is_lower(self, one: Coordination, let_pass: LetPass) -> None:
         one.acquire(SCOPE, "one", TTL_S, 41)
@@ -213,15 +211,6 @@ class LockCases(CoordinationCase):
 
         assert two.acquire(SCOPE, "two", TTL_S, 0) == Locked(2)
 
-    def test_a_lock_that_is_over_goes_to_another_with_the_next_epoch(
-        self, one: Coordination, two: Coordination, let_pass: LetPass
-    ) -> None:
-        one.acquire(SCOPE, "one", TTL_S, 0)
-
-        let_pass(TTL_S)
-
-        assert two.acquire(SCOPE, "two", TTL_S, 0) == Locked(2)
-
     def test_a_renewed_lock_lasts_from_the_renewal(self, one: Coordination, two: Coordination, let_pass: LetPass) -> None:
         one.acquire(SCOPE, "one", TTL_S, 0)
         let_pass(TTL_S * 0.6)
@@ -238,11 +227,14 @@ class LockCases(CoordinationCase):
         assert not one.renew(SCOPE, "one", 1, TTL_S)
         assert one.acquire(SCOPE, "one", TTL_S, 0) == Locked(2)
 
-    def test_a_lock_that_was_taken_over_is_not_renewed(self, one: Coordination, two: Coordination, let_pass: LetPass) -> None:
+    def test_a_lock_that_is_over_goes_to_another_with_the_next_epoch_and_is_not_renewed(
+        self, one: Coordination, two: Coordination, let_pass: LetPass
+    ) -> None:
         one.acquire(SCOPE, "one", TTL_S, 0)
-        let_pass(TTL_S)
-        two.acquire(SCOPE, "two", TTL_S, 0)
 
+        let_pass(TTL_S)
+
+        assert two.acquire(SCOPE, "two", TTL_S, 0) == Locked(2)
         assert not one.renew(SCOPE, "one", 1, TTL_S)
         assert two.renew(SCOPE, "two", 2, TTL_S)
 

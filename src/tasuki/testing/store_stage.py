@@ -79,6 +79,14 @@ class Stage:
         [answer] = self.store.submit([self.submission(job_id, **fields)], on_failed=on_failed)
         return answer
 
+    def submit_again(self, job_id: str, **fields: Any) -> Job:
+        """Submit a job that exists, and return it as it was answered."""
+        answer = self.submit(job_id, **fields)
+        assert isinstance(answer, Submitted)
+        assert not answer.created
+        assert answer.job is not None
+        return answer.job
+
     def add(self, *job_ids: str, **fields: Any) -> None:
         answers = self.store.submit([self.submission(job_id, **fields) for job_id in job_ids])
         assert [isinstance(answer, Submitted) and answer.created for answer in answers] == [True] * len(job_ids)

@@ -84,7 +84,7 @@ class JobMarker(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def common(self) -> dict[str, Any]:
-        """These fields, for another marker of the same attempt."""
+        """Fields that every marker has, for another one of the same attempt."""
         return {name: getattr(self, name) for name in JobMarker.__struct_fields__}
 
 
