@@ -93,7 +93,7 @@ def _view_lines(view: dict[str, Any]) -> Iterable[str]:
     examples=[
         "tasuki list --state FAILED --limit 20",
         "tasuki list --subject 'render.>' --array ARRAY",
-        "tasuki list --text 'exit code 3' --quiet | xargs tasuki retry",
+        "tasuki list --text 'code 3' --quiet | xargs -r tasuki retry",
     ],
 )
 @cli.several("--state", metavar="STATE", help="PENDING, RUNNING, FAILED, …; several times.")
