@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -400,6 +402,58 @@ def test_an_event_is_run_however_late_and_some_at_a_time(firing: Firing) -> None
     assert [look.wait_s for look in looks] == [0.0, 0.0, None]
     assert sorted(firing.runs()) == sorted(f"e{event}-2" for event in events)
     assert firing.skip() == []
+
+
+# ---------------------------------------------------------------------------------------------------- many
+
+
+def test_three_hours_without_a_leader_and_600_definitions_leave_600_skipped_runs(firing: Firing) -> None:
+    count = 600 if isinstance(firing.store, MemoryStore) else 120
+    firing.define(*(replace(MINUTELY, id=number, name=f"n{number}") for number in range(1, count + 1)))
+    while firing.at(0.5).wait_s == 0.0:
+        pass
+    firing.clock.advance(3 * 3600)
+    states: Counter[str] = Counter()
+    while True:
+        fired = firing.fire()
+        states.update(str(run.state) for run in fired.runs)
+        if fired.wait_s != 0.0:
+            break
+
+    assert states == {"SKIPPED": count, "PENDING": 5 * count}
+    assert fired.wait_s == pytest.approx(59.5)
+
+
+def test_around_its_time_a_definition_that_is_changed_runs_as_the_old_or_the_new_one_once(firing: Firing) -> None:
+    """At a random moment of each minute the command or the schedule is changed, or the definition is disabled and enabled."""
+    chance = random.Random(7)
+    definition = MINUTELY
+    firing.define(definition)
+    minutes = 1_000 if isinstance(firing.store, MemoryStore) else 100
+    firing.window(1e6)
+    expected: dict[float, set[str]] = {}
+    for minute in range(minutes):
+        due, edit_at = minute * 60.0, minute * 60.0 + chance.choice((-1, -0.1, -0.001, 0.001, 0.1, 1))
+        before = definition
+        definition = replace(definition, command_name=f"v{minute}")
+        if chance.random() < 0.3:  # a change of the schedule counts from its own time
+            definition = replace(definition, schedule_type="cron", schedule_value="* * * * *", changed_at=T0 + edit_at)
+        if chance.random() < 0.3:
+            definition = replace(definition, enabled=not definition.enabled, changed_at=T0 + edit_at)
+        looks = sorted([edit_at - 0.0005, edit_at + 0.0005, due + chance.random()])
+        for look_at in looks:
+            if look_at > edit_at and firing.clock.wall() <= T0 + edit_at:
+                firing.define(definition)
+            firing.at(max(look_at, firing.clock.wall() - T0))
+        allowed = {old.command_name for old in (before, definition) if old.enabled}
+        if not (before.enabled and definition.enabled and before.changed_at == definition.changed_at):
+            allowed.add("")  # it may also have no run
+        expected[T0 + due] = allowed
+
+    ran = {job.scheduled_for: job.spec.args[0] for job in firing.find_all(limit=500)}
+    assert {at: command for at, command in ran.items() if at is None or command not in expected.get(at, set())} == {}
+    assert [at for at, allowed in expected.items() if "" not in allowed and at not in ran] == []
+    assert len(ran) > minutes / 4
 
 
 def test_redis_has_no_definitions_and_says_so(redis_url: str) -> None:

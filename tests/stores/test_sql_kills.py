@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tasuki.core.job import State
+from tasuki.core.store_messages import Filter
 from tasuki.stores.sql.store import FAULT_POINTS, SqlStore
 
 # The second turn of this program passes through all fault points; at the armed one the process is killed as by a power cut
@@ -68,3 +69,62 @@ def test_a_kill_leaves_whole_turns_only(vendor: str, point: str, tmp_path: Path,
     else:
         assert states == [State.ASSIGNED, State.ASSIGNED, None]
         assert (counts.succeeded, counts.failed, counts.active, counts.pending) == (0, 0, 2, 0)
+
+
+# Fires a definition and an event; killed at the armed point, or not at all.
+FIRING_VICTIM = """
+import os, pathlib, signal, sys, time
+from tasuki.stores.sql.store import SqlStore
+
+vendor, place, point = sys.argv[1:]
+armed = None
+def fault(passed):
+    if passed == armed:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+if vendor == "sqlite":
+    store = SqlStore.open_sqlite(pathlib.Path(place), fault=fault)
+else:
+    store = SqlStore.open_postgresql(place, fault=fault)
+from tasuki.django.models import Event, JobDefinition
+alias = store._database._alias
+begin = time.time() // 60 * 60 - 30
+known = JobDefinition.objects.using(alias)
+if not known.exists():
+    by_time = {"schedule_type": "every_n_minutes", "schedule_value": "1"}
+    by_event = {"type": "event", "event_type": ">"}
+    for name, fields in (("by time", by_time), ("by event", by_event)):
+        JobDefinition(name=name, command_name="c", **fields).save(using=alias)
+    known.update(changed_at=begin)
+    Event(event_type="order.paid").save(using=alias)
+epoch = store.epoch()[0] + 1
+store.take_over("leader", epoch)
+armed = point
+with store.turn():
+    store.fire(epoch=epoch)
+print("fired", flush=True)
+"""
+
+
+@pytest.mark.parametrize("point", ["turn.begun", "submit.written", "fire.written", "turn.before_commit", "turn.committed"])
+@pytest.mark.parametrize("vendor", ["sqlite", "postgresql"])
+def test_a_leader_killed_while_it_fires_leaves_all_runs_or_none(
+    vendor: str, point: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    path = tmp_path / "tasuki.sqlite3"
+    place = str(path) if vendor == "sqlite" else request.getfixturevalue("postgres_url")
+
+    def fire(armed: str) -> subprocess.CompletedProcess[bytes]:
+        return subprocess.run([sys.executable, "-c", FIRING_VICTIM, vendor, place, armed], capture_output=True, timeout=60)
+
+    assert fire(point).returncode == -9
+    again = fire("nowhere")
+    assert again.stdout == b"fired\n", again.stderr.decode()
+
+    store = SqlStore.open_sqlite(path) if vendor == "sqlite" else SqlStore.open_postgresql(place)
+    runs = [job.job_id for job in store.find(Filter()).jobs]
+    store.close()
+    by_time = [job_id for job_id in runs if job_id.startswith("d1-")]
+    assert runs.count("e1-2") == 1
+    assert len(by_time) == len(set(by_time)) == len(runs) - 1
+    assert 1 <= len(by_time) <= 2  # a minute may have begun meanwhile

@@ -79,6 +79,13 @@ class Recorder:
                 )
             )
         self._touched.update(dict.fromkeys(answers.skip))
+        for job_id, canceled in answers.fire.replaced:
+            self._touched[job_id] = None
+            self.world.tell(history.CanceledEvent(at=at, job_id=job_id, state=canceled.state or "", requested=canceled.requested))
+        for run in answers.fire.runs:
+            self._touched[run.job_id] = self.jobs[run.job_id] = None
+            definition = str(run.definition_id)
+            self.world.tell(history.FiredEvent(at=at, definition=definition, nominal=run.scheduled_for, job_id=run.job_id))
         if answers.prune:
             known = list(self.jobs)
             for job_id, job in zip(known, self.store.get(known), strict=True):
