@@ -177,8 +177,8 @@ def test_each_job_of_a_handler_has_its_lines_and_a_flood_is_counted(caplog: pyte
     failure = Outcome(error_code="HANDLER_ERROR", message="ValueError: x", meta={"traceback": "one\n\x1b[2J"})
 
     log.started(spec, 1, 10.0)
-    log.ended(spec, 1, Outcome(), 0.25, 10.3)
-    log.ended(spec, 2, failure, 1.5, 10.5)
+    log.ended(spec, 1, Outcome(), 10.05, 10.3)
+    log.ended(spec, 2, failure, 9.0, 10.5)
     assert [record.getMessage() for record in caplog.records] == [
         "job a (b.c) started, attempt 1",
         "job a (b.c) succeeded in 0.25 s",
@@ -186,9 +186,9 @@ def test_each_job_of_a_handler_has_its_lines_and_a_flood_is_counted(caplog: pyte
     ]
     assert (caplog.records[2].levelname, caplog.records[2].exc_text) == ("WARNING", "one\n\\x1b[2J")
     for _ in range(1000):
-        log.ended(spec, 1, Outcome(), 0.0, 10.9)
+        log.ended(spec, 1, Outcome(), None, 10.9)
     for _ in range(2 * JOB_LINES_PER_S):
-        log.ended(spec, 1, failure, 0.0, 10.9)
+        log.ended(spec, 1, failure, None, 10.9)
     assert len(caplog.records) == 2 * JOB_LINES_PER_S
     log.flush(11.0)
     log.flush(11.1)

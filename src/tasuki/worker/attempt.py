@@ -489,19 +489,22 @@ class JobLog:
     def __init__(self) -> None:
         self._second = 0
         self._lines = [0, 0]  # in this second: of failures last
+        self._full_until = 0.0
+        """End of a second that has no room for further lines but those of failures: most jobs of a busy worker end here."""
         self._untold = 0
         self._untold_failures = 0
 
     def started(self, spec: JobSpec, attempt: int, at: float) -> None:
-        if self._has_room(at):
+        if at >= self._full_until and self._has_room(at):
             self._write(logging.INFO, f"job {spec.job_id} ({spec.subject}) started, attempt {attempt}")
 
-    def ended(self, spec: JobSpec, attempt: int, outcome: Outcome, took_s: float, at: float) -> None:
+    def ended(self, spec: JobSpec, attempt: int, outcome: Outcome, started_at: float | None, at: float) -> None:
         failed = outcome.error_code is not None
-        if not self._has_room(at, failed):
+        if (at < self._full_until and not failed) or not self._has_room(at, failed):
             self._untold += 1
             self._untold_failures += failed
             return
+        took_s = at - (started_at or at)
         job = f"job {spec.job_id} ({spec.subject})"
         if not failed:
             self._write(logging.INFO, f"{job} succeeded in {took_s:.3g} s")
@@ -522,6 +525,8 @@ class JobLog:
             self.flush(at)
             self._second, self._lines = int(at), [0, 0]
         self._lines[failed] += 1
+        if self._lines[False] >= JOB_LINES_PER_S:
+            self._full_until = self._second + 1.0
         return self._lines[failed] <= JOB_LINES_PER_S
 
     def _write(self, level: int, message: str, traceback: str = "") -> None:

@@ -92,11 +92,20 @@ class ActiveAttempt(msgspec.Struct):
     """An attempt that runs here, or whose end no server has answered."""
 
     attempt: Attempt
+    tell: Callable[[str, Progress], None]
+    """Takes the progress of the attempt with this lease."""
     stop: asyncio.Future[StopReason] | None = None
     """Stops it if it is a command or a plain function; the task of an async handler is canceled."""
     task: asyncio.Task[None] | None = None
     stopped: StopReason | None = None
     ended_at: float = 0.0
+
+    def report(self, progress: Progress) -> None:
+        """Take the progress that its handler reports."""
+        self.tell(self.attempt.lease_id, progress)
+
+    def is_canceled(self) -> bool:
+        return self.stopped is StopReason.CANCELED
 
     def request_stop(self, reason: StopReason) -> None:
         """Stop the attempt; its end is reported when nothing of it is left."""
@@ -470,7 +479,7 @@ class Worker:
         """Start the attempt in a task of its own; subclasses may change the grant."""
         spec = _decode_spec(grant.spec)
         attempt = Attempt(spec=spec, lease_id=grant.lease_id, attempt=grant.attempt, submitter=grant.submitter)
-        active = self._active[grant.lease_id] = ActiveAttempt(attempt)
+        active = self._active[grant.lease_id] = ActiveAttempt(attempt, self._progressed)
         handler = None if spec.exec else self._handlers.find(spec.subject)
         if handler is not None:
             self._job_log.started(spec, grant.attempt, self._wall)
@@ -485,12 +494,7 @@ class Worker:
         active.task.add_done_callback(functools.partial(self._report_failure, active))
 
     async def _run_async(self, active: ActiveAttempt, handler: Handler, folder: str = "") -> None:
-        await self._end_run(active, await handler.run(self._handler_job(active, folder), lambda: active.stopped))
-
-    def _handler_job(self, active: ActiveAttempt, folder: str) -> HandlerJob:
-        attempt = active.attempt
-        report = functools.partial(self._progressed, attempt.lease_id)
-        return HandlerJob(attempt.spec, attempt.attempt, folder, report, lambda: active.stopped is StopReason.CANCELED)
+        await self._end_run(active, await handler.run(_handler_job(active, folder), lambda: active.stopped))
 
     def _progressed(self, lease_id: str, progress: Progress) -> None:
         self._machine.progressed(lease_id, progress)
@@ -526,7 +530,7 @@ class Worker:
 
     async def _run_plain(self, active: ActiveAttempt, stop: asyncio.Future[StopReason], handler: Handler, folder: str) -> None:
         assert self._function_processes is not None
-        job, limit_s = self._handler_job(active, folder), handler.limit_s(active.attempt.spec)
+        job, limit_s = _handler_job(active, folder), handler.limit_s(active.attempt.spec)
         try:
             deadline = functools.partial(self._machine.lease_deadline, active.attempt.lease_id)
             outcome = await self._function_processes.run(handler.name, job, limit_s, stop, deadline)
@@ -582,8 +586,7 @@ class Worker:
         if is_told and (told := self._log_follow.end_progress(attempt.lease_id)) is not None:
             outcome = replace(outcome, meta={**outcome.meta, PROGRESS_STREAM: [told.fraction, told.text]})
         if not attempt.spec.exec:
-            took_s = ended_at - (self._started_at(attempt.lease_id) or ended_at)
-            self._job_log.ended(attempt.spec, attempt.attempt, outcome, took_s, ended_at)
+            self._job_log.ended(attempt.spec, attempt.attempt, outcome, self._started_at(attempt.lease_id), ended_at)
         self._ended.append(events.AttemptEnded(active.attempt.lease_id, outcome))
         self._pump_soon()
 
@@ -640,6 +643,11 @@ class Worker:
             await self._outbox.offer(record)
         finally:
             self._machine.uploading.discard(record.ending.lease_id)
+
+
+def _handler_job(active: ActiveAttempt, folder: str) -> HandlerJob:
+    attempt = active.attempt
+    return HandlerJob(attempt.spec, attempt.attempt, folder, active.report, active.is_canceled)
 
 
 # ---------------------------------------------------------------------------------------------------- settings, checked
