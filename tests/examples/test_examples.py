@@ -81,7 +81,7 @@ def test_every_example_has_a_test() -> None:
 def test_the_square_is_computed_once_and_another_body_is_refused(server: ServerProcess, tmp_path: Path) -> None:
     env = environment(tmp_path, TASUKI_TOKEN=server.create_token("client"))
 
-    with start_worker(server, script=EXAMPLES / "square_worker.py", wait=False):
+    with start_worker(server, script=EXAMPLES / "square_worker.py", wait=False, fresh=True):
         told = output_of([sys.executable, EXAMPLES / "square_client.py", server.url], env, tmp_path)
 
     first, second, third = told.splitlines()
@@ -103,7 +103,7 @@ def test_a_client_in_another_language_gets_all_results_from_a_server_that_is_kil
         {"TASUKI_TOKEN": server.create_token("client")},
     )
 
-    with client, start_worker(server, script=slow, wait=False):
+    with client, start_worker(server, script=slow, wait=False, fresh=True):
         client.wait_for_output("300 of 2000 jobs ended")
         server.kill()
         assert "2000 of 2000" not in client.output()
@@ -128,7 +128,7 @@ def test_a_client_in_another_language_says_that_its_token_is_refused(
 def test_plain_functions_count_primes(server: ServerProcess, tmp_path: Path) -> None:
     env = environment(tmp_path, TASUKI_TOKEN=server.create_token("client"))
 
-    with start_worker(server, script=EXAMPLES / "primes_worker.py", wait=False):
+    with start_worker(server, script=EXAMPLES / "primes_worker.py", wait=False, fresh=True):
         told = output_of([sys.executable, EXAMPLES / "primes_client.py", server.url], env, tmp_path)
 
     assert told.splitlines() == [

@@ -118,7 +118,7 @@ class ChildProcess:
         is_command = self.command[: len(TASUKI)] == [*TASUKI]
         if self._is_fresh or self._options or not may_fork(self.env):
             return None
-        if not is_command and self.command[:2] != [sys.executable, os.fspath(HANDLERS)]:
+        if not is_command and not (isinstance(self, WorkerProcess) and self.command[1].endswith(".py")):
             return None
         return Nursery.here(_clean_environment()).fork(self.command[len(TASUKI) if is_command else 1 :], self.env, log)
 
@@ -346,7 +346,8 @@ def start_worker(
     """Start a worker of a server (or of several, or of a URL); returns when it is connected, unless `wait` is False.
 
     By default it runs a script of handlers, called as `python script URL arguments…`, which must let the worker's log go
-    to stderr at level INFO (see tests/support/handlers.py). With `command=True` it is `tasuki worker --to URL arguments…`.
+    to stderr at level INFO (see tests/support/handlers.py). With `command=True` it is `tasuki worker --to URL arguments…`. `options`:
+    as of `start_server`.
     """
     servers = [server] if isinstance(server, ServerProcess) else [] if isinstance(server, str) else list(server)
     url = server if isinstance(server, str) else url_of(servers)
