@@ -87,3 +87,62 @@ print(json.dumps([Schema.objects.get().version, SCHEMA_VERSION]))
 """)
 
     assert found[0] == found[1]
+
+
+def test_a_process_killed_before_its_commit_leaves_no_job_and_one_killed_after_it_leaves_one_that_runs(
+    migrated: DjangoSite,
+) -> None:
+    die = "__import__('os').kill(__import__('os').getpid(), 9)"
+    with migrated.worker():
+        before = migrated.run(f"""
+with transaction.atomic():
+    Order.objects.create(customer="Sato", total=300)
+    print(add.enqueue(1).id, flush=True)
+    {die}
+""", check=False)  # fmt: skip
+        after = migrated.run(f"""
+with transaction.atomic():
+    transaction.on_commit(lambda: {die})  # comes before the hint
+    print(add.enqueue(41, b=1).id, flush=True)
+""", check=False)  # fmt: skip
+        value, orders, gone = migrated.ask(f"""
+value = finished(add.get_result({after.strip()!r})).return_value
+try:
+    add.get_result({before.strip()!r})
+except Exception as error:
+    gone = type(error).__name__
+print(json.dumps([value, Order.objects.count(), gone]))
+""")
+
+    assert len(before.strip()) == len(after.strip()) == 36
+    assert (value, orders, gone) == (42, 0, "TaskResultDoesNotExist")
+
+
+def test_all_jobs_of_a_transaction_are_one_hint_which_a_savepoint_can_take_back(
+    tmp_path: Path, postgres: PostgresService
+) -> None:
+    url = postgres.empty_database()
+    site = DjangoSite(tmp_path, postgres_url=url)
+    site.manage("migrate", "-v0")
+    hints = site.ask("""
+import psycopg
+listening = psycopg.connect(os.environ["DATABASE_URL"], autocommit=True)
+listening.execute("LISTEN tasuki_hint")
+with transaction.atomic():
+    add.enqueue(1)
+    with transaction.atomic():
+        greet.enqueue("x")
+        add.enqueue(2)
+with transaction.atomic():
+    try:
+        with transaction.atomic():
+            add.enqueue(3)
+            raise ZeroDivisionError
+    except ZeroDivisionError:
+        pass
+print(json.dumps([json.loads(one.payload) for one in listening.notifies(timeout=2.0)]))
+""")
+    postgres.drop(url)
+
+    [hint] = hints
+    assert sorted(hint["ready"]) == ["default.task.probes.tasks.add", "mail.task.shop.tasks.greet"]

@@ -1,0 +1,87 @@
+"""Django 6 on a newer Python than that of the other tests: the same project, tasks by `django.tasks` itself. Real processes."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import Require
+from tests.shape.source import ROOT
+from tests.support.django_site import DjangoSite
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(400)]
+
+PLACE = ROOT / ".venv" / "newer-django"
+NAMES = ("python3.14", "python3.13", "python3.12")
+USABLE = "import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 12))"
+
+
+def candidates() -> Iterator[str]:
+    """Yield this Python, those on the PATH, and those of pyenv."""
+    yield sys.executable
+    yield from (found for name in NAMES if (found := shutil.which(name)) is not None)
+    yield from sorted(map(str, Path.home().glob(".pyenv/versions/3.1[2-9]*/bin/python3")), reverse=True)
+
+
+def newer_python() -> str | None:
+    for candidate in candidates():
+        if subprocess.run([candidate, "-c", USABLE], capture_output=True).returncode == 0:
+            return candidate
+    return None
+
+
+@pytest.fixture(scope="module")
+def python(require: Require) -> str:
+    """A Python with Django 6 and what tasuki needs of others, made once."""
+    found = newer_python()
+    require("Python 3.12", found is not None, "Django 6 needs it; install one, or pyenv install 3.13")
+    assert found is not None
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    wanted = "\n".join([*project["dependencies"], *project["optional-dependencies"]["django"], "Django>=6.1"])
+    made = PLACE / "made-for"
+    program = os.fspath(PLACE / "bin" / "python")
+    if not made.exists() or made.read_text("utf-8") != wanted:
+        shutil.rmtree(PLACE, ignore_errors=True)
+        subprocess.run([found, "-m", "venv", PLACE], check=True)
+        subprocess.run([program, "-m", "pip", "install", "-q", *wanted.split("\n")], check=True)
+        made.write_text(wanted, "utf-8")
+    return program
+
+
+def test_the_project_works_with_django_6_as_with_5(tmp_path: Path, python: str) -> None:
+    site = DjangoSite(tmp_path)
+    site.python = python
+    site.manage("makemigrations", "--check", "--dry-run")
+    site.manage("migrate", "-v0")
+    ran = site.manage("test", "shop")
+    with site.worker() as worker:
+        worker.wait_for_output("is warm")
+        found = site.ask("""
+import django
+from tasuki.django import enqueue_command
+from tasuki.django.logs import read_log
+with transaction.atomic():
+    order = Order.objects.create(customer="Sato", total=300)
+    invoice = send_invoice.enqueue(order.pk)
+retried, failed = fail_until.enqueue(3), fail.using(max_retries=1, backoff_s=0).enqueue("no")
+job_id = enqueue_command("daily_report")
+values = [finished(invoice).return_value["text"], finished(retried).return_value, finished(greet.enqueue("Sato")).return_value]
+finished(failed)
+while not (log := b"".join(part.data for part in read_log(job_id, "stdout")).decode()):
+    time.sleep(0.05)
+print(json.dumps([django.VERSION[0], type(add).__mro__[1].__module__, values, failed.status, len(failed.errors), log]))
+""")
+    version, home, values, status, errors, log = found
+
+    assert "Ran 6 tests" in ran.stderr
+    assert (version, home) == (6, "django.tasks.base")
+    assert values == ["Sato: 300 yen", 3, "Sato, attempt 1"]
+    assert (status, errors) == ("FAILED", 2)
+    assert log.startswith("1 orders, 300 yen")
