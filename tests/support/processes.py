@@ -346,8 +346,8 @@ def start_worker(
     """Start a worker of a server (or of several, or of a URL); returns when it is connected, unless `wait` is False.
 
     By default it runs a script of handlers, called as `python script URL arguments…`, which must let the worker's log go
-    to stderr at level INFO (see tests/support/handlers.py). With `command=True` it is `tasuki worker --to URL arguments…`. `options`:
-    as of `start_server`.
+    to stderr at level INFO (see tests/support/handlers.py). With `command=True` it is `tasuki worker --to URL arguments…`.
+    `options` are those of `start_server`.
     """
     servers = [server] if isinstance(server, ServerProcess) else [] if isinstance(server, str) else list(server)
     url = server if isinstance(server, str) else url_of(servers)
