@@ -12,6 +12,8 @@ from tasuki.core.job import State
 from tasuki.stores.sql import postgres_ready
 from tasuki.stores.sql.leader import DUE_ALL_INTERVAL_S
 from tasuki.stores.sql.postgres import PostgresDatabase
+from tasuki.stores.sql.postgres_ready import SLOW_ROW_S, SLOW_WALK_S, SLOW_WALKS, WalkMode
+from tasuki.stores.sql.postgres_session import PostgresSession
 from tasuki.stores.sql.store import SqlStore
 from tasuki.testing.clocks import FakeClock
 from tasuki.testing.store_stage import PAST_LEASE_S, Stage
@@ -75,6 +77,8 @@ def test_the_cost_of_a_lease_does_not_grow_with_the_jobs_that_were_taken(
     open_stage: Callable[[], Stage], monkeypatch: pytest.MonkeyPatch, patterns: tuple[str, ...]
 ) -> None:
     monkeypatch.setattr(postgres_ready, "RAISE_DELAY_S", 0.0)
+    monkeypatch.setattr(postgres_ready, "SLOW_WALK_S", -1.0)
+    monkeypatch.setattr(postgres_ready, "SLOW_WALKS", 1)
     monkeypatch.setattr(postgres_ready, "LOOK_MAX_S", 0.0)  # looks for what others brought back are measured below
     stage = open_stage()
     take(stage, 6)
@@ -84,6 +88,44 @@ def test_the_cost_of_a_lease_does_not_grow_with_the_jobs_that_were_taken(
 
     assert stage.job("last").state is State.ASSIGNED
     assert read <= 2 * 4 * BATCH, f"{read} entries; two batches may lie above the floor, for each of four walks"
+
+
+def test_walks_go_around_the_floors_after_some_that_took_long_and_the_next_plain_one_comes_ever_later() -> None:
+    mode, now, pauses = WalkMode(), 1000.0, []
+    for took_s, rows in [(SLOW_WALK_S, 0), (SLOW_WALK_S + 99 * SLOW_ROW_S, 100), *[(1.0, 0)] * (SLOW_WALKS - 1)]:
+        mode.took(took_s, rows, now)
+    assert mode.is_plain(now)
+
+    for _ in range(6):
+        mode.took(1.0, 0, now)
+        began = now
+        while not mode.is_plain(now):
+            now += 1.0
+        pauses.append(now - began)
+    assert pauses == [5.0, 10.0, 20.0, 40.0, 60.0, 60.0]
+
+    # and: one that was fast lets it begin anew
+    mode.took(0.0, 0, now)
+    mode.took(1.0, 0, now)
+    assert mode.is_plain(now)
+
+
+def test_without_dead_entries_walks_are_plain(open_stage: Callable[[], Stage], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(postgres_ready, "FLOOR_JOBS_MIN", 1)
+    monkeypatch.setattr(postgres_ready, "RAISE_DELAY_S", 0.0)
+    monkeypatch.setattr(postgres_ready, "SLOW_WALK_S", 1e9)  # whatever else the machine does
+    stage = open_stage()
+    take(stage, 2)
+    asked: list[str] = []
+    plain_rows = PostgresSession.rows
+    monkeypatch.setattr(
+        PostgresSession, "rows", lambda session, name, *rest: asked.append(name) or plain_rows(session, name, *rest)
+    )
+
+    stage.lease()
+
+    assert "band" in asked
+    assert not [name for name in asked if name.endswith("_above")]
 
 
 @pytest.mark.usefixtures("snapshot")
@@ -105,9 +147,12 @@ def test_a_look_for_what_others_brought_back_has_a_bound(
 @pytest.mark.usefixtures("floors_at_once")
 @pytest.mark.parametrize("event", ["retry", "release", "loss", "requeue"])
 @pytest.mark.parametrize("is_other_server", [False, True])
+@pytest.mark.parametrize("is_plain", [False, True])
 def test_a_job_that_comes_back_below_the_floor_is_leased_again(
-    open_stage: Callable[[], Stage], monkeypatch: pytest.MonkeyPatch, event: str, is_other_server: bool
+    open_stage: Callable[[], Stage], monkeypatch: pytest.MonkeyPatch, event: str, is_other_server: bool, is_plain: bool
 ) -> None:
+    if is_plain:
+        monkeypatch.setattr(postgres_ready, "SLOW_WALK_S", 1e9)
     if not is_other_server:
         monkeypatch.setattr(postgres_ready, "LOOK_MAX_S", 0.0)  # the server that brought it back needs no look
     monkeypatch.setattr(postgres_ready, "LOOK_SHARE", 1e9)

@@ -2,8 +2,9 @@
 
 While anybody holds an old snapshot (a dump, a long report), PostgreSQL can neither remove the index entries of leased jobs nor
 mark them as dead: every walk over ready jobs would visit all of them. So the writer remembers for each of its busiest queues a
-*floor*, a row id up to which it has seen everything taken, and walks around what lies below. New jobs have higher ids. Others
-come back below a floor, or are committed late:
+*floor*, a row id up to which it has seen everything taken. Claims begin there; walks go around what lies below, which costs some
+seeks for each floor, once plain ones took long for what they found (`WalkMode`). New jobs have higher ids. Others come back below
+a floor, or are committed late:
 
 - a job that this server brings back (retry, loss, release, requeue) lowers the floors at once (`came_back`);
 - a floor is raised RAISE_DELAY_S late, so that jobs whose ids were drawn earlier than their commit are seen;
@@ -29,7 +30,11 @@ from tasuki.stores.sql.postgres_session import PostgresSession, columns
 from tasuki.stores.sql.rows import ABOVE_ALL_TEXT, NEXT
 
 FLOOR_JOBS_MIN = 500  # jobs taken from a queue before it gets a floor: fewer dead entries cost less than going around them
-FLOORS_MAX = 16  # each costs every walk one more seek
+FLOORS_MAX = 64  # each costs every walk around them some more seeks
+SLOW_WALK_S = 0.003  # of a plain walk: 10,000 dead entries take as long
+SLOW_ROW_S = 0.0001  # for each row that it finds
+SLOW_WALKS = 3  # in a row: one alone may have waited for the CPU
+AROUND_S, AROUND_MAX_S = 5.0, 60.0  # from slow walks to the next plain one; longer each time that is slow again
 RAISE_DELAY_S = 0.1
 LOOK_SHARE = 0.02  # of the time. A look without dead entries takes some 0.2 ms, so that it may be repeated after 10 ms
 LOOK_MAX_S = 0.03  # some 100,000 dead entries
@@ -129,6 +134,29 @@ def _gaps(names: list[str], low: str, high: str) -> Iterator[tuple[str, str]]:
     yield low, high
 
 
+class WalkMode:
+    """Choice between plain walks and those around the floors, for one kind of walk, by the time that plain ones take."""
+
+    def __init__(self) -> None:
+        self._slow = 0
+        """Slow walks in a row."""
+        self._around_until = 0.0
+        self._around_s = AROUND_S
+
+    def is_plain(self, now: float) -> bool:
+        return now >= self._around_until
+
+    def took(self, seconds: float, rows: int, now: float) -> None:
+        """Note the time of a plain walk that found so many rows."""
+        if seconds <= SLOW_WALK_S + rows * SLOW_ROW_S:
+            self._slow, self._around_s = 0, AROUND_S
+            return
+        self._slow += 1
+        if self._slow >= SLOW_WALKS:
+            self._around_until = now + self._around_s
+            self._around_s = min(AROUND_MAX_S, 2 * self._around_s)
+
+
 class ReadySession(PostgresSession):
     """A session of a writer, which leases."""
 
@@ -147,6 +175,7 @@ class ReadySession(PostgresSession):
         }
         self._monotonic = monotonic
         self._floors = ReadyFloors()
+        self._modes = {name: WalkMode() for name in self._walks}
         self._look_at = 0.0
         self._look_ids = _LOOK_IDS_FIRST
         self._looked: dict[QueueKey, int] = {}
@@ -154,7 +183,23 @@ class ReadySession(PostgresSession):
 
     def rows(self, name: str, parameters: Parameters = ()) -> list[Any]:
         walk = self._walks.get(name) if self._floors.known else None
-        return super().rows(name, parameters) if walk is None else walk(*parameters)
+        if walk is None:
+            return super().rows(name, parameters)
+        began = self._monotonic()
+        if name == "band":  # the question with which every lease begins
+            self._floors.raise_due(began)
+            if began >= self._look_at:
+                self._look_below(began)
+                end = self._monotonic()
+                self._look_at = end + (end - began) / LOOK_SHARE
+                began = end
+        mode = self._modes[name]
+        if not mode.is_plain(began):
+            return walk(*parameters)
+        found = super().rows(name, parameters)
+        end = self._monotonic()
+        mode.took(end - began, len(found), end)
+        return found
 
     def came_back(self, row_id: int) -> None:
         self._floors.lower(row_id)
@@ -201,13 +246,7 @@ class ReadySession(PostgresSession):
 
     # -- walks over the distinct values of the index --------------------------------------------------------------
     def _highest_priority(self, below: int) -> list[Any]:
-        """Return the highest priority with ready jobs: the question with which every lease begins."""
-        now = self._monotonic()
-        self._floors.raise_due(now)
-        if now >= self._look_at:
-            self._look_below(now)
-            end = self._monotonic()
-            self._look_at = end + (end - now) / LOOK_SHARE
+        """Return the highest priority with ready jobs."""
         priorities = sorted({queue[0] for queue in self._floors.known if queue[0] < below}, reverse=True)
         gaps = list(zip([*priorities, -1], [below, *priorities], strict=True))
         parts = [self._floors.parts(priority) for priority in priorities]
