@@ -1,5 +1,5 @@
 #!/bin/sh
-# A worker that runs only what execs.toml allows: an input file in, an output file back, and two refusals.
+# A worker that runs only what execs.toml allows: an input file in, an output file back, a refusal, and a job for another worker.
 # Brings its own server (unix socket only) and leaves nothing behind.
 set -eu
 here=$(cd "$(dirname "$0")" && pwd)
@@ -19,6 +19,9 @@ tasuki run --subject text.count --file fruit.txt count -l
 tasuki run --subject text.sort --file fruit.txt -o result.zip sort --unique
 python3 -m zipfile -e result.zip result && cat result/out/sorted.txt
 
-# Neither this argument nor this program is on the list: exit 125, and the reason on stderr.
+# This argument is not on the list: exit 125, and the reason on stderr.
 tasuki run --subject text.count --file fruit.txt count --files0-from=/etc/passwd || echo "refused: exit $?"
-tasuki run --subject text.any rm -rf / || echo "refused: exit $?"
+# Nor is this program: its job is not given to this worker. It waits for one that offers it.
+tasuki submit --subject text.any --job-id another rm -rf /
+tasuki explain another
+tasuki cancel another

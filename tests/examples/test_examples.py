@@ -156,7 +156,9 @@ def test_a_worker_runs_what_its_file_allows_and_nothing_else(tmp_path: Path) -> 
 
     assert told[0].startswith("4 ")
     assert told[1:4] == ["apple", "fig", "pear"]
-    assert told[4:] == ["refused: exit 125"] * 2
+    assert told[4:7] == ["refused: exit 125", "another", "another  PENDING  (text.any)"]
+    assert "do not offer the exec 'rm'" in told[7]
+    assert told[-1] == "another  CANCELED"
 
 
 def test_a_python_function_is_imported_once_and_called_for_each_job(tmp_path: Path) -> None:
