@@ -12,6 +12,7 @@ from tasuki.core.broker.events import (
     ClusterView,
     DeleteBlobs,
     Elected,
+    Hinted,
     Publish,
     ReceiveBlob,
     TurnDone,
@@ -20,6 +21,7 @@ from tasuki.core.broker.events import (
 from tasuki.core.broker.upkeep import (
     COLLECT_INTERVAL_S,
     DUTY_INTERVAL_S,
+    FIRE_INTERVAL_S,
     PROMOTE_BATCH,
     PRUNE_AGAIN,
     PRUNE_INTERVAL_S,
@@ -27,13 +29,15 @@ from tasuki.core.broker.upkeep import (
     SKIP_BATCH,
     SQUEEZED_GRACE_S,
 )
-from tasuki.core.cluster_messages import ServerInfo
+from tasuki.core.cluster_messages import Hint, ServerInfo
 from tasuki.core.election import EpochFenced, TakeOver, TookOver
 from tasuki.core.job import InputFile, State
-from tasuki.core.protocol import BlobPut, ErrorMessage, GiveCredit, Reply, Results
+from tasuki.core.protocol import BlobPut, CancelLeases, ErrorMessage, GiveCredit, Reply, Results
+from tasuki.core.scheduler.firing import Definition, EventRow
 from tasuki.core.store_messages import Answers, JobKind, ReadyQueue, Turn, TurnNotes
 from tasuki.errors import StaleEpoch, Unavailable
 from tasuki.stores.batching import execute
+from tasuki.stores.memory.store import MemoryStore
 from tests.core.broker_stage import BrokerStage
 
 SHA256 = "ab" * 32
@@ -399,3 +403,72 @@ def test_a_full_batch_of_skipped_jobs_is_followed_by_the_next_at_once() -> None:
     second = next_duty(stage)
     assert second.skip == SKIP_BATCH
     assert len(execute(stage.store, second).skip) == 1
+
+
+# ---------------------------------------------------------------------------------------------------- definitions
+
+
+MINUTELY = Definition(id=1, name="m", command_name="tick", schedule_type="every_n_minutes", schedule_value="1")
+
+
+def look(stage: BrokerStage) -> None:
+    """Carry out everything that the leader asks now."""
+    while (turn := stage.broker.next_turn(stage.now())) is not None:
+        stage.apply(TurnDone(turn, execute(stage.store, turn)))
+
+
+def test_the_driver_is_woken_when_a_definition_is_due_and_not_at_the_next_tick() -> None:
+    stage = BrokerStage()
+    assert isinstance(stage.store, MemoryStore)
+    stage.store.define(replace(MINUTELY, changed_at=stage.now().wall))
+    look(stage)
+    stage.clock.advance(60 - stage.now().wall % 60 - 0.03)
+    look(stage)
+
+    assert stage.broker.upkeep.until_due_s(stage.now(), 0.1) == pytest.approx(0.03, abs=0.001)
+    stage.clock.advance(0.03)
+    look(stage)
+    assert stage.broker.upkeep.counts.fired == 1
+    assert stage.broker.upkeep.until_due_s(stage.now(), 0.1) == 0.1
+
+
+def test_a_hint_has_the_leader_look_for_events_at_once_and_without_one_it_takes_a_second() -> None:
+    stage = BrokerStage()
+    assert isinstance(stage.store, MemoryStore)
+    stage.store.define(replace(MINUTELY, type="event", event_type=">"))
+    look(stage)
+    stage.store.emit(EventRow(id=1, event_type="a", created_at=0.0))
+    look(stage)
+    before = stage.broker.upkeep.counts.fired
+    stage.apply(Hinted(Hint(server_id="other", everything=True)))
+    look(stage)
+    hinted = stage.broker.upkeep.counts.fired
+    stage.store.emit(EventRow(id=2, event_type="a", created_at=0.0))
+    stage.clock.advance(FIRE_INTERVAL_S)
+    look(stage)
+
+    assert (before, hinted, stage.broker.upkeep.counts.fired) == (0, 1, 2)
+
+
+def test_a_server_whose_store_has_no_definitions_asks_for_none() -> None:
+    stage = BrokerStage()
+    stage.broker.config = replace(stage.broker.config, fires=False)
+
+    assert next_duty(stage).fire == 0
+    assert stage.broker.upkeep.until_due_s(stage.now(), 0.1) == 0.1
+
+
+def test_a_worker_is_told_at_once_that_its_run_is_replaced() -> None:
+    stage = BrokerStage()
+    assert isinstance(stage.store, MemoryStore)
+    stage.store.define(replace(MINUTELY, type="event", event_type=">", concurrency_policy="replace"))
+    worker = stage.worker("w1", credit=1)
+    stage.store.emit(EventRow(id=1, event_type="a", created_at=0.0))
+    stage.clock.advance(FIRE_INTERVAL_S)
+    look(stage)
+    assert [grant.job_id for grant in stage.grants(worker)] == ["e1-1"]
+    stage.store.emit(EventRow(id=2, event_type="a", created_at=0.0))
+    stage.clock.advance(FIRE_INTERVAL_S)
+    look(stage)
+
+    assert len(stage.last(worker, CancelLeases).lease_ids) == 1

@@ -135,17 +135,17 @@ class _Firing:
         earlier = {job_id for state in self._states.values() for job_id in (state.last_run_id, state.waits_for) if job_id}
         known = self._records.states_of(asked | earlier) if asked else {}
         new: list[PlannedRun] = []
-        cancel: dict[str, str] = {}
+        cancel: list[str] = []
         for number, runs in self._runs.items():
             state = self._states[number]
             plan = plan_runs(self._definitions[number].concurrency_policy, runs, _last_run(state, known), known)
             new += plan.runs
-            cancel |= dict.fromkeys(plan.cancel, f"replaced by run {plan.last_run_id}")
+            cancel += plan.cancel
             latest = next((run for run in reversed(plan.runs) if run.spec.job_id == plan.last_run_id), None)
             waits_for = state.waits_for if latest is None else latest.waits_for or ""
             self._states[number] = replace(state, last_run_id=plan.last_run_id, waits_for=waits_for)
         stored = self._records.add_runs([(run, Submission(run.spec, run.submitter, body_hash(run.spec))) for run in new])
-        canceled = [one for job_id, reason in cancel.items() for one in self._records.cancel_runs([job_id], reason)]
+        canceled = self._records.cancel_runs(cancel, "replaced by the next run of its definition") if cancel else ()
         self._records.save_states(self._states)
         return FiredRuns(runs=tuple(stored), replaced=tuple(zip(cancel, canceled, strict=True)))
 
