@@ -80,7 +80,7 @@ print(json.dumps([django.VERSION[0], type(add).__mro__[1].__module__, values, fa
 """)
     version, home, values, status, errors, log = found
 
-    assert "Ran 6 tests" in ran.stderr
+    assert "Ran 8 tests" in ran.stderr
     assert (version, home) == (6, "django.tasks.base")
     assert values == ["Sato: 300 yen", 3, "Sato, attempt 1"]
     assert (status, errors) == ("FAILED", 2)

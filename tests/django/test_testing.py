@@ -16,7 +16,7 @@ pytestmark = pytest.mark.e2e
 def test_the_example_passes_its_own_tests_on_sqlite(tmp_path: Path) -> None:
     done = DjangoSite(tmp_path).manage("test", "shop")
 
-    assert "Ran 6 tests" in done.stderr
+    assert "Ran 8 tests" in done.stderr
     assert "OK" in done.stderr
 
 
@@ -25,7 +25,7 @@ def test_the_example_passes_its_own_tests_on_postgresql(tmp_path: Path, postgres
     done = DjangoSite(tmp_path, postgres_url=url).manage("test", "shop", "--noinput")
     postgres.drop(url)
 
-    assert "Ran 6 tests" in done.stderr
+    assert "Ran 8 tests" in done.stderr
 
 
 CHECKS = """

@@ -1,12 +1,16 @@
 """Tests of the shop, without a worker: `python manage.py test`."""
 
+from datetime import UTC, datetime
+
 from django.test import TestCase
+from django.utils import timezone
 
 from shop.models import Invoice, Order
 from shop.tasks import greet, send_invoice
-from tasuki.django import enqueue_command
+from tasuki.django import emit, enqueue_command
 from tasuki.django.logs import read_log
-from tasuki.django.testing import assert_enqueued, enqueued, immediate, run_enqueued
+from tasuki.django.models import JobDefinition
+from tasuki.django.testing import assert_enqueued, enqueued, fire_due, immediate, run_enqueued
 
 
 class PlacingAnOrder(TestCase):
@@ -58,3 +62,30 @@ class OtherJobs(TestCase):
     def test_an_async_task_gets_its_context(self):
         with immediate():
             self.assertEqual(greet.enqueue("Sato").return_value, "Sato, attempt 1")
+
+
+class Schedules(TestCase):
+    def test_the_report_is_due_every_hour(self):
+        definition = JobDefinition(name="report", command_name="daily_report", schedule_type="hourly_at_minute")
+        definition.schedule_value = "0"
+        definition.full_clean()
+        definition.save()
+        [at] = definition.preview(1)
+
+        self.assertEqual(fire_due(timezone.now()), [])
+        [run] = fire_due(datetime.fromtimestamp(at, UTC))
+
+        self.assertEqual(run.spec.args, ("daily_report",))
+        self.assertEqual([str(job.state) for job in run_enqueued()], ["SUCCEEDED"])
+
+    def test_an_event_is_one_run(self):
+        definition = JobDefinition(name="report", command_name="daily_report", type="event", event_type="order.*")
+        definition.full_clean()
+        definition.save()
+        emit("order.paid", dedupe_key="order-17")
+        emit("order.paid", dedupe_key="order-17")
+
+        [run] = fire_due(timezone.now())
+
+        self.assertEqual(run.spec.args, ("daily_report", "--event=null"))
+        self.assertEqual(fire_due(timezone.now()), [])

@@ -3,6 +3,7 @@
     assert_enqueued(send_invoice, order.pk)         a task, or the name of a command, with these arguments
     run_enqueued()                                  runs what is due, also what that enqueues, and returns it
     with immediate(): ...                           runs each job as soon as it is enqueued
+    fire_due(at)                                    makes the runs that definitions and events get at this time
 
 A task that raises has FAILED, as with a worker, and the test goes on. Unlike with a worker the task shares the test's
 transaction: one that breaks it on PostgreSQL breaks the test's, too.
@@ -14,6 +15,7 @@ import io
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import datetime
 from typing import Any
 from unittest.mock import patch
 
@@ -23,8 +25,12 @@ from django.core.management import CommandError, call_command
 from tasuki.core.job import READY, Job, Outcome
 from tasuki.core.scheduler.firing import DJANGO_EXEC
 from tasuki.core.store_messages import Filter, Grant, LeaseRequest, Report
+from tasuki.django.conf import project_settings
 from tasuki.django.enqueueing import is_task, on_enqueued, project_store
 from tasuki.django.logs import write_log
+from tasuki.django.models import JobRun
+from tasuki.stores.common import SystemClock
+from tasuki.stores.sql.store import SqlStore
 from tasuki.worker.attempt import HandlerJob, handler_failure, handler_outcome
 
 WORKER = "testing"
@@ -75,16 +81,34 @@ def _shown(job: Job) -> str:
 def run_enqueued() -> list[Job]:
     """Run all jobs that are due, the most urgent and oldest first, and those that they enqueue; return them as they ended."""
     ran: list[str] = []
-    while len(ran) < JOBS_MAX and (due := _due()):
-        ran.append(due[0].job_id)
-        _run(due[0].job_id)
-    return [job for job in project_store().get(ran) if job is not None]
+    store = project_store()
+    ready = JobRun.objects.using(project_settings().database).filter(ready=1).order_by("-priority", "id")
+    while len(ran) < JOBS_MAX:
+        store.promote(epoch=store.epoch()[0])
+        due = ready.first()
+        if due is None:
+            break
+        ran.append(due.job_id)
+        _run(due.job_id)
+    return [job for job in store.get(ran) if job is not None]
 
 
-def _due() -> list[Job]:
-    now = project_store().clock.wall()
-    due = [job for job in enqueued() if job.not_before is None or job.not_before <= now]
-    return sorted(due, key=lambda job: -job.priority)
+def fire_due(at: datetime) -> list[Job]:
+    """Fire the definitions and events that are due at this time, as a leader does then; return the new runs.
+
+    `run_enqueued` runs them. Times of a definition count from its creation on.
+    """
+    store = SqlStore.in_django(project_settings().database, clock=_ClockAt(at.timestamp()))
+    fired = store.fire(epoch=store.epoch()[0])
+    return [job for job in project_store().get([run.job_id for run in fired.runs]) if job is not None]
+
+
+class _ClockAt(SystemClock):
+    def __init__(self, at: float) -> None:
+        self._at = at
+
+    def wall(self) -> float:
+        return self._at
 
 
 @contextmanager
