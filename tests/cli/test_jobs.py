@@ -124,7 +124,7 @@ def test_only_the_failed_elements_of_an_array_are_set_going_again(served: Served
     assert done.returncode == 1
 
     flag.touch()
-    answers = user.json("retry", "--json", "--array", "mend", "--only-failed")
+    answers = user.json("retry", "--json", "mend", "--only-failed")
 
     assert list(answers) == ["mend.2"]
     assert user.json("result", "--json", "mend.2")["state"] == "SUCCEEDED"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import subprocess
 from typing import NamedTuple
 
@@ -28,6 +29,7 @@ MISTAKES = [
     Mistake("rnu", 2, "No such command 'rnu'; see: tasuki --help"),
     Mistake("--bogus", 2, "see: tasuki --help"),
     Mistake("run", 2, "Missing argument 'EXEC'; see: tasuki run --help"),
+    Mistake("run 'echo hello'", 2, "write it and its arguments as words of their own, without quotes"),
     Mistake("run --tow x true", 2, "'--to'"),
     Mistake("run --timeout 5x true", 2, "write 90s, 5m, 1h or 1d"),
     Mistake("run --timeout -1 true", 2, "write 90s, 5m, 1h or 1d"),
@@ -59,7 +61,7 @@ MISTAKES = [
     Mistake("cancel", 2, "Missing argument 'JOB|ARRAY...'; see: tasuki cancel --help"),
     Mistake("list --state LOST", 2, "is not one of PENDING, ASSIGNED, RUNNING"),
     Mistake("list --limit 0", 2, "--limit must be at least 1"),
-    Mistake("retry", 2, "as in: tasuki retry --array ID --only-failed"),
+    Mistake("retry", 2, "as in: tasuki retry ARRAY --only-failed"),
     Mistake("dead retry", 2, "as in: tasuki dead retry --all"),
     Mistake("list --to 127.0.0.1:7000", 2, "use tcp://host:7000"),
     Mistake("list --to HTTP-as-tcp", 5, "it takes connections and does not answer; is it http://?"),
@@ -112,7 +114,7 @@ def test_a_mistake_is_told_in_one_line_with_the_way_out(
 ) -> None:
     user, _ = served
     monkeypatch.setattr("tasuki.cli.connect.CONNECT_TIMEOUT_S", 0.5)
-    done = user.run(*[place.get(word, word) for word in mistake.words.split()])
+    done = user.run(*[place.get(word, word) for word in shlex.split(mistake.words)])
 
     assert (done.returncode, done.stdout) == (mistake.code, "")
     assert mistake.says in done.stderr

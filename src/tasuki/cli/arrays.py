@@ -78,10 +78,11 @@ async def elements(client: AsyncClient, array_id: str, states: Sequence[str] = (
     """Return the ids of an array's elements, of these states, by number."""
     filter = {"array_id": array_id, **({"states": list(states)} if states else {})}
     job_ids = [view["job_id"] async for page in pages(client, filter) for view in page]
-    return sorted(job_ids, key=_number)
+    return sorted(job_ids, key=element_number)
 
 
-def _number(job_id: str) -> tuple[int, str]:
+def element_number(job_id: str) -> tuple[int, str]:
+    """Return the key by which the elements of an array are sorted."""
     number = job_id.rpartition(".")[2]
     return (int(number) if number.isascii() and number.isdigit() else 0, job_id)
 
@@ -119,7 +120,7 @@ class ArraySummary:
 
     def _add(self, job_id: str, state: str, error_code: str | None, message: str | None) -> None:
         self.states[state] += 1
-        self._first[state] = min(self._first.get(state, job_id), job_id, key=_number)
+        self._first[state] = min(self._first.get(state, job_id), job_id, key=element_number)
         if state in ENDED and state != "SUCCEEDED":
             words = ": ".join(word for word in (error_code, (message or "").partition("\n")[0]) if word)
             self._reasons.setdefault((state, words[:REASON_SHOWN_MAX]), []).append(job_id)
@@ -143,7 +144,7 @@ class ArraySummary:
     def view(self) -> dict[str, Any]:
         """Return the array for programs."""
         reasons = [
-            {"state": state, "reason": words, "count": len(job_ids), "example": min(job_ids, key=_number)}
+            {"state": state, "reason": words, "count": len(job_ids), "example": min(job_ids, key=element_number)}
             for (state, words), job_ids in self._by_number()
         ]
         left_s = self._left_s()
@@ -162,7 +163,7 @@ class ArraySummary:
         """Yield the reasons for which jobs did not succeed, the most frequent first."""
         reasons = self._by_number()
         for (state, words), job_ids in reasons[:REASONS_SHOWN]:
-            first = min(job_ids, key=_number)
+            first = min(job_ids, key=element_number)
             yield f"  {len(job_ids)} {state}: {plain(words)}  (as {first}; see: tasuki logs {first})"
         if len(reasons) > REASONS_SHOWN:
             yield f"  and {len(reasons) - REASONS_SHOWN} other reasons: tasuki list --array {self.array_id} --state FAILED"

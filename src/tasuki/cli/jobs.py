@@ -255,22 +255,20 @@ def _traceback_lines(facts: dict[str, Any]) -> Iterable[str]:
     "retry",
     examples=[
         "tasuki retry JOB",
-        "tasuki retry --array ARRAY --only-failed",
+        "tasuki retry ARRAY --only-failed",
         "tasuki retry JOB1 JOB2 --reason 'disk replaced'",
     ],
 )
-@any_job_ids_argument
+@cli.argument("ids", metavar="[JOB|ARRAY]...", help="Ids of jobs or arrays.", nargs=-1)
 @cli.option("--array", metavar="ID", help="All elements of this array that have ended.")
 @cli.flag("--only-failed", help="Leave out what succeeded or was canceled.")
 @cli.reason_option
 @cli.connection_options()
 @cli.quiet_option
-def retry(
-    output: Output, job_ids: tuple[str, ...], array: str | None, only_failed: bool, reason: str, place: cli.Destination
-) -> int:
+def retry(output: Output, ids: tuple[str, ...], array: str | None, only_failed: bool, reason: str, place: cli.Destination) -> int:
     """Jobs start with fresh budgets of retries and losses; the attempt number goes on."""
-    if bool(job_ids) == bool(array):
-        raise InvalidInput("give either job ids or --array ID, as in: tasuki retry --array ID --only-failed")
+    if bool(ids) == bool(array):
+        raise InvalidInput("give either ids or --array ID, as in: tasuki retry ARRAY --only-failed")
     wanted = UNSUCCESSFUL if only_failed else ENDED
 
     async def work(client: AsyncClient) -> dict[str, Any]:
@@ -279,8 +277,15 @@ def retry(
             if not chosen and not await is_array(client, array):
                 raise NotFound(f"there is no array {array[:128]!r}, or it is not yours")
         else:
-            views = await client.request("get", job_ids=list(job_ids))
-            chosen = [view["job_id"] for view in views if view["state"] in wanted or not only_failed]
+            found, unknown = await look_up(client, ids)
+            if unknown:
+                raise unknown[0]
+            chosen = []
+            for named, view in found.items():
+                if view is None:
+                    chosen += await elements(client, named, wanted)
+                elif view["state"] in wanted or not only_failed:
+                    chosen.append(named)
         answers: dict[str, Any] = {}
         for start in range(0, len(chosen), ASK_MAX):
             answers.update(await client.request("requeue", job_ids=chosen[start : start + ASK_MAX], reason=reason))

@@ -37,6 +37,10 @@ def _check_exec(context: click.Context, parameter: click.Parameter, exec_: str) 
     """Refuse an empty name: it would be a handler's job, and is more likely a variable that was not set."""
     if not exec_.strip():
         raise click.BadParameter("it is empty; name a program, or write - for a handler's job")
+    if len(exec_.split()) > 1 and not Path(exec_).exists():
+        raise click.BadParameter(
+            f"{exec_[:80]!r} is no program; write it and its arguments as words of their own, without quotes"
+        )
     return exec_
 
 

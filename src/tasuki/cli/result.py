@@ -17,7 +17,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from tasuki.cli.arrays import ArraySummary, elements, look_up, pages, wait_all
+from tasuki.cli.arrays import ArraySummary, element_number, elements, look_up, pages, wait_all
 from tasuki.cli.command import PATH, Destination, argument, command, connection_options, duration, flag, number, option
 from tasuki.cli.connect import with_client
 from tasuki.cli.output import ExitCode, Output, encode_json, write_line
@@ -130,7 +130,7 @@ async def _save_array(
     except OSError as error:
         raise InvalidInput(f"the folder {str(folder)!r} cannot be made: {error.strerror}; name another with -o FOLDER") from None
     views = {view["job_id"]: view async for page in pages(client, {"array_id": array_id}) for view in page}
-    handles = [client.job(job_id) for job_id in views]
+    handles = [client.job(job_id) for job_id in sorted(views, key=element_number)]
     summary, saved, size = ArraySummary(array_id), 0, 0
     for ended in await wait_all(client, handles, output, array_id=array_id, timeout=timeout):
         summary.add_result(ended)
