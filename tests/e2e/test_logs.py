@@ -228,7 +228,7 @@ class TestWithOneWorker:
         [
             ({"offset": -1}, "offset must be 0"),
             ({"offset": 1 << 63}, "offset must be 0"),
-            ({"stream": "stdlog"}, "stream must be stdout or stderr"),
+            ({"stream": "stdlog"}, "stream must be stdout, stderr or progress"),
             ({"wait_s": 26.0}, "wait_s must be 0 to 25"),
             ({"wait_s": float("nan")}, "wait_s must be 0 to 25"),
             ({"max_bytes": 0}, "max_bytes must be 1"),
