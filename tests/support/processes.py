@@ -7,7 +7,8 @@
 `start_server` runs `python -m tasuki server` on a folder of its own and a free port, with SQLite or with `store=` a database that
 several servers share; `start_servers` runs several. `start_worker` runs the handlers of `tests/support/handlers.py`, or with
 `command=True` the `tasuki worker` of the command line. All return when the process is ready, and leaving the `with` block
-kills it; a test that dies before leaves nothing behind either.
+kills it; a test that dies before leaves nothing behind either. Most are forked by a process that has imported everything
+(`nursery.py`); with `fresh=True` they have an interpreter of their own.
 """
 
 from __future__ import annotations
