@@ -271,7 +271,7 @@ def test_a_result_file_that_cannot_be_written_is_noticed_before_the_job_is_submi
     user: User, monkeypatch: pytest.MonkeyPatch, target: str, says: str
 ) -> None:
     monkeypatch.setattr("tasuki.cli.result.os.access", lambda path, mode: str(path) != "/proc")  # root may write anywhere
-    for word in ("run", "result"):
+    for word in ("run",) if target == "." else ("run", "result"):  # of an array it may be a folder
         done = user.run(word, "-o", target, "true")
 
         assert (done.returncode, done.stdout) == (125 if word == "run" else 2, "")

@@ -216,6 +216,7 @@ def test_hints_progress_lines_and_wrong_words_are_printed_without_control_charac
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    monkeypatch.setenv("NO_COLOR", "1")  # colours are tasuki's own
     output = Output()
     output.show({}, lambda: [EVIL])
     output.hint(EVIL)

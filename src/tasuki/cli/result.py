@@ -82,8 +82,8 @@ def result(
                 raise InvalidInput(f"{named!r} is an array; name one of its jobs, or a folder for all results with -o FOLDER")
             return await _save_array(client, named, output_file or extract or Path(named), extract is not None, timeout, output)
         name = Path(f"{named}.{_suffix(view)}")
-        if output_file is None and not stdout and extract is None:
-            check_target(name)
+        if not stdout and extract is None:
+            check_target(output_file or name)
         output.progress(f"waiting for job {named} …")
         ended = await client.job(named).outcome(timeout)
         where: Path | None = None
@@ -214,6 +214,8 @@ async def save(client: AsyncClient, ended: JobResult, path: Path, output: Output
 def check_target(path: Path) -> None:
     """Raise InvalidInput if a file cannot be made here."""
     folder = path.parent
+    if _is_stream(path):  # it is there, and is written to
+        return
     if not folder.is_dir():
         raise InvalidInput(f"-o {str(path)!r}: there is no folder {str(folder)!r}; make it with: mkdir -p {folder}")
     if path.is_dir():

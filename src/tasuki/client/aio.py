@@ -180,7 +180,7 @@ class AsyncClient:
             async with asyncio.timeout(self._connect_timeout_s):
                 await asyncio.shield(self._ready)
         except TimeoutError:
-            is_open = self._connection.link is not None
+            is_open = self._connection.link is not None and not addresses[0].http
             problem = "it takes connections and does not answer; is it http://?" if is_open else self._last_problem
             await self.close()
             waited = shown_duration(self._connect_timeout_s)
