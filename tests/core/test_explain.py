@@ -53,6 +53,14 @@ def test_no_worker_at_all() -> None:
     assert why(job()) == "NO_WORKERS"
 
 
+def test_a_run_that_replaces_another_waits_for_its_end() -> None:
+    run = job(job_definition_id=7)
+
+    assert why(run, worker(), ahead=None) == "PREDECESSOR"
+    assert why(run, worker(), ahead=0) != "PREDECESSOR"
+    assert why(job(), worker(), ahead=None) != "PREDECESSOR"
+
+
 def test_no_worker_of_this_subject_names_the_nearest_patterns_and_why_they_do_not_match() -> None:
     answer = told(job(), worker("w1", "other.>"), worker("w2", "render.us.*"), worker("w3", "render.eu"))
     assert "No connected worker subscribes to 'render.eu.1'" in answer["because"][0]

@@ -88,6 +88,8 @@ def _why_waiting(job: Job, context: ExplainContext) -> Explanation:
         return "TOO_LATE", ["It is too late to start it, by its not_after: it is about to be skipped."], {}
     if job.not_before is not None and job.not_before > context.now_wall:
         return _delayed(job, job.not_before - context.now_wall)
+    if job.job_definition_id is not None and job.state is State.PENDING and context.ahead is None:
+        return "PREDECESSOR", ["It replaces an earlier run of its definition, and starts when nothing of that one is left."], {}
     if context.trouble:
         return "TROUBLE", [f"This server gives out no job at the moment: {context.trouble}."], {"trouble": context.trouble}
     if not context.workers:
