@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from tasuki.core.access import PeerKind
-from tasuki.core.broker.events import BlobPiece, DiskSpace, Query, ReceiveBlob, SendBlob
+from tasuki.core.broker.client_messages import ROWS_AT_ONCE
+from tasuki.core.broker.events import BlobPiece, DiskSpace, Query, ReceiveBlob, SendBlob, TurnDone
 from tasuki.core.job import InputFile, JobSpec, State
 from tasuki.core.machine import Ticked
 from tasuki.core.protocol import (
@@ -27,12 +28,14 @@ from tasuki.core.protocol import (
     JobsReleased,
     JobsStarted,
     Reply,
+    Request,
     Results,
     SubmitJobs,
     Subscribe,
 )
 from tasuki.core.store_messages import BlobClaim, BlobPlace
 from tasuki.errors import ProtocolError, Unauthorized
+from tasuki.stores.batching import execute
 from tests.core.broker_stage import TCP, BrokerStage, ending
 
 
@@ -422,3 +425,47 @@ def test_a_connection_ends_when_its_token_expires(stage: BrokerStage) -> None:
     stage.clock.advance(1.0)
     stage.apply(Ticked())
     assert isinstance(stage.hung_up[conn], Unauthorized)
+
+
+# ---------------------------------------------------------------------------------------------------- many jobs of one request
+
+
+@pytest.mark.parametrize("verb", ["watch", "cancel", "requeue"])
+def test_jobs_of_one_request_are_read_and_changed_some_in_each_turn(verb: str) -> None:
+    """A job may have megabytes of arguments and file names: a thousand of them at once would be the server's memory."""
+    stage = BrokerStage()
+    client, job_ids = stage.client(), [f"job-{number}" for number in range(200)]
+    stage.submit(client, *job_ids)
+    stage.tell(client, CancelJobs(9, job_ids) if verb == "cancel" else Request(9, verb, {"job_ids": job_ids}))
+    while (turn := stage.broker.next_turn(stage.now())) is not None:
+        assert max(len(turn.get), len(turn.cancel), len(turn.requeue)) <= ROWS_AT_ONCE
+        stage.apply(TurnDone(turn, execute(stage.store, turn)))
+
+    answer = stage.last(client, Reply)
+    assert answer.corr_id == 9
+    assert list(answer.body["states"] if verb == "watch" else answer.body) == job_ids
+
+
+def test_a_job_that_ends_while_the_rest_of_its_request_is_read_is_told() -> None:
+    stage = BrokerStage()
+    submitter, client = stage.client(), stage.client("admin", "root")
+    job_ids = [f"job-{number}" for number in range(ROWS_AT_ONCE + 1)]
+    stage.submit(submitter, *job_ids)
+    stage.tell(client, Request(9, "watch", {"job_ids": job_ids}))
+    first = stage.broker.next_turn(stage.now())
+    assert first is not None
+    stage.apply(TurnDone(first, execute(stage.store, first)))
+    stage.ask(stage.node(), CancelJobs(9, ["job-0"]))
+
+    assert [item.job_id for message in stage.all(client, Results) for item in message.items] == ["job-0"]
+
+
+def test_a_foreign_job_far_behind_own_ones_refuses_the_whole_cancel() -> None:
+    stage = BrokerStage()
+    client, job_ids = stage.client(), [f"job-{number}" for number in range(ROWS_AT_ONCE + 5)]
+    stage.submit(client, *job_ids)
+
+    stage.ask(client, CancelJobs(9, [*job_ids, "nobody's"]))
+
+    assert (stage.last(client, ErrorMessage).corr_id, stage.last(client, ErrorMessage).code) == (9, "NOT_FOUND")
+    assert {job.state for job in stage.store.get(job_ids)} == {State.PENDING}

@@ -1,9 +1,12 @@
 """A copy of a store in use, and its new life: nothing that the lost life granted after the copy is ever taken for its own."""
 
+import os
 import shutil
 import sqlite3
+import stat
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,6 +19,7 @@ from tasuki.stores.sql.sqlite_backup import (
     begin_new_life,
     blobs_of,
     check_copy,
+    compact,
     facts_of,
     snapshot,
 )
@@ -71,6 +75,25 @@ def test_a_copy_is_of_one_moment_though_others_write_meanwhile(tmp_path: Path) -
     assert len(words) > 2  # there was a meanwhile
     assert rows(tmp_path / "copy.sqlite3", "SELECT count(*) FROM line") == [(many,)]
     assert rows(tmp_path / "copy.sqlite3", "PRAGMA integrity_check") == [("ok",)]
+
+
+def test_nobody_else_can_read_what_a_compaction_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The folder of a store may be open to others; its files are not, whatever the umask."""
+    database = make_store(tmp_path).folder.database
+    modes = []
+    connect = sqlite3.connect
+
+    def noted(path: Path, **options: Any) -> sqlite3.Connection:
+        modes.extend(stat.S_IMODE(one.stat().st_mode) for one in tmp_path.glob("*.compact*"))
+        return connect(path, **options)
+
+    monkeypatch.setattr(sqlite3, "connect", noted)
+    before = os.umask(0)
+    try:
+        compact(database)
+    finally:
+        os.umask(before)
+    assert set(modes) == {0o600}
 
 
 def test_a_copy_tells_what_it_holds(tmp_path: Path) -> None:

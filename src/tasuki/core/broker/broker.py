@@ -20,7 +20,7 @@ from tasuki.core.protocol import HANDSHAKE_TIMEOUT_S, error_message
 from tasuki.core.store_messages import LeaseHolder, Turn
 from tasuki.errors import DiskFull, ProtocolError, TasukiError, Unauthorized, Unavailable
 
-READS_PER_TURN = 512  # jobs whose rows, with results of up to 64 KiB, are read at once
+READS_PER_TURN = 128  # jobs whose rows, with results of up to 64 KiB and larger lists, are read at once
 SESSIONS_INTERVAL_S = 0.5  # silence, an expired token, an assignment without a sign: all of them are a matter of seconds
 STORE_RETRY_S = 0.2  # after a failed turn
 

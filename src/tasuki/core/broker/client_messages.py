@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from typing import Any
 
 from msgspec.structs import replace
 
@@ -35,7 +36,7 @@ from tasuki.core.subject import ASSIGN, SUBMIT
 from tasuki.errors import Conflict, DiskFull, Forbidden, InvalidInput, NotFound, ProtocolError, TasukiError, Unavailable, discreet
 
 SPECS_MAX = protocol.BATCH_MAX  # jobs of one frame: the answers must fit a frame too, and those that exist are read whole
-RESULTS_READ = 256  # results that one read of a resubmit brings
+ROWS_AT_ONCE = 64  # jobs of one request that a turn reads or changes: with its lists a row may have 3 MiB
 ENTRY_BYTES = 128  # of memory that an argument, environment name, file or header takes beside its text
 READ_VERBS = frozenset({"get", "find", "counts", "explain", "token.audit"})
 REASON_MAX_CHARS = 1000
@@ -160,8 +161,8 @@ def _submitted(
     if watch:
         # Results may be large: they are read apart, some per turn.
         ended = list(dict.fromkeys(item.job_id for item in exceptions if item.state in TERMINAL))
-        for start in range(0, len(ended), RESULTS_READ):
-            some = ended[start : start + RESULTS_READ]
+        for start in range(0, len(ended), ROWS_AT_ONCE):
+            some = ended[start : start + ROWS_AT_ONCE]
             state.builder.ask("get", some, partial(_results_read, state, client, some))
 
 
@@ -233,8 +234,9 @@ def result_of(job: Job) -> protocol.JobResult:
 def ask_ends(state: BrokerState, job_ids: Iterable[str]) -> None:
     """Read the watched ones of jobs that may have ended otherwise than by a report, and tell their watchers."""
     watched = list(dict.fromkeys(job_id for job_id in job_ids if job_id in state.watchers))
-    if watched:
-        state.builder.ask("get", watched, partial(_ends_read, state, watched))
+    for start in range(0, len(watched), ROWS_AT_ONCE):
+        some = watched[start : start + ROWS_AT_ONCE]
+        state.builder.ask("get", some, partial(_ends_read, state, some))
 
 
 def _ends_read(state: BrokerState, job_ids: list[str], jobs: Sequence[Job | None], effects: TurnEffects) -> None:
@@ -261,37 +263,85 @@ def _authorize(
     client: ClientSession,
     request: protocol.Request | protocol.CancelJobs,
     job_ids: list[str],
-    then: Callable[..., None],
+    seen: Callable[[Sequence[Job], TurnEffects], None],
+    then: Callable[[TurnEffects], None],
 ) -> list[events.Command]:
-    """Read these jobs in the next turn, and call `then(jobs, effects)` if the client may see all of them; else refuse."""
+    """Read these jobs, some in each turn: `seen` gets those that the client may see. Refuse the request if one is not among
+    them, else call `then` at the end."""
     if len(job_ids) > protocol.BATCH_MAX:
         action = request.verb if isinstance(request, protocol.Request) else "cancel"
         limit = f"the limit is {protocol.BATCH_MAX}; send several"
         raise InvalidInput(f"{action} of {len(job_ids)} jobs at once is too much, {limit}")
+    identity = client.identity
+    assert identity is not None
 
-    def judge(jobs: Sequence[Job | None], effects: TurnEffects) -> None:
-        if client.conn not in state.sessions or client.identity is None:
+    def judge(start: int, jobs: Sequence[Job | None], effects: TurnEffects) -> None:
+        if client.conn not in state.sessions:
             return
-        for job_id, job in zip(job_ids, jobs, strict=True):
+        mine = [job for job in jobs if job is not None and identity.may_see(job.submitter, job.spec.subject)]
+        if len(mine) < len(jobs):
             # Whether a job of somebody else exists is also not everybody's business.
-            if job is None or not client.identity.may_see(job.submitter, job.spec.subject):
-                unknown = NotFound(f"there is no job {job_id[:128]!r}, or it is not yours")
-                state.answer(client.conn, request.msg_id, unknown, effects)
-                return
-        then(jobs, effects)
+            known = {job.job_id for job in mine}
+            job_id = next(job_id for job_id in job_ids[start:] if job_id not in known)
+            unknown = NotFound(f"there is no job {job_id[:128]!r}, or it is not yours")
+            state.answer(client.conn, request.msg_id, unknown, effects)
+            return
+        seen(mine, effects)
+        if start + len(jobs) < len(job_ids):
+            ask(start + len(jobs))
+        else:
+            then(effects)
 
-    failed = partial(state.tell_failure, client.conn, request.msg_id)
-    state.builder.ask("get", job_ids, judge, failed, client.owner)
+    def ask(start: int) -> None:
+        failed = partial(state.tell_failure, client.conn, request.msg_id)
+        some = job_ids[start : start + ROWS_AT_ONCE]
+        state.builder.ask("get", some, partial(judge, start), failed, client.owner)
+
+    ask(0)
     return []
 
 
+def _order(
+    state: BrokerState,
+    client: ClientSession,
+    request: protocol.Request | protocol.CancelJobs,
+    job_ids: list[str],
+    verb: str,
+    order: Callable[[str], object],
+    done: Callable[[str, Any, TurnEffects], dict[str, object]],
+) -> list[events.Command]:
+    """Give an order for each of the jobs that the client may see, some in each turn, and answer with what `done` returns."""
+    states: dict[str, dict[str, object]] = {}
+
+    def ask(_effects: TurnEffects) -> None:
+        some = job_ids[len(states) : len(states) + ROWS_AT_ONCE]
+        failed = partial(state.tell_failure, client.conn, request.msg_id)
+        state.builder.ask(verb, [order(job_id) for job_id in some], partial(answered, some), failed)
+
+    def answered(some: Sequence[str], answers: Sequence[Any], effects: TurnEffects) -> None:
+        for job_id, answer in zip(some, answers, strict=True):
+            states[job_id] = done(job_id, answer, effects)
+        if len(states) < len(job_ids):
+            ask(effects)
+        else:
+            state.answer(client.conn, request.msg_id, states, effects)
+
+    return _authorize(state, client, request, job_ids, lambda jobs, effects: None, ask)
+
+
 def _watch(state: BrokerState, client: ClientSession, request: protocol.Request, job_ids: list[str]) -> list[events.Command]:
+    states: dict[str, str] = {}
+
     def watch(jobs: Sequence[Job], effects: TurnEffects) -> None:
+        """Watch from the moment on in which they were read: the end of one may follow at once."""
         for job in jobs:
             _watch_job(state, client, job, effects)
-        effects.send(client.conn, protocol.Reply(request.msg_id, {"states": {job.job_id: str(job.state) for job in jobs}}))
+            states[job.job_id] = str(job.state)
 
-    return _authorize(state, client, request, job_ids, watch)
+    def answer(effects: TurnEffects) -> None:
+        effects.send(client.conn, protocol.Reply(request.msg_id, {"states": states}))
+
+    return _authorize(state, client, request, job_ids, watch, answer)
 
 
 def stop_canceled(state: BrokerState, canceled: Canceled) -> list[events.Command]:
@@ -305,41 +355,29 @@ def stop_canceled(state: BrokerState, canceled: Canceled) -> list[events.Command
 
 
 def _cancel(state: BrokerState, client: ClientSession, identity: Identity, message: protocol.CancelJobs) -> list[events.Command]:
-    conn, msg_id, reason = client.conn, message.msg_id, message.reason[:REASON_MAX_CHARS]
+    reason = message.reason[:REASON_MAX_CHARS]
+
+    def canceled(job_id: str, answer: Canceled, effects: TurnEffects) -> dict[str, object]:
+        effects.commands += stop_canceled(state, answer)
+        if not answer.requested and answer.state is State.CANCELED:
+            ask_ends(state, [job_id])
+            state.cluster.ended.append(job_id)
+        return {"state": answer.state, "requested": answer.requested}
+
     job_ids = list(dict.fromkeys(message.job_ids))
-
-    def cancel(jobs: Sequence[Job], effects: TurnEffects) -> None:
-        orders = [(job_id, identity.name, reason) for job_id in job_ids]
-        state.builder.ask("cancel", orders, canceled, partial(state.tell_failure, conn, msg_id))
-
-    def canceled(answers: Sequence[Canceled], effects: TurnEffects) -> None:
-        states: dict[str, dict[str, object]] = {}
-        for job_id, answer in zip(job_ids, answers, strict=True):
-            states[job_id] = {"state": answer.state, "requested": answer.requested}
-            effects.commands += stop_canceled(state, answer)
-            if not answer.requested and answer.state is State.CANCELED:
-                ask_ends(state, [job_id])
-                state.cluster.ended.append(job_id)
-        state.answer(conn, msg_id, states, effects)
-
-    return _authorize(state, client, message, job_ids, cancel)
+    return _order(state, client, message, job_ids, "cancel", lambda job_id: (job_id, identity.name, reason), canceled)
 
 
 def _requeue(
     state: BrokerState, client: ClientSession, identity: Identity, request: protocol.Request, job_ids: list[str]
 ) -> list[events.Command]:
-    conn, msg_id, reason = client.conn, request.msg_id, _reason(request)
+    def requeued(job_id: str, answer: Requeued, effects: TurnEffects) -> dict[str, object]:
+        return {"state": answer.state, "done": answer.done}
 
-    def requeue(jobs: Sequence[Job], effects: TurnEffects) -> None:
-        orders = [RequeueOrder(job_id, identity.name, reason) for job_id in job_ids]
-        state.builder.ask("requeue", orders, requeued, partial(state.tell_failure, conn, msg_id))
-
-    def requeued(answers: Sequence[Requeued], effects: TurnEffects) -> None:
-        pairs = zip(job_ids, answers, strict=True)
-        states = {job_id: {"state": answer.state, "done": answer.done} for job_id, answer in pairs}
-        state.answer(conn, msg_id, states, effects)
-
-    return _authorize(state, client, request, job_ids, requeue)
+    reason = _reason(request)
+    return _order(
+        state, client, request, job_ids, "requeue", lambda job_id: RequeueOrder(job_id, identity.name, reason), requeued
+    )
 
 
 # ---------------------------------------------------------------------------------------------------- requests by name

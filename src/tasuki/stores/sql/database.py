@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import re
 from abc import abstractmethod
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import lru_cache, wraps
 from importlib.resources import files
@@ -59,7 +59,7 @@ class InsertedRows(NamedTuple):
 
     size: int
     created: int
-    new_ids: Container[int]
+    new_ids: Collection[int]
     """Row ids of the new jobs."""
 
 

@@ -81,6 +81,7 @@ def compact(database: Path) -> None:
         raise DiskFull(f"up to {needed_bytes:,} bytes are needed beside the store, and {free_bytes:,} are free; make room")
     smaller = database.with_name(f"{database.name}.compact")
     smaller.unlink(missing_ok=True)  # of a compaction that was killed
+    smaller.touch(mode=0o600, exist_ok=False)  # it has payloads and results, and the folder may be open to others
     try:
         with SqliteErrors("nothing was changed"), closing(sqlite3.connect(database, isolation_level=None)) as connection:
             connection.execute("PRAGMA synchronous = FULL")
