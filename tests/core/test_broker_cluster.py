@@ -263,11 +263,12 @@ def test_a_job_elsewhere_is_looked_for_by_the_worker_that_its_subject_names(pair
     assert "w17" in lookers(pair.b, Hint(server_id="a", ready=("render.w17",), ready_jobs=1))
 
 
-def test_a_job_elsewhere_is_looked_for_by_workers_of_every_kind(pair: Pair) -> None:
+def test_a_job_elsewhere_is_looked_for_by_workers_of_every_kind_and_program(pair: Pair) -> None:
     for number in range(20):
-        pair.b.worker(f"w{number}", credit=1, takes=Takes.COMMANDS if number < 19 else Takes.HANDLERS)
+        takes = Takes.COMMANDS if number < 19 else Takes.HANDLERS
+        pair.b.worker(f"w{number}", credit=1, takes=takes, execs=("render",) if number == 18 else ("other",))
 
-    assert "w19" in lookers(pair.b, Hint(server_id="a", ready=("render.x",), ready_jobs=1))
+    assert {"w18", "w19"} < set(lookers(pair.b, Hint(server_id="a", ready=("render.x",), ready_jobs=1)))
 
 
 def test_delayed_jobs_that_became_ready_are_told_by_their_number(pair: Pair) -> None:

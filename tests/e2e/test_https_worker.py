@@ -119,6 +119,16 @@ def hold(client: Client, place: Place, name: str, subject: str) -> Any:
     return job
 
 
+def test_it_offers_its_programs_and_is_given_no_other(lab: Seat, client: Client) -> None:
+    other = client.submit(subject="lab.1", exec="nobodys")
+
+    assert client.submit(subject="lab.1", exec="step").outcome(BACK_S).state == "SUCCEEDED"
+    [offered] = [worker.execs for worker in client.workers() if worker.worker_id == lab.name]
+    assert offered == ("step", "talk")
+    assert (client.status(other.job_id).attempt, client.explain(other.job_id).facts["why"]) == (0, "OTHER_KIND")
+    client.cancel(other.job_id)
+
+
 # ---------------------------------------------------------------------------------------------------- the line is cut
 
 

@@ -341,8 +341,8 @@ class BrokerState:
         self.over_budget = ""
         """Reason why this server, which leads, takes no new blobs; empty: there is room."""
         self._live_workers: dict[str, tuple[str, ...]] | None = {}
-        self._named: dict[str, tuple[str, ...]] = {}
-        """Patterns of the live workers that offer each program."""
+        self._named: dict[str, tuple[str, ...]] | None = None
+        """Patterns of the live workers that offer each program; None: to be computed anew."""
 
     @property
     def blob_problem(self) -> str:
@@ -567,21 +567,16 @@ class BrokerState:
 
     def note_live_workers(self) -> None:
         """Make `live_workers` compute its answer anew, once per turn: thousands of workers may come or go at once."""
-        self._live_workers = None
+        self._live_workers = self._named = None
 
     def live_workers(self) -> dict[str, tuple[str, ...]]:
         """Return the patterns of all workers that gave credit: jobs whose subject names one of them are left for it."""
         if self._live_workers is None:
             # A new one each time: requests of turns under way keep theirs.
-            live = {worker.worker_id: (worker.patterns, worker.execs) for _, worker in self.cluster.workers() if worker.addressed}
-            live |= {w.worker_id: (w.patterns, w.offer.execs) for w in self.workers.values() if w.addressed}
-            attached = {worker_id: one for worker_id, one in live.items() if worker_id not in self.cluster.detached}
-            self._live_workers = {worker_id: patterns for worker_id, (patterns, _) in attached.items()}
-            named: defaultdict[str, dict[str, None]] = defaultdict(dict)
-            for patterns, execs in attached.values():
-                for exec_ in execs or ():
-                    named[exec_].update(dict.fromkeys(patterns))
-            self._named = {exec_: tuple(patterns) for exec_, patterns in named.items() if exec_ != OWN_PROGRAMS}
+            live = {worker.worker_id: worker.patterns for _, worker in self.cluster.workers() if worker.addressed}
+            live |= {worker_id: worker.patterns for worker_id, worker in self.workers.items() if worker.addressed}
+            detached = self.cluster.detached
+            self._live_workers = {worker_id: patterns for worker_id, patterns in live.items() if worker_id not in detached}
         return self._live_workers
 
     def named_elsewhere(self, worker: WorkerSession) -> dict[str, tuple[str, ...]]:
@@ -590,7 +585,12 @@ class BrokerState:
         execs = worker.offer.execs
         if not execs or OWN_PROGRAMS not in execs:
             return {}
-        self.live_workers()
+        if self._named is None:
+            named: defaultdict[str, dict[str, None]] = defaultdict(dict)
+            for other in self.workers.values():  # of this server alone: a store that servers share has no local commands
+                for exec_ in other.offer.execs or () if other.worker_id in self.live_workers() else ():
+                    named[exec_].update(dict.fromkeys(other.patterns))
+            self._named = {exec_: tuple(patterns) for exec_, patterns in named.items() if exec_ != OWN_PROGRAMS}
         return {exec_: patterns for exec_, patterns in self._named.items() if exec_ not in execs}
 
     # -- descriptions ---------------------------------------------------------------------------------------------

@@ -122,7 +122,7 @@ WITH RECURSIVE head ("group", subject, kind, exec) AS (
 SELECT "group", subject, kind, exec FROM head LIMIT $6::bigint
 
 -- name: execs
--- Not around the floors: it is asked for workers that run every program of a user, who starts fewer of them.
+-- Not around the floors: here it is asked only for workers that do not say what they offer.
 WITH RECURSIVE head (subject, exec) AS (
     SELECT name, (SELECT exec FROM tasuki_jobrun
                   WHERE ready = 1 AND priority = $1::smallint AND "group" = $2::text AND subject = name AND kind = $3::smallint
