@@ -391,7 +391,7 @@ _OF_GRANTS = (
         invariants=("I12",),
         patches=(
             Replacement(MemoryStore, "_is_late", lambda _: lambda *_: False),
-            ReplacedStatement("oldest_of_queue", "not_after >= ?6", f"not_after >= ?6 - {EARLY_S}"),
+            ReplacedStatement("oldest_of_queue", "not_after >= ?7", f"not_after >= ?7 - {EARLY_S}"),
             ReplacedStatement("oldest_of_queues", "not_after >= ?5", f"not_after >= ?5 - {EARLY_S}"),
             ReplacedStatement("grant", "not_after >= ?8", f"not_after >= ?8 - {EARLY_S}"),
         ),
