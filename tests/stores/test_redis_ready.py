@@ -111,3 +111,10 @@ def test_a_lease_names_only_workers_that_its_own_subjects_may_name(zpe: Zpe, pat
     assert [grant.job_id for grant in zpe.stage.lease(limit=2, patterns=(pattern,), live_workers=live)] == ["zoo.7"]
 
     assert zpe.raw.info("stats")["total_net_input_bytes"] - received < 2_000
+
+
+def test_the_list_of_the_app_has_its_share_beside_other_groups(zpe: Zpe) -> None:
+    add(zpe, "a.1", "a.2", "b.1")
+    zpe.push("listed")
+
+    assert "listed" in [grant.job_id for grant in zpe.stage.lease(limit=3)]

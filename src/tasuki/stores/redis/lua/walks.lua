@@ -169,11 +169,11 @@ function queues.each_groups(request, priority, visit)
   local named = named_groups(request, priority)
   if #request.of_any > 0 and queues.may_walk() then
     local walk = begin_walk(priority, index_of(priority), '-', '+')
-    if is_own_ready(priority) then
-      named[own.group] = true
+    local groups = {}
+    if is_own_ready(priority) then -- it is in no index, and served with the first groups, evenly
+      groups[own.group], named[own.group] = true, nil
     end
     repeat
-      local groups = {}
       for _, member in ipairs(go_on(walk, GROUPS_AT_ONCE, true)) do
         local group = read_member(member)
         groups[group], named[group] = true, nil
@@ -182,6 +182,7 @@ function queues.each_groups(request, priority, visit)
         leave_walk(walk)
         return
       end
+      groups = {}
     until #walk.ranges == 0 or not queues.may_walk()
     leave_walk(walk)
   end
