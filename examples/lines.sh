@@ -8,6 +8,6 @@ printf '%s\n' Alice Bob 'Carol Danvers' > "$words"
 
 tasuki submit --each-line "$words" --job-id greetings --wait echo Hello,
 tasuki logs greetings.3                     # the job of line 3: a line is one argument, blanks and all
-tasuki list --array greetings
+tasuki status greetings
 
 tasuki submit --each-line "$words" --job-id greetings --wait echo Hello,      # the stored results; no second run

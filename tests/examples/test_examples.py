@@ -146,9 +146,10 @@ def test_one_job_per_line_with_an_embedded_server(tmp_path: Path) -> None:
 
     assert told[0] == told[-1] == "greetings  3 jobs, 3 SUCCEEDED"
     assert told[1] == "Hello, Carol Danvers"
-    # ATTEMPT is listed before the second submit; the data folder tells that none was added by it.
-    listed = output_of(["tasuki", "list", "--array", "greetings", "--json"], env, tmp_path)
-    assert listed.count('"attempt":1') == 3
+    assert told[2] == "greetings  array of 3 jobs: 3 SUCCEEDED"
+    # The data folder tells that no attempt was added by the second submit.
+    shown = output_of(["tasuki", "status", "--json", "greetings.1", "greetings.2", "greetings.3"], env, tmp_path)
+    assert shown.count('"attempt":1') == 3
 
 
 def test_a_worker_runs_what_its_file_allows_and_nothing_else(tmp_path: Path) -> None:
