@@ -8,6 +8,7 @@ number or I/O. Every part may import `core`; `core` imports `tasuki.errors` and 
     protocol, store_messages                 messages between peers; messages between machines and a store
     broker/, worker/, client_machine         the machines of server, worker and client
     failover/                                one job over several node agents
+    scheduler/                               nominal times of definitions, and the runs that are due
     election, cluster_messages               the leader's election; messages between servers that share a store
     shares                                   counts per owner with a limit
     explain, reconnect, backoff              reasons for a job's state; when and where to connect again

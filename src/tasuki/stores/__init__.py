@@ -8,6 +8,7 @@ servers, the commands and `tasuki.testing` import this folder.
     store      the contract: a few dozen batch-first verbs
     batching   group commit on the store's thread
     common     rules that all back ends share
+    firing     the verb that makes runs of definitions and events, for all back ends that have them
     wakeups    hints between servers that share a store
     memory/    in dictionaries: the model for tests and the simulator
     sql/       SQLite and PostgreSQL

@@ -1,5 +1,6 @@
 """The store in memory: the model that other stores are compared with, used by tests and the simulator.
 
-store     `MemoryStore`: the verbs that change jobs
-records   jobs, blobs and tokens with their indexes; all other verbs
+store         `MemoryStore`: the verbs that change jobs
+definitions   definitions and events, and the verb that fires them
+records       jobs, blobs and tokens with their indexes; all other verbs
 """

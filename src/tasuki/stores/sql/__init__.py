@@ -8,6 +8,7 @@ of the vendor (`statements/`); the outermost verb or turn writes counters and in
     lease              lease, assign, held; the index of ready jobs
     report             start, renew, release, finish, fail; the end of an attempt
     leader             take over, reap, skip, promote, prune
+    fire               definitions, events, and the leader's notes on them
     blobs              places of bytes, and their collection
     rows               conversion between rows and structs
     database           the interface between verbs and vendors, named statements, the transaction that verbs share
