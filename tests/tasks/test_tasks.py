@@ -324,3 +324,20 @@ class Stuck:
         from concurrent.futures import Future
 
         return Future()
+
+
+def test_a_call_without_arguments_and_a_result_of_none_are_empty() -> None:
+    own = Tasks()
+
+    @own.task
+    def nothing() -> None: ...
+
+    @own.task
+    def no_number() -> int:
+        return None  # type: ignore[return-value]
+
+    assert (nothing.signature.encode_arguments((), {}), nothing.signature.encode_result(None)) == (b"", b"")
+    with own.eager():
+        assert nothing.submit().result() is None
+        with pytest.raises(WrongType, match="expected int, got None"):
+            no_number.submit().result()

@@ -72,6 +72,7 @@ class TaskSignature:
         self._struct = self._struct_of(function, hints)
         format_ = msgspec.json if encoding == "json" else msgspec.msgpack
         self._encode: Callable[[Any], bytes] = format_.Encoder(enc_hook=_as_builtin).encode
+        self._none = self._encode(None)
         try:
             self._decode_json = msgspec.json.Decoder(self._struct, dec_hook=_as_annotated).decode
             self._decode_msgpack = msgspec.msgpack.Decoder(self._struct, dec_hook=_as_annotated).decode
@@ -113,12 +114,13 @@ class TaskSignature:
             bound = self._struct(*args, **kwargs)
         except TypeError as error:
             raise WrongType(f"task {self._name!r}: {str(error)[:1].lower()}{str(error)[1:]}") from None
+        if not self.names:
+            return b""
         try:
             payload = self._encode(bound)
         except (TypeError, NotImplementedError, OverflowError, UnicodeEncodeError) as error:
             raise self._unsendable(bound, error) from None
-        if self.names:
-            self.decode_arguments(payload)
+        self.decode_arguments(payload)
         return payload
 
     def _unsendable(self, bound: msgspec.Struct, error: Exception) -> WrongType:
@@ -140,6 +142,9 @@ class TaskSignature:
         return {name: getattr(bound, name) for name in self.names}
 
     def encode_result(self, value: Any) -> bytes:
+        """Return the result for a return value; that for None is empty."""
+        if value is None:
+            return b""
         try:
             return self._encode(value)
         except (TypeError, NotImplementedError, OverflowError, UnicodeEncodeError) as error:
@@ -148,7 +153,7 @@ class TaskSignature:
 
     def decode_result(self, data: bytes) -> Any:
         try:
-            return self._decode_result(data)
+            return self._decode_result(data or self._none)
         except (msgspec.MsgspecError, ValueError) as error:
             raise WrongType(f"task {self._name!r} returned something else than its annotation says: {_in_words(error)}") from None
 

@@ -200,9 +200,6 @@ class Task(Generic[P, R, T]):
         function: Callable[..., Any] = self._function
 
         def arguments(job: HandlerJob) -> dict[str, Any]:
-            _current.set(job)  # each job has a task or a process of its own
-            if not signature.names:
-                return {}
             try:
                 return signature.decode_arguments(job.payload)
             except WrongType as error:
@@ -217,12 +214,14 @@ class Task(Generic[P, R, T]):
         if inspect.iscoroutinefunction(function):
 
             async def run_async(job: HandlerJob) -> bytes:
-                return result(await function(**arguments(job)))
+                _current.set(job)  # each job has a task or a process of its own
+                return result(await function(**arguments(job)) if signature.names else await function())
 
             return run_async
 
         def run(job: HandlerJob) -> bytes:
-            return result(function(**arguments(job)))
+            _current.set(job)
+            return result(function(**arguments(job)) if signature.names else function())
 
         return run
 
