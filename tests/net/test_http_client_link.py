@@ -210,7 +210,7 @@ def test_what_the_server_left_without_an_answer_is_not_waited_for() -> None:
         (envelope(503, "UNAVAILABLE", "the store is away"), "the store is away"),
         (envelope(500, "INTERNAL", "a defect"), "a defect"),
         (b"220 mail.example ESMTP\r\n\r\n", "without an answer in HTTP"),
-        (b"", "if it speaks TLS, it is https://"),
+        (b"", "or with TLS https://"),
         (
             http(200, b"half", {"Content-Length": "50", "Connection": "close"}, "application/vnd.tasuki.frames"),
             "peer closed connection",

@@ -215,7 +215,7 @@ def test_plain_http_at_a_port_for_tls(authority: TestAuthority) -> None:
     async def main() -> None:
         async with asyncio.timeout(DEADLINE_S), listening(authority.serving()) as port:
             transport = HttpTransport(Address("http", "127.0.0.1", port), None, CONNECT_S)
-            with pytest.raises(ResponseLost, match="if it speaks TLS, it is https://"):
+            with pytest.raises(ResponseLost, match="or with TLS https://"):
                 async with transport.exchange("GET", "/healthz"):
                     pass
             await transport.close()
