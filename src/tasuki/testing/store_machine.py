@@ -241,7 +241,7 @@ class StoreMachine(RuleBasedStateMachine):
             limit=limit,
             live_workers=live_workers,
             offer=offer,
-            named_elsewhere=named_elsewhere,
+            named_elsewhere={exec: others for exec, others in named_elsewhere.items() if exec not in (offer.execs or ())},
             **terms,
         )
         candidates = self.candidates(request)
