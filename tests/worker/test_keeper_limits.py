@@ -168,7 +168,7 @@ def test_in_a_namespace_of_its_own_a_job_sees_only_itself(tmp_path: Path, requir
         (TreeEnded(1, 1, None, "its limit of 5 processes was reached"), Limits(processes=5), "EXIT_CODE", "; its limit of 5"),
         (TreeEnded(1, -9), Limits(), "SIGNAL", "SIGKILL"),
         (TreeEnded(1, -signal.SIGXCPU), Limits(), "SIGNAL", "SIGXCPU"),
-        (TreeEnded(1, 0, EndReason.TIMED_OUT), Limits(), "TIMED_OUT", "3 s"),
+        (TreeEnded(1, 0, EndReason.TIMED_OUT), Limits(), "TIMED_OUT", "3s"),
         (TreeEnded(1, 0, EndReason.LEASE_LOST), Limits(), "LEASE_LOST", "lease"),
     ],
 )
