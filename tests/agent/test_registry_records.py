@@ -75,7 +75,6 @@ def test_a_holder_gives_up_before_the_store_does() -> None:
         ({"advertise": "http://n1:7090,http://n2:7090"}, "one address"),
         ({"advertise": "https://balancer/n1"}, "one address"),
         ({"registry": None, "peers": "http://n1:7090"}, "give --registry"),
-        ({"lease_ttl": 0.5}, "1 to 3600"),
         ({"app": "no app"}, "--registry-app 'no app'"),
     ],
 )

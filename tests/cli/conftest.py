@@ -1,5 +1,6 @@
 """A user with a fresh folder, and one shared server with a worker for what only looks and asks."""
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,4 +23,5 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[User, Run
     """A user whose `tasuki up` runs, with TCP and HTTP."""
     made = User(tmp_path_factory.mktemp("up"))
     with running(made, "up", "--tcp", "127.0.0.1:0", "--http", "127.0.0.1:0", "--slots", "2") as server:
+        until(lambda: json.loads(made.run("workers", "--json").stdout), what="its worker is connected")
         yield made, server

@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
+from starlette.applications import Starlette
 
 from tasuki.core.address import Address, parse_url
 from tasuki.doors import listening
@@ -236,7 +237,7 @@ def test_half_a_handshake_with_https_is_ended_after_ten_seconds(tls: ssl.SSLCont
     monkeypatch.setattr(listening, "HANDSHAKE_TIMEOUT_S", 0.2)
 
     async def main() -> None:
-        server = UvicornServer(application("test", []), tls, 1)
+        server = UvicornServer(application(Starlette(), []), tls, 1)
         sock = bound(Address("https", "127.0.0.1", 0))
         await server.open(sock)
         assert await ended(await dial(sock.getsockname()[1], b"\x16\x03\x01")) == b""

@@ -232,7 +232,7 @@ def test_a_dead_peer_is_noticed_in_seconds(store: SqlStore) -> None:
 
 
 def test_it_says_what_it_can(store: SqlStore) -> None:
-    assert store.features == {Feature.FIND_TEXT, Feature.DURABLE, Feature.SHARED}
+    assert store.features == {Feature.FIND_TEXT, Feature.DURABLE, Feature.SHARED, Feature.DEFINITIONS}
 
 
 def test_a_reader_cannot_write(store: SqlStore) -> None:
