@@ -47,6 +47,10 @@ def test_every_command_ends_its_help_with_examples(words, capsys, monkeypatch) -
     assert all(line.startswith("  ") and ("tasuki " in line) for line in examples.strip("\n").splitlines())
 
 
+def test_help_is_a_word_too(capsys, monkeypatch) -> None:
+    assert shown(["help", "token", "create"], capsys, monkeypatch) == shown(["token", "create", "--help"], capsys, monkeypatch)
+
+
 @pytest.mark.parametrize("words", WORDS)
 def test_every_command_has_json(words, capsys, monkeypatch) -> None:
     text, _ = shown([*words.split(), "--help"], capsys, monkeypatch)
@@ -54,7 +58,7 @@ def test_every_command_has_json(words, capsys, monkeypatch) -> None:
     assert "--json" in text
 
 
-@pytest.mark.parametrize("arguments", [[], ["--help"], ["-h"]])
+@pytest.mark.parametrize("arguments", [[], ["--help"], ["-h"], ["help"]])
 def test_the_list_of_commands_has_all_words_and_exit_codes(arguments, capsys, monkeypatch) -> None:
     text, code = shown(arguments, capsys, monkeypatch)
 
@@ -139,7 +143,8 @@ def test_a_bare_install_says_which_extra_is_missing(tmp_path, words: list[str], 
     assert "Traceback" not in done.stderr
 
 
-def test_the_version_is_told(capsys, monkeypatch) -> None:
-    text, code = shown(["--version"], capsys, monkeypatch)
+@pytest.mark.parametrize("word", ["--version", "version"])
+def test_the_version_is_told(word, capsys, monkeypatch) -> None:
+    text, code = shown([word], capsys, monkeypatch)
 
     assert (text.split()[0], code) == ("tasuki", 0)

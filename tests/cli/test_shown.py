@@ -17,6 +17,7 @@ import pytest
 from tasuki.agent.input_sources import open_store
 from tasuki.blobs.open_blobs import open_blobs
 from tasuki.blobs.s3.requests import parse_s3_url
+from tasuki.cli.arrays import _progress
 from tasuki.cli.connect import StoreAddress, guest_places
 from tasuki.cli.main import root
 from tasuki.cli.output import Output
@@ -239,3 +240,8 @@ def test_logs_are_written_without_control_characters(formatter: logging.Formatte
         record = logging.getLogger("tasuki").makeRecord("tasuki", logging.INFO, "", 0, "told: %s", (EVIL,), sys.exc_info())
 
     assert shows_nothing_evil(formatter.format(record))
+
+
+def test_jobs_that_had_ended_before_say_nothing_about_the_time_that_is_left() -> None:
+    assert _progress(900, 1000, 0, 0, took_s=0.5, ended_before=900) == "900 of 1000 jobs have ended"
+    assert _progress(950, 1000, 0, 0, took_s=60, ended_before=900) == "950 of 1000 jobs have ended, about 60s left"

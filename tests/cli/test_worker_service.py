@@ -302,6 +302,19 @@ def test_a_dry_run_shows_the_unit_and_does_nothing(home: Home) -> None:
     assert not (home.folder / "data").exists()
 
 
+def test_a_worker_of_typed_tasks_is_checked_without_a_server(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = "from tasuki import Tasks\ntasks = Tasks(data='own')\n@tasks.task\ndef one(): ...\n"
+    (home.folder / "service_app.py").write_text(program)
+    monkeypatch.syspath_prepend(str(home.folder))
+    refused = home.install("--tasks", "service_app:tasks", "--reload")
+    assert (refused.returncode, "--reload is for development" in refused.stderr) == (ExitCode.USAGE, True)
+    shown = home.install("--tasks", "service_app:tasks", "--dry-run")
+    # the service works where its module is found, and in the folder of these tasks; nothing was started or made
+    assert f"--tasks service_app:tasks --data {home.folder}/own " in shown.stdout
+    assert f"WorkingDirectory=-{home.folder}\n" in shown.stdout
+    assert (home.unit().exists(), (home.folder / "own").exists(), home.told_systemd()) == (False, False, [])
+
+
 def test_another_unit_is_replaced_only_with_force(home: Home) -> None:
     home.install(*TO)
     before = home.unit().read_text()

@@ -14,6 +14,7 @@ from tasuki.blobs.folder import FolderBlobs
 from tasuki.core.access import token_sha256
 from tasuki.core.broker import state, turn_builder
 from tasuki.core.job import JobSpec, Outcome, State
+from tasuki.core.machine import Send
 from tasuki.core.protocol import (
     Accepted,
     AssignJobs,
@@ -32,6 +33,7 @@ from tasuki.core.protocol import (
 from tasuki.core.store_messages import Submission, Submitted
 from tasuki.errors import Conflict, InternalError, InterruptCause, TurnInterrupted, Unauthorized
 from tasuki.server import server as server_module
+from tasuki.server.queries import UNREAD_MIN_BYTES
 from tasuki.server.server import Server, ServerConfig
 from tasuki.stores.common import RETRY_S, SystemClock
 from tasuki.stores.memory.store import MemoryStore
@@ -248,6 +250,18 @@ def test_a_peer_that_is_refused_is_hung_up_on_with_the_reason(tmp_path: Path, st
         await link.until(lambda: link.closed != "")
         assert isinstance(link.closed, Unauthorized)
         assert link.max_bytes == 0
+
+    serve(tmp_path, store, work)
+
+
+def test_a_peer_that_does_not_read_is_hung_up_on_in_the_turn_that_had_jobs_for_it(tmp_path: Path, store: GatedStore) -> None:
+    async def work(server: Server) -> None:
+        conn, link = await worker(server)
+        link.unread_bytes = UNREAD_MIN_BYTES
+        # its token is revoked in a turn that granted it jobs: the broker has forgotten it when these are sent
+        revoked = server.broker.hang_up(conn, Unauthorized("it was revoked"))
+        server._perform([Send(conn, AssignJobs(1.0, [])), *revoked])
+        assert isinstance(link.closed, Unauthorized)
 
     serve(tmp_path, store, work)
 

@@ -16,8 +16,10 @@ from msgspec import Meta
 from pydantic import BaseModel
 
 from tasuki import ConfigError, Conflict, JobFailed, Progress, Retry, Tasks, WrongType, as_completed, current_job, gather
-from tasuki.errors import DeadlineExceeded, InvalidInput, Unavailable
+from tasuki.core.job import JobSpec
+from tasuki.errors import DeadlineExceeded, InvalidInput, NotFound, Unavailable
 from tasuki.tasks.tasks import load_tasks
+from tasuki.worker.attempt import HandlerJob, JobRefused
 
 
 @dataclasses.dataclass
@@ -233,6 +235,9 @@ def test_in_eager_mode_jobs_run_where_they_are_submitted() -> None:
     with tasks.eager() as jobs:
         job = resize.submit("a.png", width=400)
         assert (job.done, job.result(), job.status().state) == (True, {"width": 400, "letters": 5}, "SUCCEEDED")
+        assert resize.job(job.job_id).result() == job.result()
+        with pytest.raises(NotFound, match="in eager mode only those are known"):
+            resize.job("of-another-time")
         assert gather(add.map(range(3)), timeout=1) == [1, 2, 3]
         assert sorted(one.result() for one in as_completed(add.starmap([(1,), (2,)]))) == [2, 3]
         assert list(job.progress()) == [Progress(0.5, "half")]
@@ -296,6 +301,12 @@ def test_jobs_can_be_recorded_without_running_them() -> None:
         with pytest.raises(Unavailable, match="only recorded"):
             job.result(timeout=1)
         jobs.assert_submitted(resize, "a")
+        # and the same id twice is one job, which is recorded once
+        once = add.options(job_id="once")
+        again = [once.submit(1), once.submit(1)]
+        assert ([one.existed for one in again], len(jobs.of(add))) == ([False, True], 1)
+        with pytest.raises(Unavailable, match="only recorded"):
+            again[1].result(timeout=1)
 
 
 def test_a_result_that_does_not_fit_the_annotation_is_an_error_that_says_so() -> None:
@@ -308,13 +319,27 @@ def test_a_result_that_does_not_fit_the_annotation_is_an_error_that_says_so() ->
 
 def test_late_jobs_are_a_deadline() -> None:
     async def late() -> None:
-        with pytest.raises(DeadlineExceeded, match="have not ended within 0 s"):
+        with pytest.raises(DeadlineExceeded, match="have not ended within 0s"):
             async for _ in as_completed([Stuck()], timeout=0):  # type: ignore[list-item]
                 pass
 
     asyncio.run(late())
-    with pytest.raises(DeadlineExceeded, match=r"1 of 1 jobs have not ended within 0\.01 s"):
+    with pytest.raises(DeadlineExceeded, match=r"1 of 1 jobs have not ended within 0\.01s"):
         list(as_completed([Stuck()], timeout=0.01))  # type: ignore[list-item]
+
+
+def test_the_time_that_a_caller_needs_for_each_job_is_its_own() -> None:
+    """The time limit is for the jobs: it must not cancel the task that works on one of them."""
+
+    async def slow() -> list[int]:
+        results = []
+        async for job in as_completed(await add.map_async([1, 2]), timeout=0.01):
+            await asyncio.sleep(0.02)
+            results.append(job.result())
+        return results
+
+    with tasks.eager():
+        assert asyncio.run(slow()) == [2, 3]
 
 
 class Stuck:
@@ -337,6 +362,8 @@ def test_a_call_without_arguments_and_a_result_of_none_are_empty() -> None:
         return None  # type: ignore[return-value]
 
     assert (nothing.signature.encode_arguments((), {}), nothing.signature.encode_result(None)) == (b"", b"")
+    with pytest.raises(JobRefused, match="unknown field a"):  # of a caller with another version of the task
+        nothing.handler(HandlerJob(JobSpec(job_id="1", payload=b'{"a": 1}'), 1))
     with own.eager():
         assert nothing.submit().result() is None
         with pytest.raises(WrongType, match="expected int, got None"):

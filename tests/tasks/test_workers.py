@@ -161,7 +161,7 @@ def test_progress_can_be_followed_in_an_event_loop_and_by_any_program_over_http(
 APP = """
 from tasuki import Tasks
 
-tasks = Tasks()
+tasks = Tasks(data="own")
 
 
 @tasks.task
@@ -195,6 +195,7 @@ def test_without_a_server_a_worker_starts_one_that_lives_as_long_and_reloads_cha
     worker = ChildProcess([*TASUKI, "worker", "--tasks", "app:tasks", "--reload"], tmp_path / "worker.log", {}, cwd=tmp_path)
     with worker:
         worker.wait_for_output("connected to")
+        assert list(tmp_path.glob("own/socket"))
         assert run_app(tmp_path) == "Hello, world\n"
         # when the code is broken, it waits for the next change; when it is repaired, the new code runs
         (tmp_path / "app.py").write_text("import nothing_there\n")
@@ -205,7 +206,16 @@ def test_without_a_server_a_worker_starts_one_that_lives_as_long_and_reloads_cha
         # and Ctrl-C ends it, and the embedded server with it
         worker.signal(signal.SIGINT)
         assert worker.wait(PATIENCE_S) == 0
-        until(lambda: not list(tmp_path.glob("tasuki-data/socket")), PATIENCE_S, "the embedded server is gone")
+        until(lambda: not list(tmp_path.glob("own/socket")), PATIENCE_S, "the embedded server is gone")
+
+
+def test_no_worker_is_left_behind_by_a_reloading_process_that_was_killed(tmp_path: Path) -> None:
+    (tmp_path / "app.py").write_text(APP)
+    worker = ChildProcess([*TASUKI, "worker", "--tasks", "app:tasks", "--reload"], tmp_path / "worker.log", {}, cwd=tmp_path)
+    with worker:
+        worker.wait_for_output("connected to")
+        worker.signal(signal.SIGKILL)
+        until(lambda: not list(tmp_path.glob("own/socket")), PATIENCE_S, "the worker is gone, and its server after it")
 
 
 def test_reload_needs_tasks(tmp_path: Path) -> None:

@@ -181,8 +181,8 @@ def test_each_job_of_a_handler_has_its_lines_and_a_flood_is_counted(caplog: pyte
     log.ended(spec, 2, failure, 9.0, 10.5)
     assert [record.getMessage() for record in caplog.records] == [
         "job a (b.c) started, attempt 1",
-        "job a (b.c) succeeded in 0.25 s",
-        "job a (b.c) failed in 1.5 s, attempt 2: ValueError: x",
+        "job a (b.c) succeeded in 0.25s",
+        "job a (b.c) failed in 1.5s, attempt 2: ValueError: x",
     ]
     assert (caplog.records[2].levelname, caplog.records[2].exc_text) == ("WARNING", "one\n\\x1b[2J")
     for _ in range(1000):

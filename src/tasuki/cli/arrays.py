@@ -186,10 +186,15 @@ async def wait_all(
     *,
     array_id: str | None = None,
     timeout: float | None = None,
+    ended_before: int = 0,
 ) -> list[JobResult]:
-    """Wait for all jobs, and return how they ended; DeadlineExceeded after `timeout` seconds. `array_id`: that of all of them."""
+    """Wait for all jobs, and return how they ended; DeadlineExceeded after `timeout` seconds. `array_id`: that of all of them.
+
+    `ended_before` of them had ended before, and say nothing about the pace.
+    """
     ends = [asyncio.ensure_future(handle.outcome(timeout)) for handle in handles]
     began, last_look, running, failed = time.monotonic(), 0.0, 0, 0
+    ended_before = max(ended_before, sum(handle.done for handle in handles))
     notice = connection_notice(client, output)
     try:
         pending = set(ends)
@@ -200,7 +205,7 @@ async def wait_all(
                     last_look = now
                     page = await client.request("find", states=["RUNNING"], array_id=array_id, limit=PAGE)
                     running = len(page["jobs"])
-                output.progress(_progress(len(ends) - len(pending), len(ends), failed, running, now - began))
+                output.progress(_progress(len(ends) - len(pending), len(ends), failed, running, now - began, ended_before))
                 ended, pending = await asyncio.wait(pending, timeout=PROGRESS_S, return_when=asyncio.FIRST_EXCEPTION)
                 failed += sum(end.result().state != "SUCCEEDED" for end in ended)  # or raises what cannot be waited for
                 notice()
@@ -210,11 +215,12 @@ async def wait_all(
             end.cancel()
 
 
-def _progress(ended: int, count: int, failed: int, running: int, took_s: float) -> str:
+def _progress(ended: int, count: int, failed: int, running: int, took_s: float, ended_before: int = 0) -> str:
+    here = ended - ended_before
     parts = [f"{ended} of {count} jobs have ended"]
     parts += [f"{failed} of them without success"] if failed else []
     parts += [f"{running}{'+' if running == PAGE else ''} running"] if running else []
-    parts += [f"about {shown_duration(took_s / ended * (count - ended))} left"] if ended else []
+    parts += [f"about {shown_duration(took_s / here * (count - ended))} left"] if here > 0 else []
     return ", ".join(parts)
 
 

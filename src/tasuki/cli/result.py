@@ -17,7 +17,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from tasuki.cli.arrays import ArraySummary, element_number, elements, look_up, pages, wait_all
+from tasuki.cli.arrays import ENDED, ArraySummary, element_number, elements, look_up, pages, wait_all
 from tasuki.cli.command import PATH, Destination, argument, command, connection_options, duration, flag, number, option
 from tasuki.cli.connect import with_client
 from tasuki.cli.output import ExitCode, Output, encode_json, write_line
@@ -132,7 +132,8 @@ async def _save_array(
     views = {view["job_id"]: view async for page in pages(client, {"array_id": array_id}) for view in page}
     handles = [client.job(job_id) for job_id in sorted(views, key=element_number)]
     summary, saved, size = ArraySummary(array_id), 0, 0
-    for ended in await wait_all(client, handles, output, array_id=array_id, timeout=timeout):
+    before = sum(view["state"] in ENDED for view in views.values())
+    for ended in await wait_all(client, handles, output, array_id=array_id, timeout=timeout, ended_before=before):
         summary.add_result(ended)
         if has_result(ended):
             with scratch_file() as scratch:

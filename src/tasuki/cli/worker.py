@@ -24,7 +24,7 @@ from tasuki.cli import process, worker_service
 from tasuki.cli.connect import StoreAddress, guest, is_store
 from tasuki.cli.output import Output
 from tasuki.cli.worker_login import LoginOptions, logged_in
-from tasuki.config import OWN_COMMAND, check_app, data_folder, default_url, forget_tokens
+from tasuki.config import OWN_COMMAND, check_app, data_folder, forget_tokens
 from tasuki.core.address import Address, parse_url
 from tasuki.core.apps import outcome_of
 from tasuki.core.job import JobSpec, Outcome
@@ -191,10 +191,10 @@ def run_worker(
 ) -> None:
     """Run a worker; with `only_check`, check the options, or also log in, for `tasuki worker install`."""
     process.configure_log(log_level, json=output.json)
-    check_disconnect(on_disconnect)
-    folder = data_folder(data)
+    check_choices(on_disconnect, reload)
     loaded = load_tasks(tasks) if tasks is not None else None
-    url = to or (loaded.server(folder) if loaded is not None else default_url() or f"unix://{folder.socket}")
+    folder = data_folder(data or (loaded.data if loaded is not None else None))
+    url = to or (loaded or Tasks()).server(folder, start=loaded is not None and not only_check)
     addresses = [] if is_store(url) else parse_url(url)
     patterns = wanted_patterns(app, subject, execs, addresses, handlers=loaded is not None, any_program=any_program)
     chosen = LoginOptions(folder.root, token_file, enroll_file, worker_id, tls_ca, patterns)
@@ -230,8 +230,10 @@ worker.add_command(worker_service.uninstall)
 worker.add_command(worker_service.status)
 
 
-def check_disconnect(on_disconnect: str | None) -> None:
-    """Raise ConfigError unless the choice is known."""
+def check_choices(on_disconnect: str | None, reload: bool) -> None:
+    """Raise ConfigError unless the choice is known; or for a service with --reload, which only a terminal has."""
+    if reload:
+        raise ConfigError("--reload is for development; a service is started again with: systemctl --user restart UNIT")
     if on_disconnect not in (None, "stop", "keep"):
         raise ConfigError(f"--on-disconnect must be stop or keep, got {on_disconnect!r}")
 
@@ -281,14 +283,15 @@ def _end_with_stdin(worker: Worker) -> None:
 def run_again_on_changes(arguments: Sequence[str], folder: Path) -> int:
     """Run `tasuki` with these arguments, and again whenever a Python file below the folder has changed; return its exit code.
 
-    Signals are passed on. A command that fails is started again by the next change.
+    Signals are passed on. A command that fails is started again by the next change. The command drains when this process dies.
     """
     signals: list[int] = []
     for number in process.SIGNALS:
         signal.signal(number, lambda number, _: signals.append(number))
     while True:
         seen = python_files(folder)
-        child = subprocess.Popen([*OWN_COMMAND, *arguments], start_new_session=True)  # Ctrl-C is passed on, once
+        command = [*OWN_COMMAND, *arguments, "--until-stdin-ends"]
+        child = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)  # Ctrl-C is passed on, once
         changed_at = stopped_at = 0.0
         while child.poll() is None or (child.returncode != 0 and not changed_at):
             time.sleep(RELOAD_LOOK_S)
@@ -305,7 +308,7 @@ def run_again_on_changes(arguments: Sequence[str], folder: Path) -> int:
                 child.terminate()  # they are stopped
             if stopped_at and child.poll() is not None:
                 return child.returncode
-        if not changed_at:
+        if stopped_at or not changed_at:
             return child.returncode
 
 

@@ -32,6 +32,7 @@ from tasuki.core.address import parse_url
 from tasuki.core.job import NAME_MAX_CHARS
 from tasuki.core.units import shown_time
 from tasuki.errors import ConfigError, NotFound
+from tasuki.tasks.tasks import load_tasks
 from tasuki.worker.credentials import FOLDER, file_name, read_credential
 from tasuki.worker.outbox import OUTBOX_FOLDER, REJECTED_FOLDER
 from tasuki.worker.status import Status, read_all
@@ -101,7 +102,7 @@ def install_command(worker_options: Decorator, run_worker: Callable[..., None]) 
         flags = {str(parameter.name): parameter.opts[0] for parameter in context.command.params if parameter.opts}
         given = given_options(context, "COMMANDLINE", "ENVIRONMENT")
         path = unit_path(name)
-        folder = data_folder(given.get("data"))
+        folder = data_folder(given.get("data") or (load_tasks(every["tasks"]).data if every["tasks"] else None))
         _check_secrets(given, env_file(name))
         text = unit_text(InstallOptions(name, flags, given), folder, path)
         if dry_run:

@@ -18,6 +18,7 @@ from tasuki.client.handles import AsyncJobHandle
 from tasuki.client.types import CancelAnswer, CommandResult, JobStatus
 from tasuki.core.job import JobSpec, Progress
 from tasuki.core.protocol import JobResult
+from tasuki.core.units import shown_duration
 from tasuki.errors import DeadlineExceeded, Unavailable
 from tasuki.event_loop import loop_factory
 
@@ -413,19 +414,23 @@ class CompletedJobs(Generic[T]):
         for future, job in waiting.items():
             future.add_done_callback(functools.partial(_note_end, ended, job))
         left = len(waiting)
+        deadline = None if self._timeout is None else asyncio.get_running_loop().time() + self._timeout
         try:
-            async with asyncio.timeout(self._timeout):
-                while left:
-                    yield await ended.get()
-                    left -= 1
-        except TimeoutError:
-            raise self._late(left) from None
+            while left:
+                try:
+                    async with asyncio.timeout_at(deadline):  # not around the yield: it would cancel the task of the caller
+                        job = await ended.get()
+                except TimeoutError:
+                    raise self._late(left) from None
+                left -= 1
+                yield job
         finally:
             for future in waiting:
                 future.cancel()
 
     def _late(self, left: int) -> DeadlineExceeded:
-        return DeadlineExceeded(f"{left} of {len(self._jobs)} jobs have not ended within {self._timeout:g} s; they go on")
+        waited = shown_duration(self._timeout or 0.0)
+        return DeadlineExceeded(f"{left} of {len(self._jobs)} jobs have not ended within {waited}; they go on")
 
 
 def _note_end(ended: asyncio.Queue[JobHandle[T]], job: JobHandle[T], future: asyncio.Future[JobResult]) -> None:

@@ -378,8 +378,9 @@ class Server:
             self._send_later(conn, link, first)
         else:
             link.send_together(messages)
-            if type(messages[-1]) in (AssignJobs, Results) and link.unread_bytes >= UNREAD_MIN_BYTES:
-                self._unread.note(self.broker.sessions[conn].owner, link)
+            is_large = type(messages[-1]) in (AssignJobs, Results) and link.unread_bytes >= UNREAD_MIN_BYTES
+            if is_large and (session := self.broker.sessions.get(conn)) is not None:  # else a Hangup follows
+                self._unread.note(session.owner, link)
 
     # ------------------------------------------------------------------------------------------------ reads
 

@@ -14,7 +14,7 @@ from typing import Any, BinaryIO, ParamSpec, TypeVar
 
 import msgspec
 
-from tasuki.client.handles import AsyncJobHandle, AwaitedJob
+from tasuki.client.handles import AsyncJobHandle, AwaitedJob, unchanged
 from tasuki.client.sync import JobHandle
 from tasuki.client.types import CancelAnswer, Explanation, JobStatus
 from tasuki.core.job import JobSpec, Outcome, Progress, State
@@ -53,17 +53,25 @@ class EagerJobs(list[EagerJob]):
         job = AwaitedJob(job_id)
         client = _EagerClient(task.settings.subject, task.settings.retries)
         handle = JobHandle(AsyncJobHandle(job, client, task.signature.decode_result), client)
+        not_run = Unavailable(f"job {job_id!r} was only recorded: eager(run=False) runs nothing, and no task waits for itself")
         earlier = next((one.handle for one in self if one.handle.job_id == job_id), None)
         if earlier is not None:
             job.existed = True
-            job.settle(earlier.outcome())
+            job.settle(earlier.ended, None if earlier.ended is not None else not_run)
             return handle
         self.append(EagerJob(task.name, task.signature.decode_arguments(payload) if task.signature.names else {}, handle))
         if self._runs:
             job.settle(client.run(task, job_id, payload))
         else:
-            job.settle(None, Unavailable(f"job {job_id!r} was only recorded: eager(run=False) runs nothing"))
+            job.settle(None, not_run)
         return handle
+
+    def job(self, job_id: str) -> JobHandle[bytes]:
+        """Return the handle of a job that was submitted before; NotFound for an unknown id."""
+        for one in self:
+            if one.handle.job_id == job_id:
+                return one.handle.decoded_by(unchanged)
+        raise NotFound(f"there is no job {job_id!r}: in eager mode only those are known that were submitted in it")
 
     def of(self, task: Task[P, R, T]) -> list[EagerJob]:
         """Return the jobs of one task."""

@@ -215,13 +215,13 @@ class Task(Generic[P, R, T]):
 
             async def run_async(job: HandlerJob) -> bytes:
                 _current.set(job)  # each job has a task or a process of its own
-                return result(await function(**arguments(job)) if signature.names else await function())
+                return result(await function(**arguments(job)) if signature.names or job.payload else await function())
 
             return run_async
 
         def run(job: HandlerJob) -> bytes:
             _current.set(job)
-            return result(function(**arguments(job)) if signature.names else function())
+            return result(function(**arguments(job)) if signature.names or job.payload else function())
 
         return run
 

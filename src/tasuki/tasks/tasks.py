@@ -54,6 +54,7 @@ class Tasks:
         if encoding not in ("json", "msgpack"):
             raise InvalidInput(f"encoding must be json or msgpack, got {encoding!r}")
         self.url = url
+        self.data = data
         self.encoding: Encoding = encoding
         self._access: dict[str, Any] = {"token": token, "token_file": token_file, "data": data, "tls_ca": tls_ca}
         self._tasks: dict[str, Task[..., Any, Any]] = {}
@@ -143,7 +144,7 @@ class Tasks:
 
     def job(self, job_id: str) -> JobHandle[bytes]:
         """Return the handle of a job that was submitted before; `resize.job(job_id)` has the type of the task's result."""
-        return self.client.job(job_id)
+        return self._eager.job(job_id) if self._eager is not None else self.client.job(job_id)
 
     def submit_payloads(self, task: Task[P, R, T], payloads: list[bytes], *, many: bool = False) -> list[JobHandle[T]]:
         """Submit encoded calls of a task, `many` of them as an array if the task has a job_id."""
@@ -190,9 +191,9 @@ class Tasks:
         for task in self:
             task.add_to(worker)
 
-    def server(self, folder: DataFolder) -> str:
+    def server(self, folder: DataFolder, *, start: bool = True) -> str:
         """Return the address of the server for these tasks; if none is named, the folder's, which is started if need be."""
-        return self.url or default_url() or ensure_server(folder)
+        return self.url or default_url() or (ensure_server(folder) if start else f"unix://{folder.socket}")
 
     def worker(self, **options: Any) -> Worker:
         """Return a worker for all of these tasks at the same server; `options` are those of `Worker`.
@@ -202,7 +203,7 @@ class Tasks:
         """
         from tasuki.worker.worker import Worker
 
-        url = self.server(data_folder(self._access["data"]))
+        url = self.server(data_folder(self.data))
         access = {name: value for name, value in self._access.items() if name != "data"}
         worker = Worker(url, **{**access, **options})
         self.add_to(worker)

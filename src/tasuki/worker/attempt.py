@@ -505,13 +505,14 @@ class JobLog:
             self._untold_failures += failed
             return
         took_s = at - (started_at or at)
+        took = f"{took_s:.3g}s" if took_s < 10 else shown_duration(took_s)
         job = f"job {spec.job_id} ({spec.subject})"
         if not failed:
-            self._write(logging.INFO, f"{job} succeeded in {took_s:.3g} s")
+            self._write(logging.INFO, f"{job} succeeded in {took}")
             return
         traceback = str(outcome.meta.get("traceback", ""))
         why = outcome.message or str(outcome.error_code)
-        self._write(logging.WARNING, f"{job} failed in {took_s:.3g} s, attempt {attempt}: {why}", traceback.rstrip())
+        self._write(logging.WARNING, f"{job} failed in {took}, attempt {attempt}: {why}", traceback.rstrip())
 
     def flush(self, at: float) -> None:
         """Tell how many jobs had no line of their own, once a second."""
