@@ -47,6 +47,7 @@ def spec(**fields: Any) -> JobSpec:
 AT_THE_LIMIT: list[dict[str, Any]] = [
     {},
     {"job_id": "a" * 128},
+    {"job_id": "e12-7.1"},
     {"subject": "render.eu.1"},
     {"exec": "render"},
     {"exec": "x" * EXEC_MAX_BYTES},
@@ -79,6 +80,8 @@ PAST_THE_LIMIT: list[tuple[type[InvalidInput], str, dict[str, Any]]] = [
     (InvalidInput, "job_id", {"job_id": ""}),
     (InvalidInput, "job_id", {"job_id": "a" * 129}),
     (InvalidInput, "job_id", {"job_id": "../x"}),
+    (InvalidInput, "has the form of the id of a scheduled run", {"job_id": "d7-1767225600"}),
+    (InvalidInput, "has the form of the id of a scheduled run", {"job_id": "e12-7"}),
     (InvalidInput, "subject", {"subject": "render.*"}),
     (InvalidInput, "subject", {"subject": ""}),
     (InvalidInput, "exec", {"exec": "x" * (EXEC_MAX_BYTES + 1)}),

@@ -69,6 +69,8 @@ class ScheduledStore(MemoryStore):
         common = {
             "queue": "render",
             "command_name": "fast",
+            "schedule_type": "every_n_minutes",  # `parse` stands in for it
+            "schedule_value": "1",
             "max_retries": 1,
             "retry_backoff_seconds": 1,
             "changed_at": self.began_at,

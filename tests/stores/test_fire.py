@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -59,16 +60,22 @@ class Firing(Stage):
         else:
             self._models.JobDefinition.objects.using(self._alias).get(id=number).delete()
 
-    def emit(self, event_type: str, payload: Any = None, *, by_hand_for: int | None = None) -> int:
+    def emit(self, event_type: str, payload: Any = None, *, by_hand_for: int | None = None, created_at: float = T0) -> int:
         self._events += 1
         if isinstance(self.store, MemoryStore):
             text = "null" if payload is None else payload
             row = EventRow(
-                id=self._events, event_type=event_type, payload_json=text, created_at=T0, job_definition_id=by_hand_for
+                id=self._events,
+                event_type=event_type,
+                payload_json=text,
+                created_at=created_at,
+                job_definition_id=by_hand_for,
             )
             self.store.emit(row)
             return row.id
-        event = self._models.Event(event_type=event_type, payload_json=payload, created_at=T0, job_definition_id=by_hand_for)
+        event = self._models.Event(
+            event_type=event_type, payload_json=payload, created_at=created_at, job_definition_id=by_hand_for
+        )
         event.save(using=self._alias)
         return int(event.pk)
 
@@ -256,6 +263,36 @@ def test_a_disabled_or_deleted_definition_is_not_fired_and_one_enabled_again_cou
     assert ids(firing.at(245)) == [d(240)]
 
 
+def test_one_disabled_by_save_and_enabled_by_update_has_no_run_for_the_time_between(firing: Firing) -> None:
+    firing.define(MINUTELY)
+    firing.at(0.5)
+    firing.define(replace(MINUTELY, enabled=False, changed_at=T0 + 10))
+    firing.at(11)
+    firing.clock.advance(189)
+    firing.define(replace(MINUTELY, changed_at=T0 + 10))  # an update notes no time
+
+    assert ids(firing.at(200)) == []
+    assert ids(firing.at(245)) == [d(240)]
+
+
+@pytest.mark.parametrize("wrong", [{"default_args_json": "x"}, {"queue": "a b"}])
+def test_a_definition_that_is_put_in_order_is_fired_again(firing: Firing, wrong: dict[str, Any]) -> None:
+    firing.define(replace(MINUTELY, **wrong))
+    assert ids(firing.at(0.5)) == []
+    firing.define(MINUTELY)  # its times are the same as before
+
+    assert firing.at(61.5).runs[-1].job_id == d(60)
+    assert sorted(firing.runs()) == [d(0), d(60)]
+
+
+@pytest.mark.parametrize("window", [math.inf, -math.inf, -5.0])
+def test_a_window_that_cannot_be_leaves_others_in_force(firing: Firing, window: float) -> None:
+    firing.window(window)
+    firing.define(MINUTELY)
+
+    assert ids(firing.at(0.0)) == [d(0)]
+
+
 def test_a_definition_that_cannot_be_fired_keeps_no_other_from_it(firing: Firing) -> None:
     firing.define(replace(MINUTELY, id=3, name="zone", time_zone="Mars/Olympus"), MINUTELY)
     firing.define(replace(MINUTELY, id=4, name="cron", schedule_type="cron", schedule_value="nonsense"))
@@ -350,6 +387,19 @@ def test_a_third_run_waits_for_the_first_although_the_second_never_began(firing:
     assert [grant.job_id for grant in firing.lease("w2", limit=9)] == [d(180)]
 
 
+def test_a_run_that_waits_is_released_also_if_its_definition_was_deleted(firing: Firing) -> None:
+    firing.define(replace(MINUTELY, concurrency_policy="replace"))
+    firing.at(0.5)
+    grant = firing.run(d(0))
+    firing.at(60.5)
+    firing.undefine(1)
+    assert firing.fire().released == 0
+    firing.finish(grant)
+
+    assert firing.fire().released == 1
+    assert [grant.job_id for grant in firing.lease("w2", limit=9)] == [d(60)]
+
+
 def test_what_waited_past_its_window_is_skipped(firing: Firing) -> None:
     firing.define(replace(MINUTELY, schedule_value="720", concurrency_policy="replace"))
     begin = (-T0) % 43_200
@@ -402,6 +452,23 @@ def test_an_event_is_run_however_late_and_some_at_a_time(firing: Firing) -> None
     assert [look.wait_s for look in looks] == [0.0, 0.0, None]
     assert sorted(firing.runs()) == sorted(f"e{event}-2" for event in events)
     assert firing.skip() == []
+
+
+@pytest.mark.parametrize("created_at", [1e18, -1e18])
+def test_an_event_of_no_possible_time_keeps_no_other_from_its_run(firing: Firing, created_at: float) -> None:
+    firing.define(ON_PAID)
+    firing.emit("order.paid", created_at=created_at)
+    event = firing.emit("order.paid")
+
+    assert ids(firing.fire()) == [f"e{event}-2"]
+    assert ids(firing.fire()) == []
+
+
+def test_a_delayed_job_that_cannot_be_promoted_yet_makes_no_look_come_at_once(firing: Firing) -> None:
+    firing.submit("later", not_before=T0 + 10)
+    firing.submit("much-later", not_before=T0 + 50)
+
+    assert firing.at(20).wait_s == pytest.approx(30)
 
 
 # ---------------------------------------------------------------------------------------------------- many

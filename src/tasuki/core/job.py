@@ -270,6 +270,11 @@ def check_job_id(job_id: str, field: str = "job_id") -> str:
     return job_id
 
 
+is_run_id = re.compile(r"[de][0-9]{1,19}-[0-9]{1,19}").fullmatch
+"""Matches ids of runs, which the leader makes of definitions and events: `d7-1767225600`, `e12-7`. A job of somebody else with
+such an id would take the place of a run."""
+
+
 def check_name(name: str, kind: str = "name") -> str:
     """Return `name` if it can name a worker or an exec, else raise InvalidInput that calls it by its `kind`."""
     if _is_name(name) is None:
@@ -347,9 +352,14 @@ _SHA256 = re.compile(r"[0-9a-f]{64}\Z").match
 _ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z").match
 
 
-def check_spec(spec: JobSpec) -> JobSpec:
-    """Return the spec if it can be accepted, else raise InvalidInput naming the field, the value and the rule."""
+def check_spec(spec: JobSpec, *, is_run: bool = False) -> JobSpec:
+    """Return the spec if it can be accepted, else raise InvalidInput naming the field, the value and the rule.
+
+    `is_run`: it is the leader's, who alone may use ids of runs.
+    """
     check_job_id(spec.job_id)
+    if spec.job_id[0] in "de" and not is_run and is_run_id(spec.job_id):
+        raise InvalidInput(f"job_id {quoted(spec.job_id)} has the form of the id of a scheduled run; choose another one")
     check_subject(spec.subject)
     if spec.exec:
         _check_text(spec.exec, "the exec name")

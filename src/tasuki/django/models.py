@@ -443,16 +443,16 @@ class JobDefinition(Row):
 
 class DefinitionState(Row):
     """The leader's notes on one definition (`core.scheduler.firing.FiringState`). Nobody else writes them: saving a definition
-    that was read a while ago changes nothing here."""
+    that was read a while ago changes nothing here. They outlive the definition, for a run of it that still waits; see `prune`."""
 
     shown = "{0.definition_id}: next at {0.next_at}"
     definition = models.OneToOneField(
-        JobDefinition, on_delete=models.CASCADE, primary_key=True, db_constraint=False, related_name="state"
+        JobDefinition, on_delete=models.DO_NOTHING, primary_key=True, db_constraint=False, related_name="state"
     )
     fired_until = UnixTimeField(db_default=0.0)
     """All nominal times up to this one are settled."""
     next_at = UnixTimeField(null=True)
-    """The next nominal time. NULL: disabled, by event, or with a problem."""
+    """The next nominal time; with a problem, the time of the next look. NULL: disabled, or by event."""
     plan = models.TextField(db_default="")
     """The schedule that `next_at` was computed from, and the definition's `changed_at` then."""
     changed_at = UnixTimeField(db_default=0.0)

@@ -13,12 +13,15 @@ from msgspec.structs import replace
 
 from tasuki.core.job import TERMINAL, State, body_hash
 from tasuki.core.scheduler.firing import (
+    PROBLEM_RETRY_S,
+    SKIP_LATE_RUNS_AFTER_MAX_S,
     Definition,
     DefinitionType,
     EventRow,
     FiringState,
     LastRun,
     PlannedRun,
+    check_definition,
     due_times,
     is_for,
     plan_runs,
@@ -63,8 +66,9 @@ class FiringRecords(Protocol):
 
     def events_processed(self, event_ids: Sequence[int]) -> None: ...
 
-    def next_time(self) -> float | None:
-        """Return the wall time of the next nominal time or delayed job."""
+    def next_time(self, now: float) -> float | None:
+        """Return the wall time of the next nominal time, or of the next delayed job after `now`. Jobs that `promote` has left are
+        locked by others, or will be found by its next look at all: to look at once would change nothing."""
 
 
 def fire(records: FiringRecords, now: float, limit: int) -> FiredRuns:
@@ -83,7 +87,7 @@ def fire(records: FiringRecords, now: float, limit: int) -> FiredRuns:
         records.events_processed([event.id for event in events])
     if len(due) >= limit or len(events) >= limit:
         return replace(answer, wait_s=0.0)
-    following = records.next_time()
+    following = records.next_time(now)
     return answer if following is None else replace(answer, wait_s=max(0.0, following - now))
 
 
@@ -93,7 +97,7 @@ class _Firing:
     def __init__(self, records: FiringRecords, now: float) -> None:
         self._records = records
         self._now = now
-        self._window_s = records.skip_late_runs_after_s()
+        self._window_s = min(SKIP_LATE_RUNS_AFTER_MAX_S, max(0.0, records.skip_late_runs_after_s()))  # anybody may write the row
         self._definitions: dict[int, Definition] = {}
         self._states: dict[int, FiringState] = {}
         self._runs: dict[int, list[PlannedRun]] = {}
@@ -102,32 +106,41 @@ class _Firing:
         """Find the nominal times that are due. A definition that cannot be fired keeps no other from it: its problem is noted."""
         self._definitions[definition.id] = definition
         if not definition.enabled or definition.type != DefinitionType.TIME:
-            self._states[definition.id] = replace(state, next_at=None, plan="", problem="")
+            # Times until now are settled: if it is enabled by an update, which notes no time, they do not count.
+            settled = max(state.fired_until, self._now)
+            self._states[definition.id] = replace(
+                state, fired_until=settled, next_at=None, plan="", changed_at=definition.changed_at, problem=""
+            )
             return
         settled = settled_before(definition, state, self._now)
         noted = replace(
             state, fired_until=settled, next_at=None, plan=definition.plan, changed_at=definition.changed_at, problem=""
         )
         try:
+            check_definition(definition)
             schedule = parse_schedule(definition.schedule_type, definition.schedule_value)
             due = due_times(schedule, zone_of(definition.time_zone), settled, self._now, self._window_s)
             self._runs[definition.id] = list(runs_of(definition, due, self._window_s))
         except TasukiError as error:
-            self._states[definition.id] = replace(noted, problem=error.message)
+            self._states[definition.id] = replace(noted, next_at=self._now + PROBLEM_RETRY_S, problem=error.message)
         else:
             self._states[definition.id] = replace(noted, fired_until=due.settled_until, next_at=due.next_at)
 
     def add_events(self, definition: Definition, state: FiringState, events: Sequence[EventRow]) -> None:
-        """Add the runs of events for this definition."""
+        """Add the runs of events for this definition. One that cannot be run is noted as its problem."""
         matching = [event for event in events if is_for(event, definition)]
         if not matching:
             return
         self._definitions[definition.id] = definition
         state = self._states.setdefault(definition.id, state)
-        try:
-            self._runs.setdefault(definition.id, []).extend(run_of_event(definition, event) for event in matching)
-        except TasukiError as error:
-            self._states[definition.id] = replace(state, problem=error.message)
+        runs, problem = self._runs.setdefault(definition.id, []), ""
+        for event in matching:
+            try:
+                runs.append(run_of_event(definition, event))
+            except TasukiError as error:
+                problem = error.message
+        if problem or definition.type == DefinitionType.EVENT:
+            self._states[definition.id] = replace(state, problem=problem)
 
     def write(self) -> FiredRuns:
         """Decide which runs may follow now, and store everything."""

@@ -27,7 +27,7 @@ from typing import Any
 
 import msgspec
 
-from tasuki.core.job import JOB_ID_MAX_CHARS, TEXT_MAX_BYTES, JobSpec, Outcome, check_name, check_spec
+from tasuki.core.job import JOB_ID_MAX_CHARS, TEXT_MAX_BYTES, TIME_END, JobSpec, Outcome, check_name, check_spec
 from tasuki.core.lifecycle import JobEvent
 from tasuki.core.scheduler.schedule import Schedule, parse_schedule, zone_of
 from tasuki.core.subject import check_pattern, check_subject, matches
@@ -36,6 +36,8 @@ from tasuki.errors import InvalidInput, TasukiError, TooLarge, quoted
 DJANGO_EXEC = "django"
 """Exec that runs a management command of a Django project; its first argument is the name of the command."""
 SKIP_LATE_RUNS_AFTER_S = 300.0
+SKIP_LATE_RUNS_AFTER_MAX_S = 366 * 86400.0
+PROBLEM_RETRY_S = 60.0  # until a definition that cannot be fired is looked at again: it, or a package, may be in order then
 RUNS_AT_ONCE = 60  # of one definition in one turn; the next turn goes on with the rest
 MISSED_COUNT_MAX = 1_000  # nominal times that a SKIPPED run counts; to count those of years would take seconds
 CLOCK_SET_BACK_S = 1.0  # nothing is settled later than now; more than this is no jitter
@@ -93,6 +95,7 @@ class FiringState(msgspec.Struct, frozen=True, kw_only=True):
     fired_until: float = 0.0
     """All nominal times up to this one are settled."""
     next_at: float | None = None
+    """The next nominal time; with a problem, the time of the next look."""
     plan: str = ""
     """`Definition.plan` and `changed_at` when `next_at` was computed."""
     changed_at: float = 0.0
@@ -176,7 +179,7 @@ def settled_before(definition: Definition, state: FiringState, now: float) -> fl
         return now
     if state.plan == definition.plan and state.changed_at == definition.changed_at:
         return state.fired_until
-    if state.fired_until < definition.changed_at:
+    if state.changed_at != definition.changed_at and state.fired_until < definition.changed_at:
         return min(definition.changed_at, now)
     return max(state.fired_until, now - CLOCK_SET_BACK_S)  # the change has no time: it was not made by `save`
 
@@ -243,10 +246,12 @@ def _planned(definition: Definition, nominal: int, window_s: float | None, end: 
 
 
 def run_of_event(definition: Definition, event: EventRow) -> PlannedRun:
-    """Return the run of an event. However late it comes, it is run: an event says that something happened."""
+    """Return the run of an event, or raise InvalidInput. However late it comes, it is run: it says that something happened."""
+    if not 0 <= event.created_at < TIME_END:
+        raise InvalidInput(f"event {event.id}: created_at {event.created_at} is not a Unix time in seconds")
     extra = () if event.job_definition_id is not None else (f"{EVENT_ARGUMENT}{event.payload_json}",)
     spec = _spec(definition, event_run_id(event.id, definition.id), event.created_at, arguments=extra)
-    return PlannedRun(definition_id=definition.id, spec=spec, scheduled_for=event.created_at)
+    return PlannedRun(definition_id=definition.id, spec=check_spec(spec, is_run=True), scheduled_for=event.created_at)
 
 
 def is_for(event: EventRow, definition: Definition) -> bool:

@@ -52,7 +52,7 @@ class Migration(migrations.Migration):
         migrations.CreateModel(
             name='DefinitionState',
             fields=[
-                ('definition', models.OneToOneField(db_constraint=False, on_delete=django.db.models.deletion.CASCADE, primary_key=True, related_name='state', serialize=False, to='tasuki.jobdefinition')),
+                ('definition', models.OneToOneField(db_constraint=False, on_delete=django.db.models.deletion.DO_NOTHING, primary_key=True, related_name='state', serialize=False, to='tasuki.jobdefinition')),
                 ('fired_until', tasuki.django.fields.UnixTimeField(db_default=0.0)),
                 ('next_at', tasuki.django.fields.UnixTimeField(null=True)),
                 ('plan', models.TextField(db_default='')),

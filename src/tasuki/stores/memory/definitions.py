@@ -57,7 +57,6 @@ class MemoryDefinitions(MemoryRecords):
 
     def undefine(self, definition_id: int) -> None:
         self._set(self.definitions, definition_id, None)
-        self._set(self.notes_of, definition_id, None)
 
     def emit(self, event: EventRow) -> None:
         self._set(self.events, event.id, event)
@@ -148,10 +147,10 @@ class MemoryDefinitions(MemoryRecords):
         for number in event_ids:
             self._set(self.events, number, None)
 
-    def next_time(self) -> float | None:
+    def next_time(self, now: float) -> float | None:
         planned = [self.notes_of[number].next_at for number in self.definitions if number in self.notes_of]
-        delayed = [self._delayed[0][0]] if self._delayed else []
-        return min([*(at for at in planned if at is not None), *delayed], default=None)
+        delayed = next((at for at, *_ in self._delayed if at > now), None)
+        return min((at for at in (*planned, delayed) if at is not None), default=None)
 
 
 def _is_due(definition: Definition, state: FiringState, now: float) -> bool:

@@ -8,6 +8,7 @@ behind the fence of its epoch.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -110,8 +111,8 @@ class _Rows:
         if event_ids:
             self._tx.session.change("events_processed", (self._tx.clock.wall(), self._tx.session.listed(list(event_ids))))
 
-    def next_time(self) -> float | None:
-        found = [*self._tx.session.rows("next_nominal"), *self._tx.session.rows("next_delayed")]
+    def next_time(self, now: float) -> float | None:
+        found = [*self._tx.session.rows("next_nominal"), *self._tx.session.rows("next_delayed", (now,))]
         return min((at for (at,) in found if at is not None), default=None)
 
 
@@ -120,10 +121,9 @@ _decode_json = msgspec.json.Decoder().decode
 
 def _definition_of(row: Any) -> tuple[Definition, FiringState]:
     fields = dict(zip(_DEFINITION, row, strict=False))
-    arguments = fields["default_args_json"]
-    fields |= {
-        "enabled": bool(fields["enabled"]),
-        "default_args_json": _decode_json(arguments) if arguments is not None else None,
-    }
+    fields["enabled"] = bool(fields["enabled"])
+    if fields["default_args_json"] is not None:
+        with suppress(msgspec.DecodeError):  # then it stays a text, which cannot be fired
+            fields["default_args_json"] = _decode_json(fields["default_args_json"])
     noted = dict(zip(_STATE, row[len(_DEFINITION) :], strict=True))
     return Definition(**fields), FiringState(**noted) if noted["plan"] is not None else FiringState()

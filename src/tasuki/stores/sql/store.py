@@ -8,6 +8,7 @@ or on a second one that cannot write. Importing this module needs no database dr
 
 from __future__ import annotations
 
+import math
 import os
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -135,7 +136,7 @@ class SqlReads:
 
     def next_due(self) -> tuple[float | None, float | None]:
         ((lease_over,),) = self._select("next_lease_over")
-        ((delayed,),) = self._select("next_delayed")
+        ((delayed,),) = self._select("next_delayed", (-math.inf,))
         return lease_over, delayed
 
     # -- find -----------------------------------------------------------------------------------------------------

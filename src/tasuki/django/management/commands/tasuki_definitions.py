@@ -92,7 +92,7 @@ def _described(row: JobDefinition) -> dict[str, Any]:
         "command_name": row.command_name,
         "when": f"event {row.event_type}" if row.type == "event" else f"{row.schedule_type} {row.schedule_value}",
         "time_zone": row.time_zone,
-        "next_at": state.next_at if state is not None and row.enabled else None,
+        "next_at": state.next_at if state is not None and row.enabled and not state.problem else None,
         "last_run_id": state.last_run_id if state is not None else "",
         "managed_by": row.managed_by,
         "problem": state.problem if state is not None else "",

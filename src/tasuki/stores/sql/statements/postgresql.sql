@@ -492,7 +492,7 @@ RETURNING "group", state, n
 SELECT min(lease_expires_at) FROM tasuki_jobrun WHERE lease_expires_at IS NOT NULL
 
 -- name: next_delayed
-SELECT min(not_before) FROM tasuki_jobrun WHERE ready = 2
+SELECT min(not_before) FROM tasuki_jobrun WHERE ready = 2 AND not_before > $1::float8
 
 
 -- ------------------------------------------------------------------------------------------------ definitions and events

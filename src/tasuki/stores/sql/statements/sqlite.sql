@@ -351,7 +351,7 @@ RETURNING "group", state, n
 SELECT min(lease_expires_at) FROM tasuki_jobrun WHERE lease_expires_at IS NOT NULL
 
 -- name: next_delayed
-SELECT min(not_before) FROM tasuki_jobrun WHERE ready = 2
+SELECT min(not_before) FROM tasuki_jobrun WHERE ready = 2 AND not_before > ?1
 
 
 -- ------------------------------------------------------------------------------------------------ definitions and events
