@@ -93,6 +93,13 @@ print(json.dumps(texts))
     assert "code 7" in summary
 
 
+def test_the_first_node_writes_the_window_of_the_settings(site: DjangoSite, worker: ChildProcess) -> None:
+    code = "from tasuki.django.models import SchedulerSettings\n"
+    code += "print(json.dumps(list(SchedulerSettings.objects.values_list('skip_late_runs_after_seconds', flat=True))))"
+
+    assert site.ask(code) == [240.0]
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
@@ -103,7 +110,8 @@ print(json.dumps(texts))
         ('enqueue_command("daily_report", "--minimum=many")', "arguments of command 'daily_report': Error: argument --minimum"),
         ('enqueue_command("daily_report", queue="a b")', "queue 'a b' must be 1 to 64 characters"),
         ('enqueue_command("daily_report", priority=11)', "priority must be 0 to 9, got 11"),
-        ('enqueue_command("probe", "x" * 200000)', "an argument has 200000 characters"),
+        ('enqueue_command("daily_report", job_id="d7-1767225600")', "job_id 'd7-1767225600' has the form of"),
+        ('enqueue_command("probe", "x" * 140000)', "an argument has 140000 characters"),
     ],
 )
 def test_what_cannot_run_is_refused_before_anything_is_written(site: DjangoSite, call: str, message: str) -> None:
@@ -186,6 +194,7 @@ print(json.dumps(row.state))
 def test_source_that_changed_is_noticed_without_a_restart(tmp_path: Path) -> None:
     copy = tmp_path / "project"
     shutil.copytree(PROJECT, copy)
+    (copy / "probes" / "management" / "commands" / "broken.py").write_text("1 / 0\n")  # keeps no other command from running
     site = DjangoSite(tmp_path)
     site.env["PYTHONPATH"] = site.env["PYTHONPATH"].replace(os.fspath(PROJECT), os.fspath(copy))
     site.manage("migrate", "-v0")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ standalone.configure()
 from django.core.exceptions import ValidationError  # noqa: E402
 from django.db import connections, transaction  # noqa: E402
 
+from tasuki.django.commands import is_own  # noqa: E402
 from tasuki.django.definitions import apply, emit, read_file, run_now, scheduler_settings  # noqa: E402
 from tasuki.django.models import Event, JobDefinition  # noqa: E402
 from tasuki.errors import ConfigError, InvalidInput, TooLarge  # noqa: E402
@@ -147,6 +150,14 @@ def test_an_event_is_part_of_the_callers_transaction_and_its_key_counts_once(ali
     assert list(Event.objects.using(alias).values_list("event_type", "payload_json")) == [("order.paid", {"order": 17})]
 
 
+def test_the_payload_of_an_event_is_stored_as_the_command_will_see_it(alias: str) -> None:
+    payload = {"at": datetime(2026, 11, 18, tzinfo=UTC), "rate": math.nan, "orders": (1, 2)}
+    emit("order.paid", payload, using=alias)
+
+    stored = Event.objects.using(alias).get().payload_json
+    assert stored == {"at": "2026-11-18T00:00:00Z", "rate": None, "orders": [1, 2]}
+
+
 @pytest.mark.parametrize(
     ("arguments", "error", "words"),
     [
@@ -178,6 +189,16 @@ def test_the_settings_of_the_project_are_the_first_values(alias: str, monkeypatc
     assert scheduler_settings(alias).skip_late_runs_after_seconds == 60
 
 
+@pytest.mark.parametrize("wrong", [-1, math.inf, math.nan])
+def test_a_window_that_cannot_be_is_refused(alias: str, monkeypatch: pytest.MonkeyPatch, wrong: float) -> None:
+    from django.conf import settings
+
+    monkeypatch.setattr(settings, "SCHEDULER_SKIP_LATE_RUNS_AFTER_SECONDS", wrong, raising=False)
+
+    with pytest.raises(ConfigError, match="it must be 0 to 31622400 seconds"):
+        scheduler_settings(alias)
+
+
 def test_an_id_is_never_used_again(alias: str) -> None:
     row = JobDefinition(name="n", command_name="c", schedule_type="daily_at", schedule_value="02:30")
     row.save(using=alias)
@@ -187,3 +208,15 @@ def test_an_id_is_never_used_again(alias: str) -> None:
     other.save(using=alias)
 
     assert other.pk > first
+
+
+@pytest.mark.parametrize(
+    ("file", "own"),
+    [
+        ("/srv/shop/orders/management", True),
+        ("/usr/lib/python3/dist-packages/django/contrib/auth", False),
+        ("/home/sato/.local/lib/python3.13/site-packages/debug_toolbar", False),
+    ],
+)
+def test_commands_of_packages_are_not_those_of_the_project_wherever_they_are_installed(file: str, own: bool) -> None:
+    assert is_own(file) is own

@@ -57,11 +57,14 @@ shown = data("tasuki_runs", "show", waiting)
 again = said("tasuki_runs", "rerun", task)
 rerun = said("tasuki_runs", "rerun", waiting)
 refused = [said("tasuki_runs", "show", "nobody"), said("tasuki_runs", "list", "--state", "GONE")]
+JobRun.objects.update(created_at=time.time() - 3600)
+late = said("tasuki_doctor")
+JobRun.objects.update(not_before=time.time() - 1)
 doctor = said("tasuki_doctor")
-print(json.dumps([waiting, task, listed, of_queue, why, canceled, shown, again, rerun, refused, doctor]))
+print(json.dumps([waiting, task, listed, of_queue, why, canceled, shown, again, rerun, refused, late, doctor]))
 """
     )
-    waiting, task, listed, of_queue, why, canceled, shown, again, rerun, refused, doctor = found
+    waiting, task, listed, of_queue, why, canceled, shown, again, rerun, refused, late, doctor = found
 
     assert waiting in listed
     assert "default.task.probes.tasks.add" in listed
@@ -75,6 +78,8 @@ print(json.dumps([waiting, task, listed, of_queue, why, canceled, shown, again, 
     assert "state 'GONE' is none of PENDING" in refused[1]
     assert "BAD  workers: none runs; start one with: python manage.py tasuki_worker" in doctor
     assert "commands for jobs: daily_report, probe" in doctor
+    assert "waits for 3600 s" in late
+    assert "oldest job" not in doctor  # a delayed job waits since its time
 
 
 def test_running_jobs_are_followed_and_stopped_and_old_ones_pruned(site: DjangoSite, tmp_path: Path) -> None:

@@ -33,6 +33,7 @@ NEVER_BY_DEFAULT = frozenset({"dbshell", "flush", "migrate", "runserver", "shell
 USAGE_EXIT_CODE = 2
 """Exit code of a command that does not understand its arguments: another attempt would not either."""
 _INSTALLED = tuple({sysconfig.get_path(name) for name in ("purelib", "platlib", "stdlib", "platstdlib")})
+_PACKAGES = {"site-packages", "dist-packages"}  # also of the user, of a system's own packages, of `pip install --target`
 RUN_VARIABLES = ("TASUKI_SCHEDULED_FOR", "TASUKI_DEFINITION")
 
 
@@ -50,7 +51,7 @@ def allowed_commands() -> dict[str, str]:
 
 def is_own(file: str) -> bool:
     """Return whether a file is part of the project: neither installed by pip nor of Python itself."""
-    return not file.startswith(_INSTALLED)
+    return not file.startswith(_INSTALLED) and _PACKAGES.isdisjoint(Path(file).parts)
 
 
 def check_command(name: str) -> str:

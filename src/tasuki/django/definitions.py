@@ -27,6 +27,7 @@ from django.db import transaction
 
 from tasuki.core.cluster_messages import Hint
 from tasuki.core.scheduler.firing import (
+    SKIP_LATE_RUNS_AFTER_MAX_S,
     SKIP_LATE_RUNS_AFTER_S,
     Definition,
     DefinitionType,
@@ -130,7 +131,7 @@ def emit(event_type: str, payload: Any = None, *, dedupe_key: str | None = None,
     The payload, any JSON up to 64 KiB, reaches the command as `--event=<json>`. A second event with the same `dedupe_key` is not
     stored: the first one is returned.
     """
-    check_event(event_type, payload)
+    payload = msgspec.json.decode(check_event(event_type, payload))  # as the command will see it, and any database can store it
     if dedupe_key is not None and not 0 < len(dedupe_key) <= DEDUPE_KEY_MAX_CHARS:
         raise InvalidInput(f"dedupe_key {quoted(dedupe_key)} must have 1 to {DEDUPE_KEY_MAX_CHARS} characters")
     alias = using or project_settings().database
@@ -154,7 +155,9 @@ def run_now(definition: JobDefinition, *, using: str | None = None) -> str:
 def scheduler_settings(using: str | None = None) -> SchedulerSettings:
     """Return the row of settings; the first call writes it, with SCHEDULER_SKIP_LATE_RUNS_AFTER_SECONDS of the project."""
     window_s = float(getattr(settings, "SCHEDULER_SKIP_LATE_RUNS_AFTER_SECONDS", SKIP_LATE_RUNS_AFTER_S))
-    if not window_s >= 0:
-        raise ConfigError(f"SCHEDULER_SKIP_LATE_RUNS_AFTER_SECONDS is {window_s}; it must be a number of seconds from 0 on")
+    if not 0 <= window_s <= SKIP_LATE_RUNS_AFTER_MAX_S:
+        raise ConfigError(
+            f"SCHEDULER_SKIP_LATE_RUNS_AFTER_SECONDS is {window_s}; it must be 0 to {SKIP_LATE_RUNS_AFTER_MAX_S:.0f} seconds"
+        )
     rows = SchedulerSettings.objects.using(using or project_settings().database)
     return rows.get_or_create(id=1, defaults={"skip_late_runs_after_seconds": window_s})[0]

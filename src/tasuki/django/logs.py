@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import NamedTuple
 
-from django.db import DatabaseError, connections
+from django.db import Error, connections
 
 from tasuki.django.conf import project_settings
 from tasuki.django.models import JobRun, LogChunk
@@ -124,7 +124,7 @@ class LogWriter:
         try:
             async with asyncio.timeout(WRITE_TIMEOUT_S):
                 await asyncio.get_running_loop().run_in_executor(self._thread, self._write, parts)
-        except (DatabaseError, TimeoutError) as error:
+        except (Error, TimeoutError) as error:
             if str(error) != self._problem:
                 logger.warning("logs cannot be stored: %s", error or "no answer in time")
             self._problem = str(error)

@@ -31,6 +31,7 @@ from tasuki.core.scheduler.firing import DJANGO_EXEC
 from tasuki.django import standalone
 from tasuki.django.commands import check_command, command_exec
 from tasuki.django.conf import ProjectSettings, project_settings
+from tasuki.django.definitions import scheduler_settings
 from tasuki.django.enqueueing import patterns_of
 from tasuki.django.logs import HEAD_BYTES, TAIL_BYTES, KeptLogFollow, LogWriter
 from tasuki.doors.guest import open_guest
@@ -75,6 +76,7 @@ class NodeWorker(Worker):
     def run(self) -> None:
         """Work until a signal. No connection may be open: the processes of tasks are forked from here."""
         standalone.check_tables(self._alias)
+        scheduler_settings(self._alias)  # the first node writes the project's values
         connections.close_all()
         super().run()
 

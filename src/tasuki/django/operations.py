@@ -22,7 +22,7 @@ from tasuki.core.job import Job, State
 from tasuki.core.store_messages import Filter
 from tasuki.django.conf import project_settings
 from tasuki.django.enqueueing import hint_after_commit, patterns_of, project_store
-from tasuki.django.models import Event, LogChunk
+from tasuki.django.models import DefinitionState, Event, JobDefinition, LogChunk
 from tasuki.errors import InvalidInput, NotFound, quoted
 from tasuki.server.queries import describe
 
@@ -118,11 +118,12 @@ def prune(*, days: float, logs_days: float) -> dict[str, int]:
     """Delete jobs that ended, events that were processed, and logs that were written longer ago than so many days."""
     alias, store = project_settings().database, project_store()
     before = store.clock.wall() - days * DAY_S
-    # Under the epoch of whoever leads: only rows of ended jobs are deleted, each once, whoever does it.
-    epoch, _ = store.epoch()
     runs = 0
-    while count := store.prune(before=before, epoch=epoch):
+    # Under the epoch of whoever leads now: only rows of ended jobs are deleted, each once, whoever does it.
+    while count := store.prune(before=before, epoch=store.epoch()[0]):
         runs += count
     events, _ = Event.objects.using(alias).filter(processed_at__lt=before).delete()
+    definitions = JobDefinition.objects.using(alias).values("id")
+    DefinitionState.objects.using(alias).filter(waits_for="").exclude(definition_id__in=definitions).delete()
     logs, _ = LogChunk.objects.using(alias).filter(at__lt=time.time() - logs_days * DAY_S).delete()
     return {"runs": runs, "events": events, "log_chunks": logs}

@@ -23,7 +23,7 @@ from django.db import connections  # noqa: E402 - Django is set up first
 from tasuki.django.commands import allowed_commands, is_own, run_command  # noqa: E402
 
 for _name, _app in allowed_commands().items():
-    with contextlib.suppress(ImportError):  # the job that runs it will say so
+    with contextlib.suppress(Exception):  # the job that runs it will say so; all others can run
         import_module(f"{_app}.management.commands.{_name}")
 connections.close_all()
 

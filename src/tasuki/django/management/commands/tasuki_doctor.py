@@ -54,8 +54,9 @@ class Command(ActionCommand):
         for queue, counts in sorted(project_store().counts().items()):
             yield _finding(f"queue {queue}", True, f"{counts.pending} wait, {counts.active} run, {counts.failed} failed")
         oldest = JobRun.objects.using(project.database).filter(ready=1).order_by("id").first()
-        if oldest is not None and time.time() - oldest.created_at > LATE_S:
-            age_s = time.time() - oldest.created_at
+        # A job that was delayed, or is tried again, waits since its time.
+        age_s = time.time() - max(oldest.created_at, oldest.not_before or 0.0) if oldest is not None else 0.0
+        if oldest is not None and age_s > LATE_S:
             text = f"{oldest.job_id} waits for {age_s:.0f} s; ask: manage.py tasuki_runs explain {oldest.job_id}"
             yield _finding("oldest job", False, text)
         for state in DefinitionState.objects.using(project.database).exclude(problem="").select_related("definition"):

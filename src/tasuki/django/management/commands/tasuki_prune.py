@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from django.core.management.base import CommandParser
+from django.core.management.base import CommandError, CommandParser
 
 from tasuki.django import operations
 from tasuki.django.conf import project_settings
 from tasuki.django.definitions import scheduler_settings
 from tasuki.django.management.command_base import ActionCommand
+from tasuki.errors import TasukiError
 
 
 class Command(ActionCommand):
@@ -25,5 +26,8 @@ class Command(ActionCommand):
         project = project_settings()
         days = project.retention_days if days is None else days
         logs_days = scheduler_settings(project.database).log_retention_days_db if logs_days is None else logs_days
-        done = operations.prune(days=days, logs_days=logs_days)
+        try:
+            done = operations.prune(days=days, logs_days=logs_days)
+        except TasukiError as error:
+            raise CommandError(error.message) from error
         self.say(done, ", ".join(f"{count} {name.replace('_', ' ')}" for name, count in done.items()) + " deleted")
