@@ -17,7 +17,7 @@ import pytest
 from tasuki.agent.input_sources import open_store
 from tasuki.blobs.open_blobs import open_blobs
 from tasuki.blobs.s3.requests import parse_s3_url
-from tasuki.cli.arrays import _progress
+from tasuki.cli.arrays import _progress, element_number
 from tasuki.cli.connect import StoreAddress, guest_places
 from tasuki.cli.main import root
 from tasuki.cli.output import Output
@@ -245,3 +245,8 @@ def test_logs_are_written_without_control_characters(formatter: logging.Formatte
 def test_jobs_that_had_ended_before_say_nothing_about_the_time_that_is_left() -> None:
     assert _progress(900, 1000, 0, 0, took_s=0.5, ended_before=900) == "900 of 1000 jobs have ended"
     assert _progress(950, 1000, 0, 0, took_s=60, ended_before=900) == "950 of 1000 jobs have ended, about 60s left"
+
+
+def test_elements_of_an_array_are_sorted_by_number_whoever_made_them() -> None:
+    assert sorted(["a.10", "a.9", "a"], key=element_number) == ["a", "a.9", "a.10"]
+    assert sorted(["pages-10", "pages-9"], key=element_number) == ["pages-9", "pages-10"]

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tasuki.client.logs import PROGRESS_WAIT_S, LogFollower, LogPart, unpack_log
-from tasuki.core.job import Outcome, State
+from tasuki.core.job import Outcome, Progress, State
 from tasuki.core.protocol import LOG_WAIT_MAX_S, JobResult, Welcome
 from tasuki.errors import InvalidInput, NotFound, ProtocolError, Unavailable
 
@@ -92,6 +92,17 @@ def follow(played: Played, **options: Any) -> list[LogPart]:
 
 def seen(parts: list[LogPart]) -> bytes:
     return b"".join(part.text for part in parts)
+
+
+def test_an_app_may_have_a_word_of_its_own_that_is_no_progress() -> None:
+    outcome = Outcome(result=b"", meta={"progress": "slow but steady"})
+    played = Played({"data": b'{"fraction":0.5,"text":"half"}\n'}, ends_with=JobResult("job", State.SUCCEEDED, 1, outcome))
+
+    async def main() -> list[Progress]:
+        async with asyncio.timeout(DEADLINE_S):
+            return [told async for told in LogFollower(played, "job", "progress").progress()]  # type: ignore[arg-type]
+
+    assert asyncio.run(main()) == [Progress(0.5, "half")]
 
 
 def test_the_rest_comes_from_the_result_by_the_same_offset() -> None:

@@ -104,6 +104,17 @@ def test_the_workers_that_subscribe_offer_other_programs() -> None:
     assert told(job(exec="b"), *offers)["facts"]["fitting_workers"] == ["w1"]
 
 
+def test_a_job_that_is_left_to_a_worker_without_its_program_is_not_about_to_be_leased() -> None:
+    command = job(subject="render.w1", exec="render")
+    has_not, has = worker("w1", takes="commands", execs=["other"]), worker("w2", takes="commands", execs=["render"])
+
+    assert "Its subject ends in w1, so only that worker gets it, and it does not offer the exec" in because(command, has_not, has)
+    assert why(command, has_not, has) == "OTHER_KIND"
+    # others get it while that worker is detached, or before it has asked for work
+    assert why(command, {**has_not, "detached": True}, has) == "ITS_TURN"
+    assert why(command, {**has_not, "addressed": False}, has) == "ITS_TURN"
+
+
 def test_a_program_that_is_on_a_list_is_left_to_those_who_have_it() -> None:
     own, named = worker("own", takes="own", execs=["*"]), worker("named", takes="commands", execs=["render"])
     assert told(job(exec="render", submitter="uid:1"), own, named)["facts"]["fitting_workers"] == ["named"]

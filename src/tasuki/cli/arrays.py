@@ -6,6 +6,7 @@ Commands take the id of a job or of an array. An id that names both is the job's
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
@@ -27,6 +28,7 @@ RUNNING_S = 2.0  # between two counts of the jobs that run
 PENDING_S = 3.0  # a job that waits longer than this has a reason that its user should know
 REASONS_SHOWN = 5
 REASON_SHOWN_MAX = 100  # characters
+_NUMBER = re.compile(r"[.-](\d+)$", re.ASCII)  # array.7 of `submit --array`, array-7 of a task's `map`
 
 
 # ---------------------------------------------------------------------------------------------------- ids
@@ -83,8 +85,8 @@ async def elements(client: AsyncClient, array_id: str, states: Sequence[str] = (
 
 def element_number(job_id: str) -> tuple[int, str]:
     """Return the key by which the elements of an array are sorted."""
-    number = job_id.rpartition(".")[2]
-    return (int(number) if number.isascii() and number.isdigit() else 0, job_id)
+    number = _NUMBER.search(job_id)
+    return (int(number[1]) if number else 0, job_id)
 
 
 # ---------------------------------------------------------------------------------------------------- what has become of them

@@ -14,7 +14,7 @@ import os
 import tempfile
 import zipfile
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol, cast
 
@@ -174,7 +174,10 @@ class LogFollower:
                     last = _report_of(line)
                     yield last
         told = self._ended.outcome.meta.get(PROGRESS_STREAM) if self._ended is not None else None
-        if told is not None and (final := msgspec.convert(told, Progress)) != last:
+        final = last
+        with suppress(msgspec.ValidationError):  # else the word is one of the app's own
+            final = msgspec.convert(told, Progress | None) or last
+        if final is not None and final != last:
             yield final
 
     # ------------------------------------------------------------------------------------------------ while it runs

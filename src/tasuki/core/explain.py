@@ -99,6 +99,8 @@ def _why_waiting(job: Job, context: ExplainContext) -> Explanation:
         return _no_pattern(job.spec.subject, context.workers)
     kind = kind_of(job.spec.exec, job.submitter)
     able = [worker for worker in fitting if _offer_of(worker).fits(kind, job.spec.exec)]
+    if (addressed := _addressed(job, fitting)) and addressed[0] not in able:
+        return _left_to(job, addressed[0])
     if not able:
         return _not_offered(job, fitting, context.workers)
     if named := [worker for worker in able if job.spec.exec in (worker.get("execs") or ())]:
@@ -175,9 +177,25 @@ def _offered_by(worker: Worker) -> str:
     return ", ".join([*(["handlers"] if has_handlers else []), *names[:SHOWN_MAX], *(["…"] if len(names) > SHOWN_MAX else [])])
 
 
+def _addressed(job: Job, fitting: Sequence[Worker]) -> list[Worker]:
+    """Return the worker that the subject names, if it is there: then no other gets the job."""
+    last = job.spec.subject.rpartition(".")[2]
+    named = (worker for worker in fitting if worker["worker_id"] == last)
+    return [worker for worker in named if worker.get("addressed", True) and not worker.get("detached")]
+
+
+def _left_to(job: Job, worker: Worker) -> Explanation:
+    """Explain the wait for the worker that the subject names, which cannot run the job."""
+    name, exec_ = worker["worker_id"], job.spec.exec
+    needed = f"does not offer the exec {exec_!r} to you" if exec_ else "has no Python handlers"
+    words = f"Its subject ends in {name}, so only that worker gets it, and it {needed} ({_offered_by(worker)})."
+    facts = {"other_kind_workers": {name: str(worker.get("takes", "any"))}, "addressed_to": name}
+    return "OTHER_KIND", [f"{words} Allow it there, or submit it with another subject."], facts
+
+
 def _its_turn(job: Job, fitting: Sequence[Worker], context: ExplainContext) -> Explanation:
     last = job.spec.subject.rpartition(".")[2]
-    addressed = [worker for worker in fitting if worker["worker_id"] == last and worker.get("addressed", True)]
+    addressed = _addressed(job, fitting)
     fitting = addressed or fitting
     free = _names([worker for worker in fitting if worker["credit"] > 0])
     facts: dict[str, Any] = {"fitting_workers": _names(fitting), "workers_with_credit": free, "top_band": context.top_band}

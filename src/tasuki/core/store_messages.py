@@ -116,7 +116,7 @@ def checked_offer(takes: Takes, execs: tuple[str, ...] | None) -> Offer:
     return Offer(takes, tuple(sorted({exec_ if exec_ == OWN_PROGRAMS else check_name(exec_, "exec") for exec_ in execs})))
 
 
-@lru_cache(4096)
+@lru_cache(512)  # 25 KB each at most
 def _queues_of(offer: Offer) -> tuple[tuple[tuple[int, str], ...], tuple[int, ...]]:
     named: list[tuple[int, str]] = []
     whole: list[int] = []
