@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -220,3 +221,20 @@ def test_an_id_is_never_used_again(alias: str) -> None:
 )
 def test_commands_of_packages_are_not_those_of_the_project_wherever_they_are_installed(file: str, own: bool) -> None:
     assert is_own(file) is own
+
+
+def test_pools_of_connections_are_closed_before_a_fork() -> None:
+    from django.db.backends.postgresql.base import DatabaseWrapper
+
+    from tasuki.django.node import close_connections
+
+    alias = standalone.register_postgresql({"dbname": "nowhere", "pool": True})
+    closed: list[str] = []
+    DatabaseWrapper._connection_pools[alias] = SimpleNamespace(close=lambda: closed.append(alias))
+    assert connections[alias].vendor == "postgresql"
+
+    close_connections()
+
+    assert closed == [alias]
+    assert alias not in DatabaseWrapper._connection_pools
+    standalone.forget(alias)

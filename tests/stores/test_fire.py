@@ -6,9 +6,11 @@ import math
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import psycopg
 import pytest
 from msgspec.structs import asdict, replace
 
@@ -411,6 +413,20 @@ def test_what_waited_past_its_window_is_skipped(firing: Firing) -> None:
     firing.fire()
 
     assert firing.skip() == [d(begin + 43_200)]
+
+
+def test_an_application_that_holds_the_last_run_in_its_transaction_stops_no_leader(postgres_url: str) -> None:
+    clock = FakeClock(wall=T0 - 5)
+    with (
+        closing(SqlStore.open_postgresql(postgres_url, clock=clock)) as store,
+        closing(psycopg.connect(postgres_url)) as application,
+    ):
+        firing = Firing(store, clock)
+        firing.define(replace(MINUTELY, concurrency_policy="forbid"))
+        firing.at(0.5)
+        application.execute("SELECT 1 FROM tasuki_jobrun WHERE idempotency_key = %s FOR UPDATE", [d(0)])
+
+        assert [(run.job_id, str(run.state)) for run in firing.at(60.5).runs] == [(d(60), "SKIPPED")]
 
 
 # ---------------------------------------------------------------------------------------------------- events

@@ -77,7 +77,7 @@ class NodeWorker(Worker):
         """Work until a signal. No connection may be open: the processes of tasks are forked from here."""
         standalone.check_tables(self._alias)
         scheduler_settings(self._alias)  # the first node writes the project's values
-        connections.close_all()
+        close_connections()
         super().run()
 
     async def serve(self, *, signals: bool = False) -> None:
@@ -156,6 +156,14 @@ def libpq_url(alias: str) -> str:
     known = {option.keyword.decode() for option in Conninfo.get_defaults()}
     given = connections[alias].get_connection_params()
     return "postgresql:///?" + urlencode({name: str(given[name]) for name in given if name in known}, quote_via=quote)
+
+
+def close_connections() -> None:
+    """Close everything that a fork must not share: connections, and pools of them (`OPTIONS["pool"]`) with their threads."""
+    connections.close_all()
+    for connection in connections.all(initialized_only=True):
+        if connection.vendor == "postgresql":
+            connection.close_pool()  # type: ignore[attr-defined]
 
 
 def writing_alias(alias: str) -> str:

@@ -55,7 +55,8 @@ class FiringRecords(Protocol):
     def skip_late_runs_after_s(self) -> float: ...
 
     def states_of(self, job_ids: Collection[str]) -> Mapping[str, State]:
-        """Return the states of the jobs that exist; they stay so until the transaction ends."""
+        """Return the states of the jobs that exist, without a lock: an application that has one of them in a transaction that
+        lasts stops no leader. A run that ends, or is run again, at this moment might as well have done so a moment later."""
 
     def add_runs(self, runs: Sequence[tuple[PlannedRun, Submission]]) -> Sequence[FiredRun]:
         """Store runs whose ids are new. One with `waits_for` is not ready, one with an `end` is terminal."""

@@ -69,7 +69,7 @@ class _Rows:
         return float(found[0][0]) if found else SKIP_LATE_RUNS_AFTER_S
 
     def states_of(self, job_ids: Collection[str]) -> Mapping[str, State]:
-        return {job_id: row.job_state for job_id, row in self._tx.rows(sorted(job_ids)).items()}
+        return {job_id: row.job_state for job_id, row in self._tx.rows_unlocked(sorted(job_ids)).items()}
 
     def add_runs(self, runs: Sequence[tuple[PlannedRun, Submission]]) -> list[FiredRun]:
         tx = self._tx
