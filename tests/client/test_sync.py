@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 from collections.abc import Coroutine
 from concurrent import futures
@@ -90,3 +91,14 @@ def test_an_error_of_the_work_is_raised_where_it_is_waited_for() -> None:
 
     thread.close(nothing())
     assert "tasuki-test" not in threads()
+
+
+def test_a_fork_of_the_process_is_told_instead_of_waiting_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    thread = LoopThread("tasuki-test", nothing())
+    with monkeypatch.context() as fork:
+        fork.setattr(os, "getpid", lambda: thread._pid + 1)
+        with pytest.raises(Unavailable, match=f"made by process {thread._pid}, and this is a fork of it"):
+            thread.wait(nothing())
+        thread.close(nothing())
+        assert not thread.closed  # the thread is the other process's
+    thread.close(nothing())

@@ -143,8 +143,9 @@ class AsyncJobHandle(Generic[T]):
         if self._client.hinted:
             return
         self._client.hinted = True
-        with contextlib.suppress(TasukiError):  # the wait itself meets the same trouble
-            why = await self._client.explain(self.job_id)
+        with contextlib.suppress(TasukiError, TimeoutError):  # the wait itself meets the same trouble
+            async with asyncio.timeout(EXPLAIN_WITHIN_S):
+                why = await self._client.explain(self.job_id)
             if why.facts.get("why") in NOBODY:
                 logger.warning("job %s still waits: %s", self.job_id, why.because[0])
 

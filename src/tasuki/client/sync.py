@@ -39,6 +39,7 @@ class LoopThread:
         self.loop = (loop_factory() or asyncio.new_event_loop)()
         self.thread = threading.Thread(target=self.loop.run_forever, name=name, daemon=True)
         self._closing = False
+        self._pid = os.getpid()
         self._waits: set[futures.Future[Any]] = set()
         self._lock = threading.Lock()
         self.thread.start()
@@ -51,6 +52,11 @@ class LoopThread:
     @property
     def closed(self) -> bool:
         return self._closing or self.loop.is_closed()
+
+    @property
+    def _is_copy(self) -> bool:
+        """True in a process that was forked: the thread is not there."""
+        return os.getpid() != self._pid
 
     def wait(self, work: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine there and wait for it; Ctrl-C ends the wait and the work."""
@@ -69,6 +75,9 @@ class LoopThread:
         return future
 
     def _begin(self, work: Coroutine[Any, Any, T]) -> futures.Future[T]:
+        if self._is_copy:
+            work.close()
+            raise Unavailable(f"this client was made by process {self._pid}, and this is a fork of it; make one in each process")
         with self._lock:
             if self.loop.is_closed():
                 work.close()
@@ -93,7 +102,7 @@ class LoopThread:
 
     def close(self, leaving: Coroutine[Any, Any, None], *, cancel: bool = False) -> None:
         """Run `leaving`, then end the thread. With `cancel`, other threads do not get their answers first. May be repeated."""
-        if self.closed:
+        if self.closed or self._is_copy:
             leaving.close()
             return
         self._closing = True

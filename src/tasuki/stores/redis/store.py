@@ -604,7 +604,7 @@ def _patterns_by_name(patterns: Mapping[str, tuple[str, ...]]) -> list[Argument]
     return arguments
 
 
-@lru_cache(4096)
+@lru_cache(512)
 def _offered(offer: Offer) -> tuple[Argument, ...]:
     named, whole = offer.queues()
     return ("".join(map(str, whole)), len(named), *starmap(codec.kind_text, named))
