@@ -152,11 +152,11 @@ def test_an_event_is_part_of_the_callers_transaction_and_its_key_counts_once(ali
 
 
 def test_the_payload_of_an_event_is_stored_as_the_command_will_see_it(alias: str) -> None:
-    payload = {"at": datetime(2026, 11, 18, tzinfo=UTC), "rate": math.nan, "orders": (1, 2)}
+    payload = {"at": datetime(2026, 11, 18, tzinfo=UTC), "rate": math.nan, "orders": (1, 2), "path": "\\u0000"}
     emit("order.paid", payload, using=alias)
 
     stored = Event.objects.using(alias).get().payload_json
-    assert stored == {"at": "2026-11-18T00:00:00Z", "rate": None, "orders": [1, 2]}
+    assert stored == {"at": "2026-11-18T00:00:00Z", "rate": None, "orders": [1, 2], "path": "\\u0000"}
 
 
 @pytest.mark.parametrize(
@@ -164,6 +164,7 @@ def test_the_payload_of_an_event_is_stored_as_the_command_will_see_it(alias: str
     [
         (("order.*",), InvalidInput, "event_type"),
         (("order", object()), InvalidInput, "payload is not JSON"),
+        (("order", {"name": ["a\\\0"]}), InvalidInput, "payload has a NUL character"),
         (("order", "x" * 10_000_000), TooLarge, "payload has 10000002 bytes"),
     ],
 )

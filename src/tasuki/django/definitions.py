@@ -132,8 +132,8 @@ def emit(event_type: str, payload: Any = None, *, dedupe_key: str | None = None,
     stored: the first one is returned.
     """
     payload = msgspec.json.decode(check_event(event_type, payload))  # as the command will see it, and any database can store it
-    if dedupe_key is not None and not 0 < len(dedupe_key) <= DEDUPE_KEY_MAX_CHARS:
-        raise InvalidInput(f"dedupe_key {quoted(dedupe_key)} must have 1 to {DEDUPE_KEY_MAX_CHARS} characters")
+    if dedupe_key is not None and (not 0 < len(dedupe_key) <= DEDUPE_KEY_MAX_CHARS or "\0" in dedupe_key):
+        raise InvalidInput(f"dedupe_key {quoted(dedupe_key)} must have 1 to {DEDUPE_KEY_MAX_CHARS} characters, none of them NUL")
     alias = using or project_settings().database
     events = Event.objects.using(alias)
     if dedupe_key is None:

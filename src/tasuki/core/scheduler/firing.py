@@ -381,6 +381,9 @@ def _named(field: str, check: Any, value: str) -> None:
         raise InvalidInput(f"{field}: {error.message}") from None
 
 
+_has_nul = re.compile(rb"(?<!\\)(?:\\\\)*\\u0000").search  # in JSON: a backslash before it that is no escape itself
+
+
 def check_event(event_type: str, payload: Any) -> str:
     """Return the payload as JSON, or raise InvalidInput that names the field."""
     _named("event_type", check_subject, event_type)
@@ -392,6 +395,8 @@ def check_event(event_type: str, payload: Any) -> str:
         raise TooLarge(
             f"payload has {len(encoded)} bytes as JSON, the limit is {EVENT_PAYLOAD_MAX_BYTES}; store it, and send its key"
         )
+    if _has_nul(encoded):
+        raise InvalidInput("payload has a NUL character, which PostgreSQL cannot store; leave it out")
     return encoded.decode()
 
 

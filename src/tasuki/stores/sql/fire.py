@@ -56,7 +56,7 @@ class _Rows:
 
     def new_events(self, limit: int) -> list[EventRow]:
         return [
-            EventRow(id=number, event_type=name, payload_json=payload or "null", created_at=at, job_definition_id=definition_id)
+            EventRow(id=number, event_type=name, payload_json=_compact(payload), created_at=at, job_definition_id=definition_id)
             for number, name, payload, at, definition_id in self._tx.session.rows("new_events", (limit,))
         ]
 
@@ -117,6 +117,14 @@ class _Rows:
 
 
 _decode_json = msgspec.json.Decoder().decode
+
+
+def _compact(payload: str | None) -> str:
+    """Return the payload as `emit` measured it: databases write it with spaces, or six characters for one that is not ASCII."""
+    try:
+        return msgspec.json.encode(_decode_json(payload or "null")).decode()
+    except (msgspec.DecodeError, ValueError):  # not written by `emit`
+        return payload or "null"
 
 
 def _definition_of(row: Any) -> tuple[Definition, FiringState]:
