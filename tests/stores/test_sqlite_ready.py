@@ -12,9 +12,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tasuki.core.job import JobSpec, body_hash
-from tasuki.core.store_messages import LeaseRequest, Submission
+from tasuki.core.store_messages import OWN_PROGRAMS, LeaseRequest, Offer, Submission, Takes
 from tasuki.core.subject import group_of, matches
-from tasuki.stores.sql.lease import GROUPS_AT_ONCE, SUBJECTS_AT_ONCE, region_of
+from tasuki.stores.sql.lease import EXECS_AT_ONCE, GROUPS_AT_ONCE, SUBJECTS_AT_ONCE, region_of
 from tasuki.stores.sql.store import SqlStore
 from tests.support.sqlite_files import memory_folder, with_tables
 
@@ -184,3 +184,22 @@ def test_a_page_of_queues_costs_the_same_however_many_lie_before_it(store: SqlSt
         costs.append(len(steps))
 
     assert max(costs) <= 2 * costs[0]
+
+
+def test_programs_that_are_left_to_others_keep_no_other_program_from_its_turn(store: SqlStore) -> None:
+    """However they lie in the subjects of a group: a worker that runs every program goes on behind what it has looked at."""
+    half = EXECS_AT_ONCE // 2
+    places = [("g.a", f"a{number:03}") for number in range(half + 20)] + [("g.b", f"z{number:03}") for number in range(half + 50)]
+    specs = [JobSpec(job_id=exec_, subject=subject, exec=exec_) for subject, exec_ in places]
+    store.submit([Submission(spec, "uid:1000", body_hash(spec)) for spec in specs])
+    own = [exec_ for subject, exec_ in places[half : half + 20]]
+    request = LeaseRequest(
+        worker_id="w1",
+        incarnation="w1/1",
+        patterns=("g.>",),
+        limit=20,
+        offer=Offer(Takes.OWN, (OWN_PROGRAMS,)),
+        named_elsewhere={exec_: (">",) for _, exec_ in places if exec_ not in own},
+    )
+
+    assert [grant.job_id for _ in range(4) for grants in store.lease([request]) for grant in grants] == own

@@ -13,7 +13,7 @@ from tasuki.core.job import InputFile
 from tasuki.errors import ConfigError
 from tasuki.worker import preforked
 from tasuki.worker.attempt import JobRefused
-from tasuki.worker.commands import build_command, build_interpreter
+from tasuki.worker.commands import build_command, build_interpreter, missing_programs
 from tasuki.worker.execs import Exec, load_execs, parse_exec_flag, parse_execs
 from tasuki.worker.folder import RunFolder
 from tasuki.worker.keeper.protocol import Limits
@@ -320,3 +320,9 @@ def test_what_cannot_work_is_refused_when_the_worker_starts(settings: dict[str, 
 
     with pytest.raises(ConfigError, match=says):
         parse_execs({"price": {name: value for name, value in table.items() if value is not None}})
+
+
+def test_a_program_that_is_not_there_is_told_at_the_start() -> None:
+    execs = [parse_exec_flag("render=/nowhere/render -q"), parse_exec_flag("shell=sh -c true")]
+    [problem] = missing_programs({exec_.name: exec_ for exec_ in execs})
+    assert problem.startswith("its jobs will fail: program '/nowhere/render' of exec 'render' was not found")

@@ -113,7 +113,8 @@ WITH RECURSIVE head ("group", subject, kind, exec) AS (
 SELECT "group", subject, kind, exec FROM head LIMIT ?6
 
 -- name: execs
--- The first ?6 distinct execs from ?5 on of jobs of the kind ?3 and the subjects ?4, by one seek each; subjects take turns.
+-- The first ?6 distinct execs from ?5 on of jobs of the kind ?3 and the subjects ?4, by one seek each. ORDER BY makes the
+-- recursion's queue a heap: what comes first, in whichever subject, is returned first, and the next call can go on behind it.
 WITH RECURSIVE head (subject, exec) AS (
     SELECT value, (SELECT exec FROM tasuki_jobrun
                    WHERE ready = 1 AND priority = ?1 AND "group" = ?2 AND subject = value AND kind = ?3 AND exec >= ?5
@@ -124,6 +125,7 @@ WITH RECURSIVE head (subject, exec) AS (
                      WHERE ready = 1 AND priority = ?1 AND "group" = ?2 AND subject = head.subject AND kind = ?3 AND exec > head.exec
                      ORDER BY exec LIMIT 1)
     FROM head WHERE head.exec IS NOT NULL
+    ORDER BY 2
 )
 SELECT subject, exec FROM head WHERE exec IS NOT NULL LIMIT ?6
 
