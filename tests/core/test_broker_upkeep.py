@@ -199,6 +199,23 @@ def test_a_failed_duty_is_due_again_at_once() -> None:
     assert next_duty(stage).prune == turn.prune
 
 
+def test_after_a_failed_turn_leases_are_ended_in_one_that_fires_nothing() -> None:
+    stage = BrokerStage(shared=True)
+    stage.store.take_over("stage", 3)
+    stage.apply(Elected(3))
+    turn = next_duty(stage)
+    assert turn.fire
+
+    stage.apply(TurnFailed(turn, Unavailable("the store failed")))
+    stage.clock.advance(DUTY_INTERVAL_S)
+    again = next_duty(stage)
+
+    assert (again.reap, again.fire) == (turn.reap, 0)
+    stage.apply(TurnDone(again, execute(stage.store, again)))
+    stage.clock.advance(FIRE_INTERVAL_S)
+    assert next_duty(stage).fire == turn.fire
+
+
 def test_who_cannot_reach_the_bytes_condemns_no_blobs() -> None:
     stage = BrokerStage(shared=True, collects_blobs=False)
     stage.store.take_over("stage", 3)

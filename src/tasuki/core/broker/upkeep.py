@@ -196,14 +196,14 @@ class Upkeep:
         return [DeleteBlobs(self._state.epoch, places)]
 
     def failed(self, turn: Turn, error: TasukiError) -> list[Command]:
-        """Make everything in a failed turn due again. A stale epoch is final."""
+        """Make everything in a failed turn due again, but firing only after its interval: what an application wrote must not keep
+        leases from being ended. A stale epoch is final."""
         if turn.take_over:
             return [TookOver(turn.epoch, False)]
         if isinstance(error, StaleEpoch):
             return [EpochFenced(turn.epoch)]
         self._deleted[:0] = turn.forget_blobs
         self._duty_at = 0.0 if turn.reap else self._duty_at
-        self._fire_at = 0.0 if turn.fire else self._fire_at
         self._prune_at = 0.0 if turn.prune is not None else self._prune_at
         self._collect_at = 0.0 if turn.condemn_blobs is not None else self._collect_at
         return []
