@@ -8,7 +8,6 @@ function that gets the answers after the commit.
 from __future__ import annotations
 
 import hashlib
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from itertools import chain, islice
@@ -446,13 +445,14 @@ def offer_the_rest(state: BrokerState, turn: Turn, answers: Answers) -> None:
     """Offer new jobs that no worker took to other workers of this server, and to the other servers."""
     granted = {grant.job_id for grants in answers.lease for grant in grants}
     pairs = chain(zip(turn.submit, answers.submit, strict=True), zip(turn.rerun, answers.rerun, strict=True))
-    left = Counter(
-        (submission.spec.subject, kind_of(submission.spec.exec, submission.submitter), submission.spec.exec)
-        for submission, answer in pairs
-        if isinstance(answer, Submitted) and answer.created and answer.job_id not in granted
-    )
-    for queue, jobs in left.items():
-        state.cluster.add_ready(queue[:1], jobs)
+    left: dict[tuple[str, str, str], int] = {}
+    for submission, answer in pairs:
+        if type(answer) is Submitted and answer.created and answer.job_id not in granted:
+            alike = (submission.spec.subject, submission.spec.exec, submission.submitter)
+            left[alike] = left.get(alike, 0) + 1
+    for (subject, program, submitter), jobs in left.items():
+        queue = (subject, kind_of(program, submitter), program)
+        state.cluster.add_ready((subject,), jobs)
         state.note_ready(*queue)
         state.look_for(*queue, backlog=True)
 
