@@ -11,7 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from tasuki.cli.command import Destination
+from tasuki.cli.connect import with_client
 from tasuki.cli.jobs import progress_of
+from tasuki.client.aio import AsyncClient
 from tests.cli.commands import DEADLINE_S, TASUKI, Running, User, read_fifo
 
 pytestmark = pytest.mark.e2e
@@ -456,6 +459,23 @@ def test_a_wait_has_an_end_and_the_jobs_go_on(served: Served) -> None:
 
     assert (done.returncode, state in ("ASSIGNED", "RUNNING")) == (5, True)
     assert "has not ended within 0.2s" in done.stderr
+
+
+def test_a_wait_for_many_jobs_has_an_end_that_counts_them(served: Served) -> None:
+    user, _ = served
+    user.run("submit", "--job-id", "longs", "--array", "1-3", "sleep", "600")
+    done = user.run("wait", "--timeout", "0.2s", "longs")
+    user.run("cancel", "longs")
+
+    assert (done.returncode, done.stderr) == (5, "tasuki: DEADLINE: 3 of 3 jobs have not ended within 0.2s; they go on\n")
+
+
+def test_a_command_says_itself_why_a_job_waits(served: Served) -> None:
+    async def is_told(client: AsyncClient) -> bool:
+        return client.hinted
+
+    user, _ = served
+    assert with_client(Destination(data=user.data), is_told), "a warning would be in the output of commands that are to be quiet"
 
 
 def test_jobs_of_an_array_are_canceled_together_and_those_that_are_found_beside_unknown_ones(served: Served) -> None:

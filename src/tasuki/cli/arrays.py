@@ -18,7 +18,7 @@ from tasuki.client.aio import AsyncClient, AsyncJobHandle
 from tasuki.core.job import TERMINAL
 from tasuki.core.protocol import JobResult
 from tasuki.core.units import shown_duration
-from tasuki.errors import NotFound, TasukiError
+from tasuki.errors import DeadlineExceeded, NotFound, TasukiError
 
 PAGE = 1000
 ASK_MAX = 1000  # ids in one request
@@ -194,7 +194,8 @@ async def wait_all(
 
     `ended_before` of them had ended before, and say nothing about the pace.
     """
-    ends = [asyncio.ensure_future(handle.outcome(timeout)) for handle in handles]
+    alone = timeout if len(handles) == 1 else None  # its end is explained; thousands would all ask the server
+    ends = [asyncio.ensure_future(handle.outcome(alone)) for handle in handles]
     began, last_look, running, failed = time.monotonic(), 0.0, 0, 0
     ended_before = max(ended_before, sum(handle.done for handle in handles))
     notice = connection_notice(client, output)
@@ -203,12 +204,17 @@ async def wait_all(
         with explaining_pending(client, lambda: next((each.job_id for each in handles if not each.done), None), output):
             while pending:
                 now = time.monotonic()
+                left_s = began + timeout - now if timeout is not None and alone is None else PROGRESS_S
+                if left_s <= 0:
+                    late = f"{len(pending)} of {len(ends)} jobs have not ended within {shown_duration(timeout or 0.0)}"
+                    raise DeadlineExceeded(f"{late}; they go on")
                 if array_id is not None and output.shows_progress and now - last_look > RUNNING_S and client.connected:
                     last_look = now
                     page = await client.request("find", states=["RUNNING"], array_id=array_id, limit=PAGE)
                     running = len(page["jobs"])
                 output.progress(_progress(len(ends) - len(pending), len(ends), failed, running, now - began, ended_before))
-                ended, pending = await asyncio.wait(pending, timeout=PROGRESS_S, return_when=asyncio.FIRST_EXCEPTION)
+                look_s = min(PROGRESS_S, left_s)
+                ended, pending = await asyncio.wait(pending, timeout=look_s, return_when=asyncio.FIRST_EXCEPTION)
                 failed += sum(end.result().state != "SUCCEEDED" for end in ended)  # or raises what cannot be waited for
                 notice()
         return [end.result() for end in ends]

@@ -76,6 +76,7 @@ def with_client(
             get = os.environ.get
             address = StoreAddress(url, get("TASUKI_APP"), get("TASUKI_BLOBS", ""), get("TASUKI_COORDINATION", ""))
             async with guest(address) as socket, AsyncClient(socket, connect_timeout_s=CONNECT_TIMEOUT_S) as client:
+                client.hinted = True  # commands say themselves why a job waits, unless they are to be quiet
                 return await work(client)
         url, token = find_server(place)
         if url is None and not embedded and not answers(data_folder(place.data).socket):
@@ -84,6 +85,7 @@ def with_client(
                 "with --to URL or --data FOLDER"
             )
         client = AsyncClient(url, token=token, data=place.data, tls_ca=place.tls_ca, connect_timeout_s=CONNECT_TIMEOUT_S)
+        client.hinted = True
         async with client:
             return await work(client)
 

@@ -161,7 +161,8 @@ class Tasks:
         if self._eager is not None:
             named = self._named(task, payloads, many)
             return [await asyncio.to_thread(self._eager.submit, task, payload, job_id) for payload, job_id in named]
-        client = await asyncio.to_thread(lambda: self.client) if self._client is None else self.client
+        is_open = self._client is not None and self._client_pid == os.getpid()
+        client = self.client if is_open else await asyncio.to_thread(lambda: self.client)
         handles = await client.future(self._sent(client, task, payloads, many))
         return [JobHandle(handle, client) for handle in handles]
 
