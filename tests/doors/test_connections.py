@@ -254,7 +254,8 @@ def test_the_doors_of_a_server_count_together(tmp_path: Path) -> None:
         before = open_sockets(server.pid)
         peers = [socket.create_connection(("127.0.0.1", ports[n % 2])) for n in range(200)]
         assert peers[0].recv(1) == b""
-        assert open_sockets(server.pid) <= before + 64 + 16  # half of 128 connections for strangers, and those just ended
+        # Half of 128 connections for strangers, and those just ended; if each door had a half, there would be 128.
+        assert open_sockets(server.pid) < before + 2 * 64
         for peer in peers:
             peer.close()
 

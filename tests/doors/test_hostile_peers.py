@@ -112,7 +112,7 @@ def large_job(server: ServerProcess, tmp_path: Path) -> tuple[str, BlobGet]:
     document = tmp_path / "input"
     document.write_bytes(os.urandom(8 * MIB))
     with server.client(token=token) as client:
-        job = client.submit(subject="nobody", files=[document], headers={f"h{n}": "x" * 8000 for n in range(64)}, watch=False)
+        job = client.submit(subject="nobody", files=[document], headers={f"h{n}": "x" * 2500 for n in range(64)}, watch=False)
     return token, BlobGet(2, hashlib.sha256(document.read_bytes()).hexdigest(), job.job_id)
 
 
@@ -123,7 +123,7 @@ def test_what_one_token_does_not_read_on_many_connections_is_bounded_and_others_
     token, download = large_job
     asked: list[Message] = [replace(download, msg_id=number) for number in range(2, 6)]
     if what == "answers":
-        asked = [Request(number, "get", {"job_ids": [download.job_id]}) for number in range(2, 6)]
+        asked = [Request(number, "get", {"job_ids": [download.job_id]}) for number in range(2, 15)]
     before, connections = rss_bytes(server.pid), 60 if what == "downloads" else 200
     with ExitStack() as stack:
         for _ in range(connections):
