@@ -330,6 +330,8 @@ def test_ctrl_c_while_waiting_leaves_without_a_traceback(served: Served, tmp_pat
     os.mkfifo(tmp_path / "started")
     script = f"echo go > {tmp_path}/started; exec sleep 600"
     process = user.start("submit", "--wait", "--job-id", "abandoned", "sh", "-c", script)
+    assert process.stderr is not None
+    assert process.stderr.readline().startswith("submitted job abandoned")  # the program may start sooner
     read_fifo(tmp_path / "started")
 
     process.send_signal(signal.SIGINT)

@@ -122,6 +122,7 @@ class Wakeups(ABC, Generic[Connection]):
             try:
                 async with asyncio.timeout(TIMEOUT_S):
                     await self._send(connection, batch)
+                self._is_up("notifying")
             except BaseException:
                 # Whether it was sent is unknown, and more may pile up until there is a connection again.
                 self._queue = [everything(self._server_id)]
@@ -159,8 +160,8 @@ class Wakeups(ABC, Generic[Connection]):
         if not self._down:
             text = self._describe(error) or type(error).__name__
             logger.warning("hints to other processes of this store are lost for now, which is slower: %s: %s", role, text)
-        self._down.add(role)
-        # The notifying connection would find out only at the next hint; sending nothing tells it now.
+        # The notifying connection would find out only at the next hint: it is in doubt until it has sent nothing, now.
+        self._down |= {role, "notifying"}
         self._filled.set()
 
 
