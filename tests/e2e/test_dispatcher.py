@@ -39,8 +39,9 @@ class Listener(ChildProcess):
     def __init__(self, folder: Path, name: str, *arguments: str | Path) -> None:
         self.url = f"http://127.0.0.1:{free_port()}"
         self.name = name
-        (folder / "tokens").touch(mode=0o600)
-        (folder / "tokens").write_text(TOKEN)
+        if not (folder / "tokens").exists():  # another listener may be reading it
+            (folder / "tokens").touch(mode=0o600)
+            (folder / "tokens").write_text(TOKEN)
         common = ["--listen", self.url.removeprefix("http://"), "--token-file", str(folder / "tokens"), "--log-format", "json"]
         super().__init__([*TASUKI, *arguments, *common], folder / f"{name}.log", {"HOME": str(folder)})
 
