@@ -37,8 +37,9 @@ class DispatcherProcess(ChildProcess):
         """Start the dispatcher; `within` are words before the command that take it to where it is to run."""
         self.name, self._authority, self._within = name, authority, within
         tokens = folder / "tokens"
-        tokens.touch(mode=0o600)
-        tokens.write_text(TOKEN)
+        if not tokens.exists():  # another dispatcher may be reading it
+            tokens.touch(mode=0o600)
+            tokens.write_text(TOKEN)
         cert, key = authority.issue(*NAMES)
         self._arguments = ["--agents", ",".join(agents), "--token-file", str(tokens), "--inputs", str(folder / "inputs")]
         self._arguments += ["--tls-cert", cert, "--tls-key", key]
