@@ -8,9 +8,11 @@ import math
 import os
 import re
 import shutil
+import signal
 import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from molecule import Molecule
@@ -26,6 +28,7 @@ from problem import (
 
 INPUT = "pw.in"
 DETAIL_LINES = 40
+STOP_SIGNALS = {signal.SIGTERM}
 # One process on one core by default, and no Open MPI daemon or listening socket beside it: this is no cluster.
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OMPI_MCA_ess_singleton_isolated": "1", "OMPI_MCA_btl": "self"}
 
@@ -91,30 +94,36 @@ class Espresso:
     def _run(self, text: str, on_step: Callable[[int], None] = lambda step: None) -> str:
         (self._folder / INPUT).write_text(text)
         environment = {**ENVIRONMENT, **os.environ, "TMPDIR": os.fspath(self._folder)}
-        process = subprocess.Popen(
-            [self._program, "-in", INPUT],
-            cwd=self._folder,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-        )
-        assert process.stdout is not None
-        lines, steps = [], 0
+        process, lines, steps = None, [], 0
         try:
+            # A SIGTERM that comes while pw.x is started waits until its process is known, and then ends it.
+            signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+            try:
+                process = subprocess.Popen(
+                    [self._program, "-in", INPUT],
+                    cwd=self._folder,
+                    env=environment,
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    text=True,
+                    errors="replace",
+                    preexec_fn=partial(signal.pthread_sigmask, signal.SIG_UNBLOCK, STOP_SIGNALS),
+                )
+            finally:
+                signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+            assert process.stdout is not None
             for line in process.stdout:
                 lines.append(line)
                 if ENERGY.match(line):
                     steps += 1
                     on_step(steps)
-        except BaseException:  # we are told to stop: pw.x must not go on without us
-            process.kill()
-            raise
-        finally:
-            process.stdout.close()
             code = process.wait()
+        except BaseException:  # we are told to stop: pw.x must not go on without us
+            if process is not None:
+                process.kill()
+                process.wait()
+            raise
         output = "".join(lines)
         check_ended(code, output)
         return output

@@ -68,7 +68,10 @@ MISTAKES = [
     Mistake("list --to TCP-as-http", 5, "is it tcp://, or with TLS https://?"),
     Mistake("list --to TCP-as-tls", 5, "what answers there does not speak TLS; is it tcp://?"),
     Mistake("list --to tcp://127.0.0.1:1", 5, "Connection refused"),
-    Mistake("list --data missing", 5, "start one with: tasuki up, or name another with --to URL or --data FOLDER"),
+    *[
+        Mistake(f"{words} --data missing", 5, "start one with: tasuki up, or name another with --to URL or --data FOLDER")
+        for words in ("list", "token list", "token create", "servers", "workers", "stats", "detach any", "dead list")
+    ],
     Mistake("list --to TCP --token-file missing", 2, "the token file 'missing' cannot be read"),
     Mistake("list --to TCP --token-file open.token", 2, "chmod 600 it"),
     Mistake("list --to TCP --token-file wrong.token", 4, "list the valid ones with: tasuki token list"),

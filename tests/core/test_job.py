@@ -347,3 +347,8 @@ def test_a_leased_job_carries_its_lease(state: State) -> None:
     job = Job(spec=spec(), state=state, submitter="alice", created_at=0.0, lease=lease)
 
     assert (job.job_id, job.lease) == ("a", lease)
+
+
+def test_retries_of_a_handler_wait_a_second_at_first_and_those_of_a_command_ten() -> None:
+    assert [spec(exec=exec).retry_backoff_s for exec in ("", "tool")] == [1.0, 10.0]
+    assert spec(backoff_s=3.0).retry_backoff_s == 3.0

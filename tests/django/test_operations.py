@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.support.django_site import DjangoSite
-from tests.support.postgres_service import PostgresService
 
 pytestmark = pytest.mark.e2e
 
@@ -29,17 +27,6 @@ def said(*arguments):
 def data(*arguments):
     return json.loads(said(*arguments, "--json"))
 """
-
-
-@pytest.fixture(params=["sqlite", "postgresql"])
-def site(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[DjangoSite]:
-    if request.param == "sqlite":
-        yield DjangoSite(tmp_path)
-        return
-    postgres: PostgresService = request.getfixturevalue("postgres")
-    url = postgres.empty_database()
-    yield DjangoSite(tmp_path, postgres_url=url)
-    postgres.drop(url)
 
 
 def test_waiting_jobs_are_listed_explained_and_canceled(site: DjangoSite) -> None:

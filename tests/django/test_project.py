@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,17 +12,6 @@ from tests.support.postgres_service import PostgresService
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.e2e
-
-
-@pytest.fixture(params=["sqlite", "postgresql"])
-def site(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[DjangoSite]:
-    if request.param == "sqlite":
-        yield DjangoSite(tmp_path)
-        return
-    postgres: PostgresService = request.getfixturevalue("postgres")
-    url = postgres.empty_database()
-    yield DjangoSite(tmp_path, postgres_url=url)
-    postgres.drop(url)
 
 
 @pytest.fixture

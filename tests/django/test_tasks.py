@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -197,3 +198,23 @@ except Exception as error:
 """)
 
     assert message in refused
+
+
+def test_a_large_return_value_is_read_from_where_blobs_are(tmp_path: Path) -> None:
+    site = DjangoSite(tmp_path, SITE_TASUKI=json.dumps({"blobs": str(tmp_path / "blobs")}))
+    site.manage("migrate", "-v0")
+    with site.worker("--slots", "1"):
+        size, job_id = site.ask("""
+result = finished(repeat.enqueue("x", 100_000))
+print(json.dumps([len(result.return_value), result.id]))
+""")
+
+    assert size == 100_000
+    read = f"""
+from tasuki.errors import ConfigError
+try:
+    repeat.get_result({job_id!r})
+except ConfigError as error:
+    print(error.message)
+"""
+    assert 'set TASUKI["blobs"]' in site.run(read, env={"SITE_TASUKI": "{}"})

@@ -24,8 +24,10 @@ import msgspec
 from django.db import DatabaseError, close_old_connections, reset_queries
 from django.utils.module_loading import import_string
 
+from tasuki.blobs.open_blobs import open_blobs
 from tasuki.core.job import Job, JobSpec, State
 from tasuki.core.lifecycle import ATTEMPT_STEP
+from tasuki.django.conf import project_settings
 from tasuki.django.enqueueing import enqueue_jobs, is_task, new_ids, on_enqueued, project_store, task_subject
 from tasuki.django.logs import ERRORS, read_log, write_log
 from tasuki.errors import ConfigError, TasukiError
@@ -174,9 +176,24 @@ def _result_of(job: Job, incidents: Iterable[Any]) -> Any:
         errors=_errors_of(job),
         worker_ids=[workers[attempt] for attempt in sorted(workers)],
     )
-    if job.state is State.SUCCEEDED and job.outcome is not None and job.outcome.result:
-        object.__setattr__(result, "_return_value", msgspec.json.decode(job.outcome.result))
+    if job.state is State.SUCCEEDED and (data := _returned(job)):
+        object.__setattr__(result, "_return_value", msgspec.json.decode(data))
     return result
+
+
+def _returned(job: Job) -> bytes:
+    """Return the result of a job that succeeded; one above 64 KiB is at the place that TASUKI["blobs"] names."""
+    ref = job.outcome.result_ref if job.outcome is not None else None
+    if ref is None:
+        return (job.outcome.result if job.outcome is not None else None) or b""
+    where = project_settings().blobs
+    if not where:
+        raise ConfigError(
+            f'the return value of task {job.job_id} has {ref.size_bytes} bytes; set TASUKI["blobs"] as its worker has it'
+        )
+    [place] = project_store().blob_places([ref.sha256])
+    blobs = open_blobs(where, max_blob_bytes=ref.size_bytes, floor_free_bytes=0)
+    return blobs.read_bytes(ref.sha256, ref.size_bytes, place.generation if place is not None else 0)
 
 
 def _status_of(job: Job) -> Any:

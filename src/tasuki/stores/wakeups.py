@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import random
+import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
@@ -31,6 +33,7 @@ BACKOFF_FIRST_S = 0.2
 BACKOFF_MAX_S = 5.0
 CANCEL_AGAIN_S = 0.2
 STEADY_S = 1.0  # a connection that ended sooner counts as a failure
+OUTAGE_S = 30.0  # a loss so soon after the last one is the same outage: it is logged, without a second warning
 
 Connection = TypeVar("Connection")
 
@@ -46,6 +49,7 @@ class Wakeups(ABC, Generic[Connection]):
         self._tasks: list[asyncio.Task[None]] = []
         self._down: set[str] = set()
         """Roles of the connections that are lost; one outage, though it takes both, is logged once."""
+        self._up_at = -math.inf
 
     # -- for each service ----------------------------------------------------------------------------------------------
     @abstractmethod
@@ -154,12 +158,14 @@ class Wakeups(ABC, Generic[Connection]):
         if role in self._down:
             self._down.remove(role)
             if not self._down:
+                self._up_at = time.monotonic()
                 logger.info("hints to other processes of this store travel again")
 
     def _is_down(self, role: str, error: Exception) -> None:
         if not self._down:
+            level = logging.WARNING if time.monotonic() - self._up_at >= OUTAGE_S else logging.INFO
             text = self._describe(error) or type(error).__name__
-            logger.warning("hints to other processes of this store are lost for now, which is slower: %s: %s", role, text)
+            logger.log(level, "hints to other processes of this store are lost for now, which is slower: %s: %s", role, text)
         # The notifying connection would find out only at the next hint: it is in doubt until it has sent nothing, now.
         self._down |= {role, "notifying"}
         self._filled.set()

@@ -18,6 +18,12 @@ from tasuki.errors import ConfigError, WrongType
 Encoding = Literal["json", "msgpack"]
 T = TypeVar("T")
 _PLACE = re.compile(r"(?P<what>.*) - at `\$\.?(?P<place>.*)`", re.DOTALL)
+_UNSENDABLE = (
+    TypeError,
+    NotImplementedError,
+    OverflowError,
+    UnicodeEncodeError,
+)  # of msgspec, for a value
 _IN_PYTHON = {"null": "None", "array": "list", "object": "dict"}
 
 
@@ -27,7 +33,7 @@ def _as_builtin(value: Any) -> Any:
         return os.fspath(value)
     if hasattr(value, "model_dump"):
         return value.model_dump(mode="json")
-    raise NotImplementedError
+    raise NotImplementedError  # msgspec's word for: no such value
 
 
 def _as_annotated(kind: type, value: Any) -> Any:
@@ -118,7 +124,7 @@ class TaskSignature:
             return b""
         try:
             payload = self._encode(bound)
-        except (TypeError, NotImplementedError, OverflowError, UnicodeEncodeError) as error:
+        except _UNSENDABLE as error:
             raise self._unsendable(bound, error) from None
         self.decode_arguments(payload)
         return payload
@@ -127,7 +133,7 @@ class TaskSignature:
         for name in self.names:
             try:
                 self._encode(getattr(bound, name))
-            except (TypeError, NotImplementedError, OverflowError, UnicodeEncodeError) as own:
+            except _UNSENDABLE as own:
                 kind = type(getattr(bound, name)).__name__
                 return WrongType(f"argument {name!r} of task {self._name!r} cannot be sent: {str(own) or f'got {kind}'}")
         return WrongType(f"task {self._name!r}: {error}")
@@ -147,7 +153,7 @@ class TaskSignature:
             return b""
         try:
             return self._encode(value)
-        except (TypeError, NotImplementedError, OverflowError, UnicodeEncodeError) as error:
+        except _UNSENDABLE as error:
             why = str(error) or f"it is of type {type(value).__name__}"
             raise WrongType(f"what task {self._name!r} returned cannot be sent: {why}") from None
 

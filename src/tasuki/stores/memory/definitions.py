@@ -110,31 +110,18 @@ class MemoryDefinitions(MemoryRecords):
         return [self._add_run(run, submission) for run, submission in runs if run.spec.job_id not in self._records]
 
     def _add_run(self, run: PlannedRun, submission: Submission) -> FiredRun:
-        spec = run.spec
-        self._last_seq += 1
-        job = Job(
-            spec=spec,
-            state=State.PENDING,
-            submitter=submission.submitter,
-            body_hash=submission.body_hash,
-            created_at=self.clock.wall(),
-            priority=spec.priority,
-            not_before=spec.not_before,
-            not_after=spec.not_after,
-            leader_epoch=self._epoch_of_runs,
-            scheduled_for=run.scheduled_for,
-            job_definition_id=run.definition_id,
-        )
-        record = MemoryJob(self._last_seq, job, _encode(spec), delayed=self._is_later(spec.not_before), waiting=not run.is_ready)
+        facts = {"leader_epoch": self._epoch_of_runs, "scheduled_for": run.scheduled_for, "job_definition_id": run.definition_id}
+        record = self._new_record(submission, waiting=not run.is_ready, **facts)
+        job = record.job
         if run.end is None:
-            self._put(spec.job_id, record)
+            self._put(job.job_id, record)
             if record.ready:
                 self.note_ready(job)
         else:
             event, outcome = run.end
             incident = self._incident(INCIDENT_OF[event], job, actor=REPLACED_BY, reason=outcome.message)
             record = self._end(record, job, event, outcome, incident)
-        return FiredRun(spec.job_id, run.definition_id, run.scheduled_for, record.job.state)
+        return FiredRun(job.job_id, run.definition_id, run.scheduled_for, record.job.state)
 
     def cancel_runs(self, job_ids: Sequence[str], reason: str) -> Sequence[Canceled]:
         return self.cancel(job_ids, actor=REPLACED_BY, reason=reason)

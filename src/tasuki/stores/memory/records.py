@@ -17,7 +17,7 @@ import msgspec
 from msgspec.structs import replace
 
 from tasuki.core import subject as subjects
-from tasuki.core.job import LEASED, READY, BlobRef, Job, JobIncident, OnDisconnect, Outcome
+from tasuki.core.job import LEASED, READY, BlobRef, Job, JobIncident, OnDisconnect, Outcome, State
 from tasuki.core.lifecycle import LEASE_MARGIN_S, TAKEOVER_TIE_S
 from tasuki.core.store_messages import (
     COUNTED,
@@ -32,6 +32,7 @@ from tasuki.core.store_messages import (
     Page,
     ReadyPage,
     ReadyQueue,
+    Submission,
     TokenRow,
     TurnNotes,
     kind_of,
@@ -45,6 +46,8 @@ FIND_SCAN_MAX = 10_000  # jobs that one find looks at; the caller goes on with t
 
 Entry = tuple[float, int, str]
 """Entry of a sorted index: sort key, seq, job_id."""
+
+_encode = msgspec.msgpack.Encoder().encode
 
 
 class MemoryJob(msgspec.Struct, frozen=True):
@@ -225,6 +228,23 @@ class MemoryRecords:
 
     def _incident(self, kind: str, job: Job, *, worker_id: str = "", actor: str = "", reason: str = "") -> JobIncident:
         return JobIncident(self.clock.wall(), kind, job.attempt, worker_id, actor, storable_text(reason))
+
+    def _new_record(self, submission: Submission, *, waiting: bool = False, **facts: Any) -> MemoryJob:
+        """Return the record of a new job; `facts` are further fields of the job."""
+        spec = submission.spec
+        self._last_seq += 1
+        job = Job(
+            spec=spec,
+            state=State.PENDING,
+            submitter=submission.submitter,
+            body_hash=submission.body_hash,
+            created_at=self.clock.wall(),
+            priority=spec.priority,
+            not_before=spec.not_before,
+            not_after=spec.not_after,
+            **facts,
+        )
+        return MemoryJob(self._last_seq, job, _encode(spec), delayed=self._is_later(spec.not_before), waiting=waiting)
 
     def _is_later(self, not_before: float | None) -> bool:
         return not_before is not None and not_before > self.clock.wall()

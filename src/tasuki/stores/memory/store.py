@@ -101,18 +101,7 @@ class MemoryStore(MemoryDefinitions):
             missing = self._missing_among(input_refs(spec))
             if missing:
                 return MissingBlobs(spec.job_id, missing)
-            self._last_seq += 1
-            job = Job(
-                spec=spec,
-                state=State.PENDING,
-                submitter=submission.submitter,
-                body_hash=submission.body_hash,
-                created_at=self.clock.wall(),
-                priority=spec.priority,
-                not_before=spec.not_before,
-                not_after=spec.not_after,
-            )
-            self._put(spec.job_id, MemoryJob(self._last_seq, job, _encode(spec), delayed=self._is_later(spec.not_before)))
+            self._put(spec.job_id, self._new_record(submission))
             return Submitted(spec.job_id, created=True)
         if record.job.body_hash != submission.body_hash:
             owner = (record.job.submitter, record.job.spec.subject)

@@ -19,6 +19,11 @@ def add(a, b=0):
 
 
 @task
+def repeat(text, times):
+    return text * times
+
+
+@task
 def fail(text):
     raise LookupError(text)
 
