@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +16,8 @@ from django.db import connections, transaction  # noqa: E402
 
 from tasuki.core.job import JobSpec, body_hash  # noqa: E402
 from tasuki.core.store_messages import LeaseRequest, Submission, Submitted  # noqa: E402
+from tasuki.django import enqueueing  # noqa: E402
+from tasuki.django.conf import ProjectSettings  # noqa: E402
 from tasuki.django.models import Incident, JobRun, Token  # noqa: E402
 from tasuki.errors import StaleEpoch  # noqa: E402
 from tasuki.stores.sql.store import SqlStore  # noqa: E402
@@ -99,3 +102,19 @@ def test_a_verb_that_fails_leaves_the_users_block_usable(alias: str, store: SqlS
 
     assert Token.objects.using(alias).count() == JobRun.objects.using(alias).count() == 1
     assert not Incident.objects.using(alias).exists()
+
+
+def test_a_job_that_another_databases_transaction_would_not_hold_back_is_warned_of(
+    alias: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = standalone.register(tmp_path / "other.sqlite3")
+    monkeypatch.setattr(enqueueing, "project_settings", lambda: ProjectSettings(database=alias))
+    specs = [JobSpec(job_id=name, subject="mail.send") for name in "ab"]
+    with transaction.atomic(using=other), pytest.warns(RuntimeWarning, match="this one is committed at once"):
+        enqueueing.enqueue_jobs(specs[:1])
+    with transaction.atomic(using=other), transaction.atomic(using=alias), warnings.catch_warnings(action="error"):
+        enqueueing.enqueue_jobs(specs[1:])
+    connections[other].close()
+    standalone.forget(other)
+
+    assert JobRun.objects.using(alias).count() == 2

@@ -8,6 +8,7 @@ import os
 import re
 import shlex
 import shutil
+import subprocess
 from importlib import import_module
 from pathlib import Path
 
@@ -70,7 +71,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> DjangoSite:
 
 @pytest.mark.e2e
 def test_the_tests_in_the_pages_pass(site: DjangoSite) -> None:
-    tests = {Path(name).stem: text for page in PAGES.values() for name, text in FILE.findall(page) if "/test_" in name}
+    tests = {Path(name).stem: text for page in PAGES.values() for name, text in FILE.findall(page) if "(TestCase)" in text}
     assert tests
     said = site.run(f"""
 from django.core.management import call_command
@@ -79,6 +80,16 @@ call_command("test", *{[f"shop.{name}" for name in tests]})
 """)
 
     assert f"Ran {sum(text.count('def test_') for text in tests.values())} tests" in said
+
+
+@pytest.mark.e2e
+def test_the_fixtures_of_the_testing_page_work_with_pytest_django(site: DjangoSite) -> None:
+    folder = site.folder / "project"
+    options = shlex.split(f"-q -c {os.devnull} --rootdir . --ds site_settings shop/test_with_pytest.py")
+    command = [site.python, "-m", "pytest", *options]
+    done = subprocess.run(command, cwd=folder, env=site.env, capture_output=True, text=True, timeout=60, check=False)
+
+    assert "2 passed" in done.stdout, done.stdout + done.stderr
 
 
 @pytest.mark.e2e

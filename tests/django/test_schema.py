@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from datetime import UTC, timedelta
 from pathlib import Path
 
 import pytest
@@ -13,8 +14,10 @@ from tasuki.django import standalone
 
 standalone.configure()
 
+from django.core.exceptions import FieldError  # noqa: E402
 from django.core.management import call_command  # noqa: E402
-from django.db import connections  # noqa: E402
+from django.db import connections, models  # noqa: E402
+from django.utils import timezone  # noqa: E402
 
 from tasuki.core.store_messages import COUNTED, GroupCounts  # noqa: E402
 from tasuki.django.models import Counter, JobRun, Token  # noqa: E402
@@ -88,6 +91,12 @@ def test_the_orm_reads_what_the_hot_statements_wrote(tmp_path: Path) -> None:
 
         assert (row.job_id, row.state, row.group, row.exec, row.priority, row.attempt) == ("a", "ASSIGNED", "eu", "render", 7, 1)
         assert (row.assigned_worker_id, row.continuation_state, row.finished_at) == ("w1", "NONE", None)
+        assert (row.created_at.tzinfo, abs(timezone.now() - row.created_at) < timedelta(minutes=1)) == (UTC, True)
+        older = JobRun.objects.using(alias).filter(created_at__lt=timezone.now() - timedelta(minutes=1))
+        assert (older.exists(), JobRun.objects.using(alias).filter(created_at__gt=0.0).exists()) == (False, True)
+        assert JobRun.objects.using(alias).aggregate(models.Max("created_at")) == {"created_at__max": row.created_at}
+        with pytest.raises(FieldError, match="Unsupported lookup 'year'"):
+            older.filter(created_at__year=2026)
     finally:
         connections[alias].close()
         standalone.forget(alias)

@@ -29,6 +29,7 @@ def test_the_example_passes_its_own_tests_on_postgresql(tmp_path: Path, postgres
 
 
 CHECKS = """
+import threading
 from django.conf import settings
 from django.core.checks import run_checks
 from django.db import connections
@@ -62,16 +63,52 @@ options = connections["default"].settings_dict["OPTIONS"]
 mode = options.pop("transaction_mode")
 deferred = found()
 options["transaction_mode"] = mode
+project = [found(TASUKI={"blobs": "results"}), found(TASUKI={"commands": ["reindex"]})]
+thread = threading.Thread(target=time.sleep, args=[60.0], daemon=True)
+thread.start()
+threads = found()
 messages = [message(databse="default"), message(database="other"), message(commands="migrate")]
-print(json.dumps([fine, no_debug, no_zones, deferred, messages]))
+print(json.dumps([fine, no_debug, no_zones, deferred, [*project, threads], messages]))
 """
     )
-    fine, no_debug, no_zones, deferred, messages = found
+    fine, no_debug, no_zones, deferred, of_project, messages = found
 
     assert (fine, no_debug, no_zones, deferred) == ([], ["tasuki.W002"], ["tasuki.W003"], ["tasuki.W001"])
+    assert of_project == [["tasuki.W005"], ["tasuki.W006"], ["tasuki.W007"]]
     assert "unknown field `databse`; its keys are database, worker_database" in messages[0]
     assert "the database 'other', which is not in DATABASES (default)" in messages[1]
     assert "Expected `array`, got `str`" in messages[2]
+
+
+def test_the_database_check_names_missing_tables_and_definitions_that_cannot_be_run(tmp_path: Path) -> None:
+    found = DjangoSite(tmp_path).ask(
+        CHECKS
+        + """
+from django.core.management import call_command
+from tasuki.django.models import JobDefinition
+
+def of_database():
+    return [(one.id, one.msg) for one in run_checks(databases=["default"]) if one.id.startswith("tasuki.")]
+
+missing = of_database()
+call_command("migrate", verbosity=0)
+fine = of_database()
+common = {"schedule_type": "daily_at", "schedule_value": "02:30"}
+JobDefinition.objects.create(name="gone", command_name="reindex", **common)
+JobDefinition.objects.create(name="off", command_name="reindex", enabled=False, **common)
+JobDefinition.objects.create(name="good", command_name="daily_report", **common)
+JobDefinition.objects.create(name="wrong", command_name="daily_report", schedule_type="cron", schedule_value="x")
+print(json.dumps([missing, fine, of_database()]))
+"""
+    )
+    [[id_, text]], fine, definitions = found
+
+    assert (id_, fine) == ("tasuki.W008", [])
+    assert "run: python manage.py migrate" in text
+    assert [(id_, text.split(":")[0]) for id_, text in definitions] == [
+        ("tasuki.W009", "definition 'gone'"),
+        ("tasuki.W009", "definition 'wrong'"),
+    ]
 
 
 def test_a_pooler_without_a_direct_address_is_told(tmp_path: Path, postgres: PostgresService) -> None:

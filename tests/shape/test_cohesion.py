@@ -12,10 +12,7 @@ from tests.shape.source import ROOT, Module, modules
 
 TINY_LINES = 80
 # A module below TINY_LINES that only one module of its own package imports belongs into that module, unless there is a reason.
-TINY_ALLOWED: dict[str, str] = {
-    "django/fields.py": "migrations name its fields, and may not import models",
-    "django/checks.py": "where engineers of Django projects look for system checks",
-}
+TINY_ALLOWED: dict[str, str] = {}
 
 CONCEPTS = ROOT / "docs" / "concepts.md"
 PLAIN_WORDS = ROOT / "tests" / "shape" / "plain_words.txt"

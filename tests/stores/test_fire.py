@@ -53,7 +53,7 @@ class Firing(Stage):
                     )
 
     def _changed_at(self, number: int) -> float:
-        found: float = self._models.JobDefinition.objects.using(self._alias).get(id=number).changed_at
+        found: float = self._models.JobDefinition.objects.using(self._alias).get(id=number).changed_at.timestamp()
         return found
 
     def undefine(self, number: int) -> None:

@@ -6,18 +6,34 @@ tasuki.W001   SQLite whose transactions begin as readers, so that an enqueue can
 tasuki.W002   SQLite where DEBUG is off
 tasuki.W003   USE_TZ is off
 tasuki.W004   a pooler before PostgreSQL, and no direct address for workers
+tasuki.W005   a folder for large results that every process would take for another one
+tasuki.W006   names of commands in TASUKI that no app has
+tasuki.W007   threads that the project starts when it is imported
+
+With `manage.py check --database default`, and in `manage.py tasuki_doctor`:
+
+tasuki.W008   tables that are missing, or older than the code
+tasuki.W009   a definition that cannot be run
 """
 
 from __future__ import annotations
 
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from django.conf import settings
-from django.core.checks import CheckMessage, Error, Warning, register
+from django.core.checks import CheckMessage, Error, Tags, Warning, register
+from django.core.management import get_commands
 from django.db import connections
 
-from tasuki.django.conf import project_settings
-from tasuki.errors import ConfigError
+from tasuki.core.scheduler.firing import problem_of
+from tasuki.django import standalone
+from tasuki.django.conf import ProjectSettings, project_settings
+from tasuki.django.models import JobDefinition
+from tasuki.errors import ConfigError, InvalidInput
 
 
 @register
@@ -32,7 +48,60 @@ def check_settings(**_options: Any) -> list[CheckMessage]:
     if not settings.USE_TZ:
         hint = "Set USE_TZ = True: times of jobs are points in time, and naive ones are ambiguous when clocks change."
         problems.append(Warning("USE_TZ is off.", hint=hint, id="tasuki.W003"))
-    return problems
+    return [*problems, *_project_problems(found)]
+
+
+def _project_problems(found: ProjectSettings) -> Iterator[CheckMessage]:
+    if found.blobs and "://" not in found.blobs and not Path(found.blobs).is_absolute():
+        yield Warning(
+            f'TASUKI["blobs"] is {found.blobs!r}, which is another folder for each process that was started elsewhere.',
+            hint="Give the whole path of a folder that workers and web processes share, or s3://bucket/prefix.",
+            id="tasuki.W005",
+        )
+    if unknown := sorted(set(found.commands) - set(get_commands())):
+        yield Warning(
+            f'TASUKI["commands"] has {", ".join(unknown)}: no installed app has such a management command.',
+            hint="manage.py help lists those that there are.",
+            id="tasuki.W006",
+        )
+    own = threading.main_thread()
+    # In another thread, as below runserver's reloader, threads say nothing about the import.
+    if threading.current_thread() is own and (others := [one.name for one in threading.enumerate() if one is not own]):
+        yield Warning(
+            f"The project has started threads ({', '.join(others)}), which no fork has: each command that runs as a job starts "
+            "an interpreter of its own, which takes as long as manage.py does.",
+            hint="Start them on first use, not in settings, apps.ready() or at import.",
+            id="tasuki.W007",
+        )
+
+
+@register(Tags.database)
+def check_database(databases: Sequence[str] | None = None, **_options: Any) -> list[CheckMessage]:
+    """Check what the database has: tables of this version, definitions that can be run."""
+    try:
+        alias = project_settings().database
+    except ConfigError:
+        return []
+    if alias not in (databases or ()) or sys.argv[1:2] == ["migrate"]:  # which makes the tables, after these checks
+        return []
+    try:
+        standalone.check_tables(alias)
+    except ConfigError as error:
+        return [Warning(error.message, id="tasuki.W008")]
+    rows = JobDefinition.objects.using(alias).filter(enabled=True).order_by("name")
+    return [Warning(f"definition {row.name!r}: {text}", id="tasuki.W009") for row in rows if (text := _reason_against(row))]
+
+
+def _reason_against(row: JobDefinition) -> str:
+    from tasuki.django.commands import check_command  # imports the store, which sets Django up
+
+    if (problem := problem_of(row.definition())) is not None:
+        return problem[1]
+    try:
+        check_command(row.command_name)
+    except InvalidInput as error:
+        return error.message
+    return ""
 
 
 def _sqlite_problems(connection: Any) -> list[CheckMessage]:

@@ -13,6 +13,7 @@ import os
 import re
 import threading
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from typing import Any
@@ -94,6 +95,7 @@ def enqueue_jobs(specs: Sequence[JobSpec]) -> list[Submitted]:
     if not submissions:
         return []
     alias = project_settings().database
+    _warn_of_another_transaction(alias)
     answers: list[Submitted] = []
     for answer in store_of(alias).enqueue(submissions):
         if isinstance(answer, TasukiError):
@@ -104,6 +106,19 @@ def enqueue_jobs(specs: Sequence[JobSpec]) -> list[Submitted]:
     if (run := on_enqueued.get()) is not None:
         run()
     return answers
+
+
+def _warn_of_another_transaction(alias: str) -> None:
+    if connections[alias].in_atomic_block:
+        return
+    for other in connections.all(initialized_only=True):
+        if other.in_atomic_block:
+            warnings.warn(
+                f"enqueued inside a transaction on the database {other.alias!r}; jobs are rows of {alias!r}, so this one is "
+                f"committed at once, whatever becomes of that transaction",
+                RuntimeWarning,
+                stacklevel=4,
+            )
 
 
 class _HintNodes:

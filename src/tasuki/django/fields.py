@@ -7,9 +7,11 @@ of a table that has millions of finished jobs; and pages keep room for the next 
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 from django.db import migrations, models
+from django.utils import timezone
 
 if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper
@@ -27,8 +29,44 @@ class RowIdField(models.BigAutoField):
         return None if connection.vendor == "sqlite" else super().db_type_suffix(connection)
 
 
-class UnixTimeField(models.FloatField):
-    """Seconds since 1970 as a float, as everywhere in tasuki: no parsing and no time zones on the way to the hot statements."""
+class UnixTimeField(models.DateTimeField):
+    """A point in time. The column has seconds since 1970 as a double: no parsing and no time zones on the way to the hot
+    statements. In Python it is an aware datetime; a number of seconds may be assigned and compared, too.
+
+    Times are ordered and compared as such. Transforms of the database (`__date`, `__year`) do not exist.
+    """
+
+    def get_internal_type(self) -> str:
+        return "FloatField"
+
+    def get_transform(self, lookup_name: str) -> None:
+        return None
+
+    def from_db_value(self, value: float | None, _expression: object, _connection: object) -> datetime | None:
+        return None if value is None else _aware(value)
+
+    def to_python(self, value: Any) -> Any:
+        return _aware(value) if isinstance(value, int | float) else super().to_python(value)
+
+    def get_default(self) -> Any:
+        found = super().get_default()
+        return _aware(found) if isinstance(found, int | float) else found
+
+    def get_prep_value(self, value: Any) -> Any:
+        if value is None or isinstance(value, int | float) or hasattr(value, "resolve_expression"):
+            return value
+        moment = self.to_python(value)
+        return (moment if timezone.is_aware(moment) else timezone.make_aware(moment)).timestamp()
+
+    def get_db_prep_value(self, value: Any, connection: BaseDatabaseWrapper, prepared: bool = False) -> Any:
+        return value if prepared else self.get_prep_value(value)
+
+
+def _aware(at: float) -> datetime:
+    try:
+        return datetime.fromtimestamp(at, UTC)
+    except (OverflowError, ValueError):  # nothing of tasuki writes such a time
+        return datetime.max.replace(tzinfo=UTC)
 
 
 class NameField(models.CharField):

@@ -20,11 +20,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
+from datetime import datetime
 from typing import Any
 
 from django.core.exceptions import ValidationError
 from django.db import models
 from django.db.models import Q
+from django.utils import timezone
 
 from tasuki.core.job import PROGRESS_TEXT_MAX_CHARS, OnDisconnect, State
 from tasuki.core.lifecycle import LEASE_TTL_S
@@ -82,9 +84,10 @@ class JobRun(Row):
     incarnation = NameField(max_length=64, db_default="")
     lease_owner = NameField(max_length=255, db_default="")
     """The peer that was let in as the worker: `worker:<id>` of a bound token, else `token:<id>` or `uid:<number>`."""
-    lease_expires_at = UnixTimeField(null=True)
-    """Lease-clock time at which reaping may end the lease, with margin and (`keep`) grace. NULL unless ASSIGNED or RUNNING."""
-    lease_expired_at = UnixTimeField(null=True)
+    lease_expires_at = models.FloatField(null=True)
+    """Lease-clock time at which reaping may end the lease, with margin and (`keep`) grace: on SQLite seconds since boot. NULL
+    unless ASSIGNED or RUNNING."""
+    lease_expired_at = models.FloatField(null=True)
     """Former `lease_expires_at` of an ORPHANED job."""
     lease_ttl_s = models.FloatField(db_default=LEASE_TTL_S)
     on_disconnect = NameField(max_length=4, db_default=OnDisconnect.STOP.value)
@@ -415,7 +418,8 @@ class JobDefinition(Row):
 
     def definition(self) -> Definition:
         """Return it as the core takes it."""
-        return Definition(**{name: getattr(self, name) for name in Definition.__struct_fields__ if name != "id"}, id=self.pk or 0)
+        columns = {name: getattr(self, name) for name in Definition.__struct_fields__ if name not in ("id", "changed_at")}
+        return Definition(**columns, id=self.pk or 0, changed_at=self.changed_at.timestamp())
 
     def clean(self) -> None:
         """ValidationError, under the name of the field, if it could not be fired."""
@@ -423,10 +427,11 @@ class JobDefinition(Row):
             field, problem = found
             raise ValidationError({field or "__all__": problem})
 
-    def preview(self, count: int = 10, after: float | None = None) -> list[int]:
-        """Return the next nominal times, as Unix times: those at which it will be fired."""
-        schedule = parse_schedule(self.schedule_type, self.schedule_value)
-        return preview(schedule, time.time() if after is None else after, zone_of(self.time_zone), count)
+    def preview(self, count: int = 10, after: datetime | None = None) -> list[datetime]:
+        """Return the next nominal times, in its time zone: those at which it will be fired."""
+        schedule, zone = parse_schedule(self.schedule_type, self.schedule_value), zone_of(self.time_zone)
+        times = preview(schedule, (after or timezone.now()).timestamp(), zone, count)
+        return [datetime.fromtimestamp(at, zone) for at in times]
 
     _PLANNED = ("enabled", "type", "schedule_type", "schedule_value", "time_zone")
 
@@ -436,7 +441,7 @@ class JobDefinition(Row):
             rows = type(self)._base_manager.using(named.get("using") or self._state.db).filter(pk=self.pk)
             before = rows.values_list(*self._PLANNED).first() if self.pk is not None else None
             if before != tuple(getattr(self, name) for name in self._PLANNED):
-                self.changed_at = time.time()
+                self.changed_at = timezone.now()
                 named |= {"update_fields": {*fields, "changed_at"}} if fields is not None else {}
         super().save(*arguments, **named)
 

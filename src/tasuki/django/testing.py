@@ -5,6 +5,9 @@
     with immediate(): ...                           runs each job as soon as it is enqueued
     fire_due(at)                                    makes the runs that definitions and events get at this time
 
+Fixtures for pytest with pytest-django, after `pytest_plugins = ["tasuki.django.testing"]` in conftest.py: `tasuki_jobs` has the
+functions above, `tasuki_immediate` runs each job of the test as soon as it is enqueued.
+
 A task that raises has FAILED, as with a worker, and the test goes on. Unlike with a worker the task shares the test's
 transaction: one that breaks it on PostgreSQL breaks the test's, too.
 """
@@ -159,3 +162,33 @@ def _run_command(job: Job, grant: Grant) -> Outcome:
         if text:
             write_log(job.job_id, grant.attempt, stream, text.encode())
     return Outcome(exit_code=code, error_code="EXIT_CODE" if code else None, message=f"exit code {code}" if code else "")
+
+
+# ---------------------------------------------------------------------------------------------------- pytest
+
+
+class _JobFunctions:
+    """The functions as the fixture `tasuki_jobs` has them."""
+
+    enqueued = staticmethod(enqueued)
+    assert_enqueued = staticmethod(assert_enqueued)
+    run_enqueued = staticmethod(run_enqueued)
+    fire_due = staticmethod(fire_due)
+
+
+try:
+    import pytest
+except ImportError:  # Django's own test runner
+    pass
+else:
+
+    @pytest.fixture
+    def tasuki_jobs(db: None) -> _JobFunctions:
+        """Return the functions above, in a test that may use the database."""
+        return _JobFunctions()
+
+    @pytest.fixture
+    def tasuki_immediate(db: None) -> Iterator[None]:
+        """Run each job that the test enqueues at once."""
+        with immediate():
+            yield

@@ -50,22 +50,26 @@ class ActionCommand(BaseCommand):
             self.stdout.write("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
 
     def show_json(self, value: Any) -> None:
-        self.stdout.write(json.dumps(value, default=str, ensure_ascii=False))
+        self.stdout.write(json.dumps(value, default=_plain, ensure_ascii=False))
 
     def say(self, value: dict[str, Any], line: str) -> None:
         """Print what was done."""
         self.show_json(value) if self.json else self.stdout.write(line)
 
 
+def _plain(value: Any) -> Any:
+    return value.timestamp() if isinstance(value, datetime) else str(value)
+
+
 def _text(value: Any) -> str:
-    if isinstance(value, float):
+    if isinstance(value, float | datetime):
         return shown_time(value)
     return "-" if value in (None, "", []) else " ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
-def shown_time(at: float) -> str:
+def shown_time(at: float | datetime) -> str:
     """Return a time in the project's time zone."""
-    return localtime(datetime.fromtimestamp(at, UTC)).isoformat(" ", "seconds")
+    return localtime(at if isinstance(at, datetime) else datetime.fromtimestamp(at, UTC)).isoformat(" ", "seconds")
 
 
 def actor() -> str:

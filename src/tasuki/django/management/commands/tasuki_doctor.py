@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from typing import Any
 
 from django.core import checks
 from django.core.management.base import CommandError, CommandParser
+from django.utils import timezone
 
 from tasuki.django import operations, standalone
 from tasuki.django.commands import allowed_commands
@@ -42,10 +42,10 @@ class Command(ActionCommand):
             raise CommandError("something is wrong, see above")
 
     def _findings(self) -> Iterator[dict[str, Any]]:
-        for problem in checks.run_checks():
+        project = project_settings()
+        for problem in checks.run_checks(databases=[project.database]):
             if (problem.id or "").startswith("tasuki."):
                 yield _finding(str(problem.id), problem.level < checks.ERROR, f"{problem.msg} {problem.hint or ''}".rstrip())
-        project = project_settings()
         standalone.check_tables(project.database)
         yield _finding("tables", True, f"version {standalone.SCHEMA_VERSION} in the database {project.database!r}")
         workers = operations.live_workers()
@@ -55,7 +55,8 @@ class Command(ActionCommand):
             yield _finding(f"queue {queue}", True, f"{counts.pending} wait, {counts.active} run, {counts.failed} failed")
         oldest = JobRun.objects.using(project.database).filter(ready=1).order_by("id").first()
         # A job that was delayed, or is tried again, waits since its time.
-        age_s = time.time() - max(oldest.created_at, oldest.not_before or 0.0) if oldest is not None else 0.0
+        since = max(oldest.created_at, oldest.not_before or oldest.created_at) if oldest is not None else timezone.now()
+        age_s = (timezone.now() - since).total_seconds()
         if oldest is not None and age_s > LATE_S:
             text = f"{oldest.job_id} waits for {age_s:.0f} s; ask: manage.py tasuki_runs explain {oldest.job_id}"
             yield _finding("oldest job", False, text)
