@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from tests.django.test_operations import IMPORTS
-from tests.django.test_operations import site as site  # the fixture
 from tests.support.django_site import DjangoSite
 
 pytestmark = pytest.mark.e2e
