@@ -136,8 +136,8 @@ def test_a_row_that_names_another_command_is_refused_by_the_node(site: DjangoSit
         IMPORTS
         + """
 from tasuki.core.job import JobSpec
-from tasuki.django.enqueueing import enqueue_jobs
-enqueue_jobs([JobSpec(job_id="planted", subject="default.flush", exec="django", args=("flush", "--no-input"))])
+from tasuki.django.enqueueing import enqueue_job
+enqueue_job(JobSpec(job_id="planted", subject="default.flush", exec="django", args=("flush", "--no-input")))
 row = ended("planted")
 print(json.dumps([row.state, row.error_code]))
 """
@@ -190,7 +190,7 @@ print(json.dumps(row.state))
     assert not [pid for pid in pids if Path("/proc", pid).exists()]
 
 
-def test_source_that_changed_is_noticed_without_a_restart(tmp_path: Path) -> None:
+def test_source_that_changed_is_noticed_without_a_restart_and_commands_are_warm_again(tmp_path: Path) -> None:
     copy = tmp_path / "project"
     shutil.copytree(PROJECT, copy)
     (copy / "probes" / "management" / "commands" / "broken.py").write_text("1 / 0\n")  # keeps no other command from running
@@ -203,10 +203,14 @@ def test_source_that_changed_is_noticed_without_a_restart(tmp_path: Path) -> Non
         before = site.ask(say)
         (copy / "probes" / "words.py").write_text('WORD = "second"\n')
         after = site.ask(say)
+        later: list[str] = []
+        until(lambda: later.append(site.ask(say)) or later[-1].endswith("fresh False\n"), 60.0, "the new interpreter is warm")
+        warm = [line for line in worker.output().splitlines() if "is warm" in line]
 
     assert before.startswith("first ")
-    assert after.startswith("second ")
     assert after.endswith("fresh True\n")
+    assert all(said.startswith("second ") for said in (after, *later))
+    assert len(warm) == 2
 
 
 def test_a_project_that_starts_threads_at_its_import_runs_commands_cold(tmp_path: Path) -> None:

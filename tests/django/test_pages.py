@@ -113,4 +113,4 @@ print(json.dumps(ran))
 """)
 
     # Jobs that wait afterwards: a rolled back one is not among them, definitions and events get their runs from a leader.
-    assert ran == {"commands.md": 2, "migrating.md": 1, "schedules.md": 0, "tasks.md": 3, "transactions.md": 1}
+    assert ran == {"commands.md": 2, "migrating.md": 1, "schedules.md": 0, "tasks.md": 5, "transactions.md": 1}

@@ -48,6 +48,41 @@ print(json.dumps([invoice.return_value, greeting.return_value, kept.return_value
     ]  # fmt: skip
 
 
+def test_many_tasks_and_commands_are_inserted_together_or_not_at_all(migrated: DjangoSite) -> None:
+    found = migrated.ask("""
+from functools import partial
+from tasuki.django import enqueue_command, enqueue_many
+from tasuki.django.models import JobRun
+from tasuki.errors import Conflict
+from probes.tasks import signals
+
+told = []
+is_stored = lambda task_result, **_: told.append(JobRun.objects.filter(idempotency_key=task_result.id).exists())
+signals.task_enqueued.connect(is_stored)
+statements = []
+store = __import__("tasuki.stores.sql.store", fromlist=["SqlStore"]).SqlStore
+insert = store.enqueue
+store.enqueue = lambda self, submissions: statements.append(len(submissions)) or insert(self, submissions)
+
+calls = [partial(add.enqueue, number) for number in range(50)]
+results = enqueue_many([*calls, partial(enqueue_command, "probe", "say", job_id="known")])
+rows = {row.idempotency_key: row for row in JobRun.objects.all()}
+in_order = [results[number].args for number in range(50)] == [[number] for number in range(50)]
+stored = {result.id for result in results[:50]} | {"known"} == rows.keys()
+
+failed = []
+for last in (partial(enqueue_command, "probe", "fail", job_id="known"), partial(enqueue_command, "none")):
+    try:
+        enqueue_many([*calls, last])
+    except Exception as error:
+        failed.append(type(error).__name__)
+add.enqueue(1)
+print(json.dumps([statements, in_order, stored, all(told), len(told), failed, JobRun.objects.count(), enqueue_many([])]))
+""")
+
+    assert found == [[51, 51, 1], True, True, True, 51, ["Conflict", "InvalidInput"], 52, []]
+
+
 def test_a_worker_without_tables_says_what_to_run(site: DjangoSite) -> None:
     refused = site.manage("tasuki_worker", check=False)
 

@@ -29,6 +29,7 @@ _HOME = {
     "aenqueue_command": "tasuki.django.commands",
     "emit": "tasuki.django.definitions",
     "enqueue_command": "tasuki.django.commands",
+    "enqueue_many": "tasuki.django.enqueueing",
     "TasukiRouter": "tasuki.django.conf",
 }
 

@@ -23,7 +23,7 @@ from django.core.management.base import BaseCommand, CommandError
 from tasuki.core.job import JobSpec
 from tasuki.core.scheduler.firing import DJANGO_EXEC
 from tasuki.django.conf import APP_LABEL, project_settings
-from tasuki.django.enqueueing import DEFAULT_QUEUE, command_subject, enqueue_jobs, new_ids
+from tasuki.django.enqueueing import DEFAULT_QUEUE, command_subject, enqueue_job, new_ids
 from tasuki.errors import InvalidInput, quoted
 from tasuki.worker.attempt import ExitRules
 from tasuki.worker.execs import ARGS, RESERVED_PREFIX, Exec, PythonCall
@@ -94,7 +94,7 @@ def enqueue_command(
         max_retries=max_retries,
         backoff_s=backoff_s,
     )
-    enqueue_jobs([spec])
+    enqueue_job(spec)
     return spec.job_id
 
 

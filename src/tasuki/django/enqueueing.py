@@ -14,9 +14,10 @@ import re
 import threading
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, TypeVar
 
 from django.db import connections, transaction
 
@@ -28,6 +29,7 @@ from tasuki.django.conf import project_settings
 from tasuki.errors import InvalidInput, TasukiError
 from tasuki.stores.sql.store import SqlStore
 
+T = TypeVar("T")
 SUBMITTER = "django"
 DEFAULT_QUEUE = "default"
 _QUEUE = re.compile(r"[A-Za-z0-9_-]{1,64}")
@@ -44,6 +46,8 @@ class _PerThread(threading.local):
 _own = _PerThread()
 on_enqueued: ContextVar[Callable[[], object] | None] = ContextVar("on_enqueued", default=None)
 """Called after each enqueue; for tests, which run jobs at once."""
+_together: ContextVar[list[tuple[JobSpec, Callable[[], object]]] | None] = ContextVar("_together", default=None)
+"""Jobs that `enqueue_many` has collected, and what to do when each is stored."""
 
 
 def store_of(alias: str) -> SqlStore:
@@ -89,23 +93,53 @@ def _checked(queue: str) -> str:
     return queue
 
 
-def enqueue_jobs(specs: Sequence[JobSpec]) -> list[Submitted]:
-    """Insert jobs in the calling thread's transaction; they start after its commit. Raises the first refusal, Conflict too."""
+def enqueue_job(spec: JobSpec, then: Callable[[], object] = lambda: None) -> None:
+    """Insert a job in the calling thread's transaction; it starts after its commit. `then` is called when it is stored.
+
+    Raises the store's refusal, Conflict too. Inside of `enqueue_many` it is collected.
+    """
+    collected = _together.get()
+    if collected is None:
+        _insert([spec])
+        then()
+    else:
+        collected.append((spec, then))
+
+
+def enqueue_many(calls: Iterable[Callable[[], T]]) -> list[T]:
+    """Make these calls, and insert what they enqueue in one statement; return what the calls returned.
+
+        enqueue_many(partial(send_invoice.enqueue, order.pk) for order in orders)
+        enqueue_many(partial(enqueue_command, "rebuild_index", f"--shop={shop}") for shop in shops)
+
+    All or none: an error of a call, or the refusal of a job, is raised, and no job is inserted.
+    """
+    collected: list[tuple[JobSpec, Callable[[], object]]] = []
+    before = _together.set(collected)
+    try:
+        results = [call() for call in calls]
+    finally:
+        _together.reset(before)
+    _insert([spec for spec, _ in collected])
+    for _, then in collected:
+        then()
+    return results
+
+
+def _insert(specs: Sequence[JobSpec]) -> None:
     submissions = [Submission(check_spec(spec), SUBMITTER, body_hash(spec)) for spec in specs]
     if not submissions:
-        return []
+        return
     alias = project_settings().database
     _warn_of_another_transaction(alias)
-    answers: list[Submitted] = []
-    for answer in store_of(alias).enqueue(submissions):
-        if isinstance(answer, TasukiError):
-            raise answer
-        assert isinstance(answer, Submitted)  # without input files no blob can be missing
-        answers.append(answer)
+    with transaction.atomic(using=alias) if len(submissions) > 1 else nullcontext():
+        for answer in store_of(alias).enqueue(submissions):
+            if isinstance(answer, TasukiError):
+                raise answer
+            assert isinstance(answer, Submitted)  # without input files no blob can be missing
     hint_after_commit(alias, Hint(ready=tuple({spec.subject for spec in specs})))
     if (run := on_enqueued.get()) is not None:
         run()
-    return answers
 
 
 def _warn_of_another_transaction(alias: str) -> None:
@@ -117,7 +151,7 @@ def _warn_of_another_transaction(alias: str) -> None:
                 f"enqueued inside a transaction on the database {other.alias!r}; jobs are rows of {alias!r}, so this one is "
                 f"committed at once, whatever becomes of that transaction",
                 RuntimeWarning,
-                stacklevel=4,
+                stacklevel=5,
             )
 
 

@@ -28,7 +28,7 @@ from tasuki.blobs.open_blobs import open_blobs
 from tasuki.core.job import Job, JobSpec, State
 from tasuki.core.lifecycle import ATTEMPT_STEP
 from tasuki.django.conf import project_settings
-from tasuki.django.enqueueing import enqueue_jobs, is_task, new_ids, on_enqueued, project_store, task_subject
+from tasuki.django.enqueueing import enqueue_job, is_task, new_ids, on_enqueued, project_store, task_subject
 from tasuki.django.logs import ERRORS, read_log, write_log
 from tasuki.errors import ConfigError, TasukiError
 from tasuki.worker.attempt import HandlerJob
@@ -125,10 +125,13 @@ class TasukiBackend(_backends.BaseTaskBackend):
             errors=[],
             worker_ids=[],
         )
-        enqueue_jobs([self._spec(result)])
-        _signals.task_enqueued.send(type(self), task_result=result)
-        if on_enqueued.get() is not None:
-            result.refresh()
+
+        def stored() -> None:
+            _signals.task_enqueued.send(type(self), task_result=result)
+            if on_enqueued.get() is not None:
+                result.refresh()
+
+        enqueue_job(self._spec(result), stored)
         return result
 
     def _spec(self, result: Any) -> JobSpec:

@@ -1,20 +1,25 @@
 """The start of a warm interpreter for management commands: its import sets Django up and imports the commands that jobs may run.
 
-Imported by `worker/preforked.py` in a process of the node's keeper, and by nothing else. A job whose source has changed since
-then starts a fresh interpreter in its place.
+Imported by `worker/preforked.py` in a process of the node's keeper, and by nothing else. Jobs are forks of it. The first job that
+finds source changed since this import runs in a fresh interpreter, and ends this one: the keeper starts another in its place, and
+the jobs after it are warm again.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import sys
+import time
 from importlib import import_module
 from pathlib import Path
 
-import django
+_BEGAN_NS = time.time_ns()
 
-from tasuki.worker import preforked
+import django  # noqa: E402 - what changes from here on may be loaded in its older form
+
+from tasuki.worker import preforked  # noqa: E402
 
 django.setup()
 
@@ -27,22 +32,31 @@ for _name, _app in allowed_commands().items():
         import_module(f"{_app}.management.commands.{_name}")
 connections.close_all()
 
+REPLACED_AFTER_S = 2.0  # a younger one stays: while files are still being copied, each new one would be ended by the next job
 _FRESH = "TASUKI_FRESH_INTERPRETER"
 
 
 def _sources() -> dict[str, int]:
-    """Return the time of change of each source file that is loaded, except those of installed packages."""
+    """Return the time of change of each source file that is loaded, except those of installed packages; 0: it is not sure which
+    version of it was loaded."""
     files = {getattr(module, "__file__", None) or "" for module in list(sys.modules.values())}
     own = [file for file in files if file.endswith(".py") and is_own(file)]
-    return {file: Path(file).stat().st_mtime_ns for file in own if Path(file).exists()}
+    times = {file: Path(file).stat().st_mtime_ns for file in own if Path(file).exists()}
+    return {file: 0 if _BEGAN_NS <= at <= time.time_ns() else at for file, at in times.items()}
 
 
 _LOADED = _sources()
+_LOADED_AT = time.monotonic()
+_SELF = os.pidfd_open(os.getpid()) if hasattr(os, "pidfd_open") else None
+"""This interpreter, for the jobs that are forked from it."""
 
 
 def main(arguments: list[str]) -> None:
     """Run the command; in a fresh interpreter if the source has changed since this one loaded it."""
     if _FRESH not in os.environ and any(_changed(file, at) for file, at in _LOADED.items()):
+        if _SELF is not None and time.monotonic() - _LOADED_AT >= REPLACED_AFTER_S:
+            with contextlib.suppress(ProcessLookupError):  # another job was faster
+                signal.pidfd_send_signal(_SELF, signal.SIGKILL)
         os.environ[_FRESH] = "1"
         os.execv(sys.executable, [sys.executable, "-P", preforked.__file__, "tasuki.django.warm:main", *arguments])  # noqa: S606
     run_command(arguments)
