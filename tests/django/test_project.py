@@ -102,6 +102,38 @@ def test_sigterm_lets_running_tasks_finish(migrated: DjangoSite, tmp_path: Path)
     assert migrated.ask(f"print(json.dumps(hold.get_result({job_id!r}).return_value))") == "done"
 
 
+def test_several_worker_processes_share_one_sqlite_file_and_end_with_the_first(tmp_path: Path) -> None:
+    site = DjangoSite(tmp_path)
+    site.manage("migrate", "-v0")
+
+    def hold_two(name: str) -> tuple[list[Path], list[str]]:
+        """Return the folders and ids of two tasks that run at the same time: each worker process has one slot."""
+        folders = [tmp_path / f"{name}{number}" for number in range(2)]
+        for folder in folders:
+            folder.mkdir()
+        ids = site.ask(f"print(json.dumps([hold.enqueue(folder).id for folder in {list(map(str, folders))}]))")
+        until(lambda: all((folder / "running").exists() for folder in folders), 30.0, "both tasks run")
+        return folders, ids
+
+    with site.worker("--workers", "2", "--slots", "1") as worker:
+        folders, ids = hold_two("a")
+        worker.signal(signal.SIGTERM)
+        worker.wait_for_output("draining")
+        for folder in folders:
+            (folder / "go").touch()
+        assert worker.wait(30.0) == 0
+    results = site.ask(f"print(json.dumps([[one.status, *one.worker_ids] for one in map(hold.get_result, {ids})]))")
+    with site.worker("--workers", "2", "--slots", "1") as worker:
+        _, ids = hold_two("b")
+        names = site.ask(f"print(json.dumps([name for one in map(hold.get_result, {ids}) for name in one.worker_ids]))")
+        [other] = {int(name.split("-")[-2]) for name in names} - {worker.pid}
+        worker.kill()
+        until(lambda: not Path(f"/proc/{other}").exists(), 30.0, "the other worker process has ended")
+
+    assert [status for status, _ in results] == ["SUCCESSFUL", "SUCCESSFUL"]
+    assert len({worker_id for _, worker_id in results}) == 2
+
+
 def test_the_tables_of_a_project_have_their_version(migrated: DjangoSite) -> None:
     found = migrated.ask("""
 from tasuki.django.models import Schema

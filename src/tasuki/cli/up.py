@@ -7,10 +7,8 @@ job, and leaves a second later. The workers are child processes, restarted with 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import shlex
-import signal
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -33,7 +31,6 @@ from tasuki.cli.server import (
 from tasuki.cli.worker import allowed_execs, log_caps
 from tasuki.client.embedded import answers
 from tasuki.config import OWN_COMMAND, DataFolder, data_folder, parse_http, parse_listen, user_key
-from tasuki.core.backoff import Backoff
 from tasuki.core.broker.state import WorkerSession
 from tasuki.core.store_messages import Takes
 from tasuki.core.units import shown_duration
@@ -41,6 +38,7 @@ from tasuki.errors import ConfigError, Unavailable
 from tasuki.server.assembly import StorageLocations
 from tasuki.server.server import Server
 from tasuki.worker.commands import check_secrets
+from tasuki.worker.local_workers import LocalWorkers
 from tasuki.worker.worker import check_slots
 
 DEFAULT_FOLDER = Path("tasuki-data")
@@ -50,9 +48,6 @@ FIRST_CLIENT_S = 10.0  # how long the process that started an embedded server ha
 FIRST_WORKER_S = 30.0  # its interpreter may start slowly; a worker that never connects does not keep the server for ever
 OWNER_WAIT_S = 15.0  # an embedded server that is just leaving holds the folder a moment longer
 OWNER_POLL_S = 0.05
-RESTART_FIRST_S = 0.5
-RESTART_MAX_S = 30.0
-SOUND_AFTER_S = 60.0  # a worker that lived this long did not fail at its start: the pauses begin anew
 
 
 def worker_arguments(
@@ -139,7 +134,13 @@ async def _main(
 ) -> int:
     folder = options.places.folder
     place = ("--to", f"unix://{folder.socket}", "--data", str(folder.root), "--log-level", "warning")
-    local = LocalWorkers(workers, (*place, "--subject", ">", "--any-program", *arguments), events)
+    command = (*OWN_COMMAND, "worker", "--until-stdin-ends", *place, "--subject", ">", "--any-program", *arguments)
+
+    def ended(number: int, code: int, wait_s: float) -> None:
+        shown = f"{number} (exit {code}); started again in {shown_duration(wait_s)}"
+        events.emit("worker-ended", shown, number=number, exit_code=code, restart_in_s=wait_s)
+
+    local = LocalWorkers(workers, command, ended)
     stop = process.StopSignals(hurry=local.hurry)
 
     async def work(opened: RunningServer) -> None:
@@ -238,63 +239,3 @@ def _announce(events: process.Events, folder: DataFolder, opened: RunningServer,
         events.say("Over HTTP:")
         events.say(f'  curl -H "Authorization: Bearer $(cat {token})" {opened.http_address}/v1/jobs')
     events.say("")
-
-
-# ---------------------------------------------------------------------------------------------------- local workers
-
-
-class LocalWorkers:
-    """Worker processes that are kept alive between `start` and `drain`."""
-
-    def __init__(self, count: int, options: Sequence[str], events: process.Events) -> None:
-        self._command = (*OWN_COMMAND, "worker", "--until-stdin-ends", *options)
-        self._count = count
-        self._events = events
-        self._processes: set[asyncio.subprocess.Process] = set()
-        self._tasks: list[asyncio.Task[None]] = []
-        self._ending = asyncio.Event()
-
-    def start(self) -> None:
-        self._tasks = [asyncio.create_task(self._keep(number)) for number in range(1, self._count + 1)]
-
-    async def drain(self) -> None:
-        """Let all workers finish their jobs and end, and wait for that."""
-        self._ending.set()
-        self.hurry()
-        await asyncio.gather(*self._tasks)
-
-    def hurry(self) -> None:
-        """Send SIGTERM: the second makes a worker stop its jobs; a killed worker would leave them running."""
-        for child in self._processes:
-            with contextlib.suppress(ProcessLookupError):
-                child.send_signal(signal.SIGTERM)
-
-    async def _keep(self, number: int) -> None:
-        loop = asyncio.get_running_loop()
-        backoff = Backoff(RESTART_FIRST_S, RESTART_MAX_S)
-        while not self._ending.is_set():
-            began = loop.time()
-            # The pipe is never written to: it ends when this process does, even by SIGKILL, and the child with it. In a session
-            # of its own the child does not get a terminal's Ctrl-C, which is passed on in order.
-            child = await asyncio.create_subprocess_exec(
-                *self._command, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.DEVNULL, start_new_session=True
-            )
-            self._processes.add(child)
-            if self._ending.is_set():  # asked to end while this one was being started
-                self.hurry()
-            code = await child.wait()
-            self._processes.discard(child)
-            if self._ending.is_set():
-                return
-            if loop.time() - began > SOUND_AFTER_S:
-                backoff.reset()
-            wait_s = backoff.next_s()
-            self._events.emit(
-                "worker-ended",
-                f"{number} (exit {code}); started again in {shown_duration(wait_s)}",
-                number=number,
-                exit_code=code,
-                restart_in_s=wait_s,
-            )
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._ending.wait(), wait_s)

@@ -9,7 +9,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 import zipfile
 from collections.abc import Mapping, Sequence
@@ -37,11 +36,10 @@ from tasuki.tasks.tasks import Tasks, load_tasks
 from tasuki.worker.attempt import MESSAGE_MAX_CHARS, Attempt, HandlerJob, RunResult
 from tasuki.worker.execs import Exec, load_execs, parse_exec_flag
 from tasuki.worker.linux_calls import wipe_variables
+from tasuki.worker.local_workers import end_with_stdin
 from tasuki.worker.logs import LogCaps
 from tasuki.worker.worker import RECONNECT_GRACE_MAX_S, Worker, what_it_offers
 
-ORPHAN_GRACE_S = 30.0  # without a server
-ORPHAN_POLL_S = 1.0
 MEMBER_MAX_BYTES = 16 * 1024 * 1024  # of a file that is read here; larger results stay in the archive
 CODE_MAX_CHARS = 64
 RELOAD_LOOK_S = 0.3
@@ -220,7 +218,7 @@ def run_worker(
             return
         wipe_variables(*forget_tokens())
         if until_stdin_ends:
-            threading.Thread(target=_end_with_stdin, args=(made,), name="tasuki-stdin", daemon=True).start()
+            end_with_stdin(lambda: made.connected)
         with login.explaining_refusal():
             made.run()
 
@@ -260,21 +258,6 @@ def wanted_patterns(
     if check_app(app) not in execs and any(address.http for address in addresses):
         raise ConfigError(f"--app {app} needs a program of that name to run its jobs with; give it as --exec {app}=COMMAND")
     return (app_subject(app),) if app in execs and not subjects else tuple(subjects)
-
-
-def _end_with_stdin(worker: Worker) -> None:
-    """Drain when stdin ends: its other end is held by `tasuki up`, which is gone then, however it died.
-
-    Running jobs go on while a server answers (a new `up` on the folder, say); without one their leases end soon.
-    """
-    while os.read(sys.stdin.fileno(), 1):  # not sys.stdin.read: its lock, held by this thread, would break the exit
-        pass
-    os.kill(os.getpid(), signal.SIGTERM)  # drain
-    alone_s = 0.0
-    while alone_s < ORPHAN_GRACE_S:
-        time.sleep(ORPHAN_POLL_S)
-        alone_s = 0.0 if worker.connected else alone_s + ORPHAN_POLL_S
-    os.kill(os.getpid(), signal.SIGTERM)  # stop
 
 
 # ---------------------------------------------------------------------------------------------------- development

@@ -117,18 +117,22 @@ def _check_arguments(name: str, app: str, arguments: tuple[str, ...]) -> None:
 def command_exec(environment: Mapping[str, str]) -> Exec:
     """Return the exec of the node: the project's own environment and folder, a warm interpreter that forks for each job."""
     inherited = {name: value for name, value in environment.items() if not name.startswith(RESERVED_PREFIX)}
-    paths = [path for path in sys.path if path and not path.endswith(".zip")]
     python = PythonCall("tasuki.django.warm:main", ("tasuki.django.warm",), sys.executable, or_cold=True)
     return Exec(
         name=DJANGO_EXEC,
         argv=(*python.cold, ARGS),
         args="any",
-        env={**inherited, "PYTHONPATH": os.pathsep.join(paths)},
+        env={**inherited, "PYTHONPATH": python_path()},
         allow_env=RUN_VARIABLES,
         cwd=str(Path.cwd()),
         exits=ExitRules(permanent=(USAGE_EXIT_CODE,)),
         python=python,
     )
+
+
+def python_path() -> str:
+    """Return PYTHONPATH for an interpreter that shall find the modules that this one finds."""
+    return os.pathsep.join(path for path in sys.path if path and not path.endswith(".zip"))
 
 
 def run_command(arguments: list[str]) -> None:

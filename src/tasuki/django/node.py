@@ -5,15 +5,18 @@
        └─ keeper ──► warm interpreter ──fork──► manage.py COMMAND
 
 On PostgreSQL any number of nodes may run; their guests elect the one that does the upkeep. On SQLite the guest is the only one
-that leases, kept by a lock file beside the database; other processes of the project only enqueue.
+that leases, kept by a lock file beside the database; other processes of the project only enqueue. With `--workers N` there are
+N - 1 more workers, processes that have the guest of the first one: the only way to have several on SQLite.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import secrets
-from collections.abc import Sequence
+import sys
+from collections.abc import Coroutine, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -29,7 +32,7 @@ from tasuki.core.cluster_messages import Hint
 from tasuki.core.job import Outcome
 from tasuki.core.scheduler.firing import DJANGO_EXEC
 from tasuki.django import standalone
-from tasuki.django.commands import check_command, command_exec
+from tasuki.django.commands import check_command, command_exec, python_path
 from tasuki.django.conf import ProjectSettings, project_settings
 from tasuki.django.definitions import scheduler_settings
 from tasuki.django.enqueueing import patterns_of
@@ -41,9 +44,11 @@ from tasuki.server.server import Server, ServerConfig
 from tasuki.stores.sql.sqlite import FileWatch, OwnerLock, SqliteReadOnly
 from tasuki.stores.sql.store import SqlReader, SqlStore
 from tasuki.worker.attempt import Attempt, RunResult, StopReason
+from tasuki.worker.local_workers import LocalWorkers, end_with_stdin
 from tasuki.worker.logs import LogCaps
 from tasuki.worker.worker import ActiveAttempt, Worker
 
+logger = logging.getLogger("tasuki.django")
 LOG_INTERVAL_S = 1.0
 SQLITE_LOOK_S = 0.05  # between two looks whether another process has changed the file: 10 µs each
 
@@ -51,7 +56,23 @@ SQLITE_LOOK_S = 0.05  # between two looks whether another process has changed th
 class NodeWorker(Worker):
     """The worker of a node, and around it the guest that it takes its jobs from."""
 
-    def __init__(self, queues: Sequence[str] = (), **options: Any) -> None:
+    def __init__(
+        self,
+        queues: Sequence[str] = (),
+        *,
+        guest_url: str = "",
+        workers: int = 1,
+        worker_arguments: Sequence[str] = (),
+        **options: Any,
+    ) -> None:
+        """`workers`: processes that run jobs, this one counted; the others get `worker_arguments`, and as their `guest_url` the
+        address of this one's guest."""
+        if workers < 1:
+            raise ConfigError(f"--workers must be at least 1, got {workers}")
+        self._guest_url, self._workers = guest_url, workers
+        self._command = (sys.executable, "-P", "-m", "django", "tasuki_worker", *worker_arguments)
+        self._others: LocalWorkers | None = None
+        self._draining: asyncio.Future[None] | None = None
         self._project = project_settings()
         self._alias = self._project.worker_database or self._project.database
         self._is_sqlite = connections[self._alias].vendor == "sqlite"
@@ -81,18 +102,43 @@ class NodeWorker(Worker):
         super().run()
 
     async def serve(self, *, signals: bool = False) -> None:
+        if self._guest_url:
+            self.url = self._guest_url
+            end_with_stdin(lambda: self.connected, grace_s=0.0)  # no other process will have this guest
+            await self._serve_beside(signals, self._store_logs())
+            return
         async with open_guest(self._make_sqlite_guest if self._is_sqlite else self._make_guest) as (url, server):
             self.url = url
-            beside = [asyncio.ensure_future(self._store_logs())]
+            beside = [self._store_logs()]
             if self._is_sqlite:
-                beside.append(asyncio.ensure_future(_watch_file(server, file_of(self._alias))))
+                beside.append(_watch_file(server, file_of(self._alias)))
+            env = {**os.environ, "PYTHONPATH": python_path()}
+            command = (*self._command, "--guest-url", url)
+            self._others = LocalWorkers(self._workers - 1, command, _warn_of_end, env=env, stdout=None)
+            self._others.start()
             try:
-                await super().serve(signals=signals)
+                await self._serve_beside(signals, *beside)
             finally:
-                for task in beside:
-                    task.cancel()
-                await asyncio.gather(*beside, return_exceptions=True)
-                self._log_writer.close()
+                await (self._draining or self._others.drain())
+
+    async def _serve_beside(self, signals: bool, *beside: Coroutine[Any, Any, None]) -> None:
+        tasks = [asyncio.ensure_future(one) for one in beside]
+        try:
+            await super().serve(signals=signals)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            self._log_writer.close()
+
+    def _signaled(self) -> None:
+        super()._signaled()
+        if self._others is None:
+            return
+        if self._draining is None:
+            self._draining = asyncio.ensure_future(self._others.drain())
+        else:
+            self._others.hurry()
 
     # ------------------------------------------------------------------------------------------------ management commands
 
@@ -135,6 +181,10 @@ class NodeWorker(Worker):
 
         blobs = _open_blobs(self._project, folder, config)
         return Server(config, open_store, lambda: SqlReader(SqliteReadOnly(file)), blobs)
+
+
+def _warn_of_end(number: int, code: int, wait_s: float) -> None:
+    logger.warning("worker process %d ended with %d; started again in %g s", number, code, wait_s)
 
 
 def _open_blobs(project: ProjectSettings, folder: Path, config: ServerConfig) -> Any:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from argparse import SUPPRESS
+from collections.abc import Iterator
 from typing import Any
 
 from django.core.management.base import BaseCommand, CommandError, CommandParser
@@ -16,6 +18,10 @@ class Command(BaseCommand):
 
     def add_arguments(self, parser: CommandParser) -> None:
         parser.add_argument("--slots", type=int, metavar="N", help="Jobs at once. Default: one per core.")
+        parser.add_argument(
+            "--workers", type=int, default=1, metavar="N", help="Processes that run jobs, each with its slots. Default: 1."
+        )
+        parser.add_argument("--guest-url", default="", help=SUPPRESS)  # given to the processes that --workers starts
         parser.add_argument("--queue", action="append", default=[], metavar="NAME", help="Only these queues. Default: all.")
         parser.add_argument(
             "--drain-timeout", type=float, metavar="SECONDS", help="How long draining may take. Default: no limit."
@@ -32,10 +38,22 @@ class Command(BaseCommand):
                 concurrency=options["slots"],
                 drain_timeout_s=options["drain_timeout"],
                 data=options["data"],
+                guest_url=options["guest_url"],
+                workers=options["workers"],
+                worker_arguments=list(_repeated(options)),
             )
             worker.run()
         except TasukiError as error:
             raise CommandError(error.message) from error
+
+
+def _repeated(options: dict[str, Any]) -> Iterator[str]:
+    """Yield the options that hold for every process of --workers."""
+    yield from ("--skip-checks", f"--verbosity={options['verbosity']}")
+    yield from (f"--queue={queue}" for queue in options["queue"])
+    for name in ("slots", "drain_timeout", "data"):
+        if options[name] is not None:
+            yield f"--{name.replace('_', '-')}={options[name]}"
 
 
 def _show_log(verbosity: int) -> None:
