@@ -1,7 +1,8 @@
 """Running the `tasuki` command as a user does: own data folders, free ports.
 
 Commands that only talk to a server run inside the test's own process (`User.run`), which saves a start of Python each; servers,
-workers and commands whose process is the promise run as processes (`User.run_process`, `User.start`).
+workers and commands that are stopped or killed are forked (`User.start`, `nursery.py`); those whose interpreter is a part of the
+promise have one of their own (`User.run_process`).
 """
 
 import contextlib
@@ -19,6 +20,7 @@ from typing import Any
 from unittest import mock
 
 from tasuki.cli.main import root
+from tests.support import nursery
 
 DEADLINE_S = 30.0
 TASUKI = (sys.executable, "-m", "tasuki")
@@ -35,6 +37,7 @@ def environment(home: Path, **more: str) -> dict[str, str]:
 
 
 Done = subprocess.CompletedProcess[str]
+Process = subprocess.Popen[str] | nursery.ForkedProcess
 
 
 class User:
@@ -47,8 +50,10 @@ class User:
 
     def run(self, *arguments: str, input: str | None = None, **environ: str) -> Done:
         """Run a command; inside this process, unless it needs its own or a pipe as its stdin."""
-        if arguments[0] in PROCESS_WORDS or input is not None:
+        if input is not None:
             return self.run_process(*arguments, input=input, **environ)
+        if arguments[0] in PROCESS_WORDS:
+            return nursery.run([*TASUKI, *arguments], cwd=self.home, env={**self.environ, **environ}, timeout=DEADLINE_S)
         stdout, stderr = (io.TextIOWrapper(io.BytesIO(), "utf-8", "surrogateescape") for _ in range(2))
         with (
             contextlib.chdir(self.home),
@@ -67,7 +72,7 @@ class User:
         return subprocess.CompletedProcess(arguments, int(code or 0), stdout.read(), stderr.read())
 
     def run_process(self, *arguments: str, input: str | None = None, **environ: str) -> Done:
-        """Run a command as a process of its own."""
+        """Run a command as a process with an interpreter of its own."""
         return subprocess.run(
             [*TASUKI, *arguments],
             cwd=self.home,
@@ -86,22 +91,14 @@ class User:
         assert done.returncode == 0, done.stderr
         return json.loads(done.stdout)
 
-    def start(self, *arguments: str) -> subprocess.Popen[str]:
-        return subprocess.Popen(
-            [*TASUKI, *arguments],
-            cwd=self.home,
-            env=self.environ,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+    def start(self, *arguments: str) -> Process:
+        return nursery.start([*TASUKI, *arguments], cwd=self.home, env=self.environ)
 
 
 class Running:
     """A server process that said that it is ready."""
 
-    def __init__(self, process: subprocess.Popen[str]) -> None:
+    def __init__(self, process: Process) -> None:
         self.process = process
         self.lines: list[str] = []
         assert process.stdout is not None

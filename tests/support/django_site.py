@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from tests.support import nursery
 from tests.support.processes import SOURCE, ChildProcess
 
 EXAMPLE = SOURCE.parent / "examples" / "django_site"
@@ -82,15 +83,6 @@ class DjangoSite:
         return started
 
     def _run(self, command: list[str], check: bool, env: Mapping[str, str] | None) -> subprocess.CompletedProcess[str]:
-        done = subprocess.run(
-            command,
-            env={**self.env, **(env or {})},
-            cwd=self.folder,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=TIMEOUT_S,
-            check=False,
-        )
+        done = nursery.run(command, env={**self.env, **(env or {})}, cwd=self.folder, timeout=TIMEOUT_S)
         assert not check or done.returncode == 0, f"{command[-3:]} ended with {done.returncode}:\n{done.stdout}\n{done.stderr}"
         return done

@@ -32,20 +32,21 @@ from tasuki.config import DataFolder
 from tasuki.core.access import token_sha256
 from tasuki.core.address import parse_url
 from tasuki.server.assembly import make_secret
-from tests.support.nursery import ForkedProcess, Nursery, may_fork
+from tests.support import nursery
+from tests.support.nursery import SOURCE as SOURCE
+from tests.support.nursery import ForkedProcess, clean_environment
 from tests.support.ports import free_port
 from tests.support.sqlite_files import with_tables
 from tests.support.waiting import until
 
 HANDLERS = Path(__file__).with_name("handlers.py")
-SOURCE = Path(__file__).parents[2] / "src"
 READY_TIMEOUT_S = 20.0
 END_TIMEOUT_S = 10.0
 POLL_S = 0.01
 TASUKI = (sys.executable, "-m", "tasuki")
 
 T = TypeVar("T")
-_started: set[subprocess.Popen[bytes] | ForkedProcess] = set()
+_started: set[subprocess.Popen[Any] | ForkedProcess] = set()
 
 
 @atexit.register
@@ -93,35 +94,23 @@ class ChildProcess:
         self.command = [os.fspath(part) for part in command]
         self._is_fresh = fresh
         self.log = log
-        self.env = {**_clean_environment(), **env}
+        self.env = {**clean_environment(), **env}
         self._options = options
         self._log_start = 0
         self.process = self._spawn()
 
-    def _spawn(self) -> subprocess.Popen[bytes] | ForkedProcess:
+    def _spawn(self) -> subprocess.Popen[Any] | ForkedProcess:
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("ab") as log:
             self._log_start = log.tell()
-            process = self._forked(log.fileno()) or subprocess.Popen(
-                self.command,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                env=self.env,
-                start_new_session=True,
-                **self._options,
-            )
+            streams = {"stdout": log.fileno(), "stderr": log.fileno()}
+            if self._is_fresh or self._options:
+                options = {"stdin": subprocess.DEVNULL, "start_new_session": True, **streams, **self._options}
+                process: subprocess.Popen[Any] | ForkedProcess = subprocess.Popen(self.command, env=self.env, **options)
+            else:
+                process = nursery.start(self.command, env=self.env, **streams)
         _started.add(process)
         return process
-
-    def _forked(self, log: int) -> ForkedProcess | None:
-        """Return a process that the nursery has forked, if it can be one of those."""
-        is_command = self.command[: len(TASUKI)] == [*TASUKI]
-        if self._is_fresh or self._options or not may_fork(self.env):
-            return None
-        if not is_command and not (isinstance(self, WorkerProcess) and self.command[1].endswith(".py")):
-            return None
-        return Nursery.here(_clean_environment()).fork(self.command[len(TASUKI) if is_command else 1 :], self.env, log)
 
     @property
     def pid(self) -> int:
@@ -244,16 +233,14 @@ class ServerProcess(ChildProcess):
         """
         self.command = self._command_for(f"127.0.0.1:{self.port if same_port else 0}")
         if env is not None:
-            self.env = {**_clean_environment(), **env}
+            self.env = {**clean_environment(), **env}
         self.start_again()
         self._await_ready()
 
     def tasuki(self, *arguments: str, timeout: float = READY_TIMEOUT_S) -> subprocess.CompletedProcess[str]:
         """Run `tasuki ARGUMENTS` against this server over TCP, with its admin token."""
-        env = {**_clean_environment(), "TASUKI_URL": self.url, "TASUKI_TOKEN": self.token, "NO_COLOR": "1"}
-        return subprocess.run(
-            [*TASUKI, *arguments], env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=timeout, check=False
-        )
+        env = {**clean_environment(), "TASUKI_URL": self.url, "TASUKI_TOKEN": self.token, "NO_COLOR": "1"}
+        return nursery.run([*TASUKI, *arguments], env=env, timeout=timeout)
 
     def client(self, url: str | None = None, **options: Any) -> Client:
         """Return a client over TCP with the admin token, unless told otherwise."""
@@ -365,9 +352,3 @@ def start_worker(
             worker.kill()
             raise
     return worker
-
-
-def _clean_environment() -> dict[str, str]:
-    """Return this process's environment without TASUKI variables; the source tree is importable in any folder."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("TASUKI_")}
-    return {**kept, "PYTHONPATH": os.fspath(SOURCE), "PYTHONUNBUFFERED": "1"}
