@@ -108,6 +108,8 @@ def test_the_first_node_writes_the_window_of_the_settings(site: DjangoSite, work
         ('enqueue_command("migrate")', "command 'migrate' may not be run by jobs"),
         ('enqueue_command("tasuki_worker")', "command 'tasuki_worker' may not be run by jobs"),
         ('enqueue_command("daily_report", "--minimum=many")', "arguments of command 'daily_report': Error: argument --minimum"),
+        ('enqueue_command("probe", "say", "--pythonp=/tmp")', "'probe': --pythonpath=/tmp is not for jobs"),
+        ('enqueue_command("probe", "--help")', "arguments of command 'probe': with --help or --version it does not run"),
         ('enqueue_command("daily_report", queue="a b")', "queue 'a b' must be 1 to 64 characters"),
         ('enqueue_command("daily_report", priority=11)', "priority must be 0 to 9, got 11"),
         ('enqueue_command("daily_report", job_id="d7-1767225600")', "job_id 'd7-1767225600' has the form of"),
@@ -131,19 +133,23 @@ print(json.dumps([before, text, JobRun.objects.count()]))
     assert message in text
 
 
-def test_a_row_that_names_another_command_is_refused_by_the_node(site: DjangoSite, worker: ChildProcess) -> None:
-    state, code = site.ask(
+def test_a_row_that_names_another_command_or_settings_is_refused_by_the_node(site: DjangoSite, worker: ChildProcess) -> None:
+    found = site.ask(
         IMPORTS
         + """
 from tasuki.core.job import JobSpec
 from tasuki.django.enqueueing import enqueue_job
 enqueue_job(JobSpec(job_id="planted", subject="default.flush", exec="django", args=("flush", "--no-input")))
-row = ended("planted")
-print(json.dumps([row.state, row.error_code]))
+enqueue_job(JobSpec(job_id="settings", subject="default.probe", exec="django", args=("probe", "say", "--settings=other")))
+rows = [ended("planted"), ended("settings")]
+print(json.dumps([[[row.state, row.error_code, row.exit_code, row.attempt] for row in rows], log("settings", "stderr")]))
 """
     )
 
-    assert (state, code) == ("FAILED", "COMMAND_NOT_ALLOWED")
+    (command, settings), errors = found
+    assert command == ["FAILED", "COMMAND_NOT_ALLOWED", None, 1]
+    assert settings == ["FAILED", "EXIT_CODE", 2, 1]
+    assert errors == "arguments of command 'probe': --settings=other is not for jobs; the worker's own holds\n"
 
 
 def test_the_log_can_be_read_while_the_command_runs_and_is_cut_in_the_middle(

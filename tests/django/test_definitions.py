@@ -19,9 +19,10 @@ from django.core.exceptions import ValidationError  # noqa: E402
 from django.db import connections, transaction  # noqa: E402
 
 from tasuki.django.commands import is_own  # noqa: E402
-from tasuki.django.definitions import apply, emit, read_file, run_now, scheduler_settings  # noqa: E402
+from tasuki.django.definitions import apply, emit, process_again, read_file, run_now, scheduler_settings  # noqa: E402
 from tasuki.django.models import Event, JobDefinition  # noqa: E402
-from tasuki.errors import ConfigError, InvalidInput, TooLarge  # noqa: E402
+from tasuki.errors import ConfigError, InvalidInput, NotFound, TooLarge  # noqa: E402
+from tasuki.stores.sql.store import SqlStore  # noqa: E402
 
 NIGHTLY = {"command_name": "rebuild_index", "daily_at": "02:30", "time_zone": "Europe/Berlin"}
 
@@ -177,6 +178,47 @@ def test_a_bad_event_is_refused_and_nothing_is_written(alias: str, arguments: An
         emit(*arguments, using=alias)
 
     assert not Event.objects.using(alias).exists()
+
+
+def test_an_event_that_a_definition_cannot_be_run_upon_is_noted_and_can_be_processed_again(alias: str) -> None:
+    for name in ("good", "bad"):
+        JobDefinition(name=name, command_name="c", type="event", event_type=">").save(using=alias)
+    rows = JobDefinition.objects.using(alias)
+    rows.filter(name="bad").update(queue="a b")
+    event = emit("order.paid", using=alias)
+    store = SqlStore.in_django(alias)
+    store.take_over("leader", 1)
+
+    first = store.fire(epoch=1)
+    event.refresh_from_db(using=alias)
+    assert event.problem.startswith("definition bad: ")
+    assert event.processed_at is not None
+    rows.filter(name="bad").update(queue="default")
+    process_again([event.pk], using=alias)
+    again = store.fire(epoch=1)
+
+    number_of = dict(rows.values_list("name", "pk"))
+    assert [run.job_id for run in first.runs] == [f"e{event.pk}-{number_of['good']}"]
+    assert [run.job_id for run in again.runs] == [f"e{event.pk}-{number_of['bad']}"]
+    assert not Event.objects.using(alias).exclude(problem="").exists()
+    with pytest.raises(NotFound, match=f"events without a problem: {event.pk}"):
+        process_again([event.pk], using=alias)
+
+
+def test_by_time_runs_do_not_overlap_and_by_event_none_is_left_out_unless_a_policy_is_given(alias: str) -> None:
+    by_event = {"type": "event", "event_type": ">"}
+    by_time = {"schedule_type": "daily_at", "schedule_value": "01:00"}
+    for name, fields in (("t", by_time), ("e", by_event), ("r", {**by_event, "concurrency_policy": "replace"})):
+        row = JobDefinition(name=name, command_name="c", **fields)
+        row.full_clean(validate_unique=False)
+        row.save(using=alias)
+    entries = {"at": {"command_name": "c", "daily_at": "01:00"}, "ae": {"command_name": "c", "event_type": ">"}}
+    apply(entries, source="a", using=alias)
+
+    assert dict(JobDefinition.objects.using(alias).values_list("name", "concurrency_policy")) == {
+        "t": "forbid", "e": "allow", "r": "replace", "at": "forbid", "ae": "allow",
+    }  # fmt: skip
+    assert apply(entries, source="a", using=alias).unchanged == ["at", "ae"]
 
 
 def test_a_run_by_hand_has_its_id_at_once(alias: str) -> None:

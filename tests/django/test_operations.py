@@ -47,11 +47,14 @@ refused = [said("tasuki_runs", "show", "nobody"), said("tasuki_runs", "list", "-
 JobRun.objects.update(created_at=time.time() - 3600)
 late = said("tasuki_doctor")
 JobRun.objects.update(not_before=time.time() - 1)
+event = Event.objects.create(event_type="order.paid", processed_at=time.time(), problem="definition mail: it is wrong")
 doctor = said("tasuki_doctor")
-print(json.dumps([waiting, task, listed, of_queue, why, canceled, shown, again, rerun, refused, late, doctor]))
+problems = [[one["id"] for one in data("tasuki_events", "list", "--problems")], said("tasuki_events", "retry", str(event.pk))]
+problems += [said("tasuki_events", "retry", str(event.pk)), Event.objects.get().processed_at, event.pk]
+print(json.dumps([waiting, task, listed, of_queue, why, canceled, shown, again, rerun, refused, late, doctor, problems]))
 """
     )
-    waiting, task, listed, of_queue, why, canceled, shown, again, rerun, refused, late, doctor = found
+    waiting, task, listed, of_queue, why, canceled, shown, again, rerun, refused, late, doctor, problems = found
 
     assert waiting in listed
     assert "default.task.probes.tasks.add" in listed
@@ -67,6 +70,11 @@ print(json.dumps([waiting, task, listed, of_queue, why, canceled, shown, again, 
     assert "commands for jobs: daily_report, probe" in doctor
     assert "waits for 3600 s" in late
     assert "oldest job" not in doctor  # a delayed job waits since its time
+    *problems, number = problems
+    assert f"BAD  events: of 1 a definition got no run, the latest is {number}: definition mail: it is wrong; mend it" in doctor
+    assert problems[:2] == [[number], f"event {number} will be processed again\n"]
+    assert f"CommandError: events without a problem: {number}" in problems[2]
+    assert problems[3] is None
 
 
 def test_running_jobs_are_followed_and_stopped_and_old_ones_pruned(site: DjangoSite, tmp_path: Path) -> None:

@@ -29,6 +29,11 @@ default_args_json = ["say"]
 def test_a_file_of_definitions_becomes_runs_by_hand_and_upon_events(site: DjangoSite, tmp_path: Path) -> None:
     (tmp_path / "jobs.toml").write_text(DEFINITIONS)
     (tmp_path / "wrong.toml").write_text('[definitions.bad]\ncommand_name = "flush"\ndaily_at = "02:30"\n')
+    (tmp_path / "args.toml").write_text('[definitions.bad]\ncommand_name = "daily_report"\nevent_type = "order.*"\n')
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "jobs.toml").write_text(
+        '[definitions.hourly]\ncommand_name = "probe"\nhourly_at_minute = 5\ndefault_args_json = ["say"]\n'
+    )
     site.manage("migrate", "-v0")
     with site.worker() as worker:
         worker.wait_for_output("is warm")
@@ -52,7 +57,8 @@ Order.objects.create(customer="Sato", total=300)
 dry = data("tasuki_definitions", "apply", "--file", "jobs.toml", "--dry-run")
 applied = data("tasuki_definitions", "apply", "--file", "jobs.toml")
 again = data("tasuki_definitions", "apply", "--file", "jobs.toml")
-wrong = said("tasuki_definitions", "apply", "--file", "wrong.toml")
+wrong = [said("tasuki_definitions", "apply", "--file", name) for name in ("wrong.toml", "args.toml")]
+other = data("tasuki_definitions", "apply", "--file", os.path.abspath("other/jobs.toml"))
 times = data("tasuki_definitions", "next", "nightly", "--count", "3")["next"]
 by_hand = ended(data("tasuki_definitions", "run", "nightly")["job_id"])
 try:
@@ -67,22 +73,25 @@ emit("order.paid", {"order": 18}, dedupe_key="order-17")
 upon = ended(f"e{event.pk}-{JobDefinition.objects.get(name='on-payment').pk}")
 said("tasuki_definitions", "disable", "on-payment")
 listed = data("tasuki_definitions", "list")
+sources = [one["managed_by"] for one in listed]
 events = data("tasuki_events", "list")
 log = b"".join(part.data for part in read_log(by_hand.idempotency_key, "stdout")).decode()
 spec = upon.spec and __import__("msgspec").msgpack.decode(upon.spec)
-print(json.dumps([dry, applied, again, wrong, times, by_hand.state, log, upon.state, spec["args"],
+print(json.dumps([dry, applied, again, wrong, other, sources, times, by_hand.state, log, upon.state, spec["args"],
                   {one["name"]: one["enabled"] for one in listed}, [one["event_type"] for one in events]]))
 """
         )
-    dry, applied, again, wrong, times, state, log, upon, args, listed, events = found
+    dry, applied, again, wrong, other, sources, times, state, log, upon, args, listed, events = found
 
     assert dry == applied == {"created": ["nightly", "on-payment"], "changed": [], "unchanged": [], "deleted": []}
     assert again["unchanged"] == ["nightly", "on-payment"]
-    assert "definition 'bad': command_name: command 'flush' may not be run by jobs" in wrong
+    assert "definition 'bad': command_name: command 'flush' may not be run by jobs" in wrong[0]
+    assert "definition 'bad': default_args_json: arguments of command 'daily_report': Error: unrecognized" in wrong[1]
+    assert (other["created"], other["deleted"], sources) == (["hourly"], [], ["other/jobs.toml", "jobs.toml", "jobs.toml"])
     assert all(82_800 <= later - earlier <= 90_000 for earlier, later in pairwise(times))
     assert (state, upon) == ("SUCCEEDED", "SUCCEEDED")
     assert log.startswith("1 orders, 300 yen (")
     assert args[:2] == ["probe", "say"]
     assert '"order":17' in args[2].replace(" ", "")
-    assert listed == {"nightly": True, "on-payment": False}
+    assert listed == {"hourly": True, "nightly": True, "on-payment": False}
     assert events == ["order.paid", "definition.run"]

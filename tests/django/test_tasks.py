@@ -200,6 +200,14 @@ except Exception as error:
     assert message in refused
 
 
+def test_a_large_return_value_without_a_place_for_blobs_names_the_setting(tmp_path: Path) -> None:
+    from tasuki.errors import TooLarge
+    from tasuki.server.assembly import NoBlobs
+
+    with pytest.raises(TooLarge, match=r'100000 bytes are too much .* in a Django project set TASUKI\["blobs"\]'):
+        NoBlobs(tmp_path, max_blob_bytes=0, floor_free_bytes=0).begin(size_bytes=100_000)
+
+
 def test_a_large_return_value_is_read_from_where_blobs_are(tmp_path: Path) -> None:
     site = DjangoSite(tmp_path, SITE_TASUKI=json.dumps({"blobs": str(tmp_path / "blobs")}))
     site.manage("migrate", "-v0")

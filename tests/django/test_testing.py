@@ -28,6 +28,28 @@ def test_the_example_passes_its_own_tests_on_postgresql(tmp_path: Path, postgres
     assert "Ran 8 tests" in done.stderr
 
 
+def test_commands_that_may_not_run_or_do_not_take_their_arguments_fail_as_in_a_node(tmp_path: Path) -> None:
+    site = DjangoSite(tmp_path)
+    site.manage("migrate", "-v0")
+    found = site.ask("""
+from tasuki.core.job import JobSpec
+from tasuki.django.enqueueing import enqueue_job
+from tasuki.django.testing import run_enqueued
+calls = ("flush --no-input", "daily_report --minimum=many", "probe fail", "probe say --settings=x")
+specs = [JobSpec(job_id=f"job-{n}", subject="a.x", exec="django", args=tuple(calls[n].split()), max_retries=1) for n in range(4)]
+for spec in specs:
+    enqueue_job(spec)
+print(json.dumps({job.job_id: [str(job.state), job.outcome.error_code, job.outcome.exit_code] for job in run_enqueued()}))
+""")
+
+    assert found == {
+        "job-0": ["FAILED", "COMMAND_NOT_ALLOWED", None],
+        "job-1": ["FAILED", "EXIT_CODE", 2],
+        "job-2": ["PENDING", "EXIT_CODE", 7],
+        "job-3": ["FAILED", "EXIT_CODE", 2],
+    }
+
+
 CHECKS = """
 import threading
 from django.conf import settings

@@ -81,6 +81,11 @@ class Firing(Stage):
         event.save(using=self._alias)
         return int(event.pk)
 
+    def refused_events(self) -> list[tuple[int, str]]:
+        if isinstance(self.store, MemoryStore):
+            return list(self.store.refused_events.items())
+        return list(self._models.Event.objects.using(self._alias).exclude(problem="").values_list("pk", "problem"))
+
     def window(self, seconds: float) -> None:
         if isinstance(self.store, MemoryStore):
             self.store.window_s = seconds
@@ -482,11 +487,14 @@ def test_an_event_is_run_however_late_and_some_at_a_time(firing: Firing) -> None
 @pytest.mark.parametrize("created_at", [1e18, -1e18])
 def test_an_event_of_no_possible_time_keeps_no_other_from_its_run(firing: Firing, created_at: float) -> None:
     firing.define(ON_PAID)
-    firing.emit("order.paid", created_at=created_at)
+    wrong = firing.emit("order.paid", created_at=created_at)
     event = firing.emit("order.paid")
 
     assert ids(firing.fire()) == [f"e{event}-2"]
     assert ids(firing.fire()) == []
+    [(refused, why)] = firing.refused_events()
+    assert refused == wrong
+    assert why.startswith(f"definition mail: event {wrong}: created_at ")
 
 
 def test_a_delayed_job_that_cannot_be_promoted_yet_makes_no_look_come_at_once(firing: Firing) -> None:

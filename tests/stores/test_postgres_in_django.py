@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from django.test.utils import CaptureQueriesContext  # noqa: E402
 
 from tasuki.core.job import JobSpec, Outcome, State, body_hash  # noqa: E402
 from tasuki.core.store_messages import GroupCounts, LeaseRequest, Report, Submission, Submitted  # noqa: E402
-from tasuki.django.models import Counter, JobRun, Token  # noqa: E402
+from tasuki.django.models import Counter, JobDefinition, JobRun, Token  # noqa: E402
 from tasuki.errors import Conflict, StaleEpoch  # noqa: E402
 from tasuki.stores.sql.postgres import connection_parameters  # noqa: E402
 from tasuki.stores.sql.postgres_session import PostgresSession  # noqa: E402
@@ -131,6 +132,17 @@ def test_a_reader_of_the_project_has_a_connection_of_its_own(store: SqlStore, po
 
     assert reader.counts()["mail"].pending == 1
     reader.close()
+
+
+def test_the_time_of_a_change_of_a_definition_is_the_databases(alias: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = SqlStore.in_django(alias).clock.wall()
+    monkeypatch.setattr(
+        "django.utils.timezone.now", lambda: datetime.fromtimestamp(now - 86_400, UTC)
+    )  # the clock of a web server that is wrong by a day
+    row = JobDefinition(name="n", command_name="c", schedule_type="daily_at", schedule_value="02:30")
+    row.save(using=alias)
+
+    assert now <= row.changed_at.timestamp() < now + 60
 
 
 # -- enqueue ----------------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +19,7 @@ from tasuki.errors import ConfigError
 from tasuki.stores.sql.postgres import connection_parameters
 from tasuki.stores.sql.store import SqlStore
 from tests.support.postgres_service import PostgresService
+from tests.support.waiting import until
 
 OPENER = """
 import sys
@@ -126,6 +128,37 @@ def test_a_fresh_schema_equals_a_migrated_one(postgres: PostgresService, empty_u
 
     migrated["s"] = [row for row in migrated["s"] if row[0] != standalone.MIGRATING_TABLE]
     assert fresh == migrated
+
+
+def test_indexes_are_built_while_others_write(postgres: PostgresService, empty_url: str) -> None:
+    """A transaction that lasts holds the migration up; nobody who writes meanwhile waits for the migration."""
+    from django.db import connections
+    from django.db.migrations.executor import MigrationExecutor
+
+    standalone.configure()
+    alias = standalone.register_postgresql(connection_parameters(empty_url))
+    MigrationExecutor(connections[alias]).migrate([("tasuki", "0008_definitions")])
+    connections[alias].close()
+    write = "UPDATE tasuki_jobrun SET version = version; INSERT INTO tasuki_event (event_type, created_at) VALUES ('x', 0)"
+    waits = "SELECT 1 FROM pg_stat_activity WHERE query LIKE 'CREATE INDEX CONCURRENTLY%' AND wait_event_type = 'Lock'"
+
+    def migrate() -> None:
+        try:
+            standalone.migrate(alias)
+        finally:
+            connections[alias].close()
+
+    with postgres.connect(empty_url) as lasting, ThreadPoolExecutor(1) as threads:
+        with lasting.transaction():
+            lasting.execute(write)
+            migrated = threads.submit(migrate)
+            until(lambda: postgres.execute(waits, url=empty_url), 20.0, "the migration waits")
+            postgres.execute(f"SET lock_timeout = '5s'; {write}", url=empty_url)
+            assert not migrated.done()
+        migrated.result(20.0)
+    standalone.forget(alias)
+
+    assert postgres.execute("SELECT count(*) FROM pg_index WHERE NOT indisvalid", url=empty_url) == [(0,)]
 
 
 def test_an_open_of_tables_that_are_up_to_date_changes_nothing(postgres: PostgresService, url: str) -> None:

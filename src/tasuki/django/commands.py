@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import sys
 import sysconfig
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -82,7 +82,7 @@ def enqueue_command(
     that jobs may not run, or arguments that it does not take.
     """
     words = tuple(map(str, arguments))
-    _check_arguments(command, check_command(command), words)
+    check_arguments(command, words)
     spec = JobSpec(
         job_id=job_id or new_ids(1)[0],
         subject=command_subject(queue, command),
@@ -102,13 +102,24 @@ aenqueue_command = sync_to_async(enqueue_command, thread_sensitive=True)
 """`enqueue_command` for async code; it is a transaction of its own."""
 
 
-def _check_arguments(name: str, app: str, arguments: tuple[str, ...]) -> None:
-    command: Any = load_command_class(app, name)
-    command._called_from_command_line = False  # its parser raises then, instead of ending the process
+def check_arguments(name: str, arguments: Sequence[str]) -> BaseCommand:
+    """Return a command that jobs may run if it takes these arguments, else raise InvalidInput.
+
+    Options of manage.py itself that say which code is imported are refused: the settings and paths of a job are its node's.
+    """
+    command: BaseCommand = load_command_class(check_command(name), name)
+    parser: Any = command.create_parser("manage.py", name)
+    parser._print_message = lambda *_: None  # --help and --version are refused below
     try:
-        command.create_parser("manage.py", name).parse_args(arguments)
+        found = parser.parse_args(arguments)
     except CommandError as error:
         raise InvalidInput(f"arguments of command {quoted(name)}: {error}") from error
+    except SystemExit:
+        raise InvalidInput(f"arguments of command {quoted(name)}: with --help or --version it does not run") from None
+    for option in ("settings", "pythonpath"):
+        if (value := getattr(found, option, None)) is not None:
+            raise InvalidInput(f"arguments of command {quoted(name)}: --{option}={value} is not for jobs; the worker's own holds")
+    return command
 
 
 # ---------------------------------------------------------------------------------------------------- in the node
@@ -138,8 +149,11 @@ def python_path() -> str:
 def run_command(arguments: list[str]) -> None:
     """Do what `manage.py ARGUMENTS` does, without system checks: the node's own start has made them."""
     name, *words = arguments
-    command: Any = load_command_class(check_command(name), name)
-    assert isinstance(command, BaseCommand)
+    try:
+        command = check_arguments(name, words)
+    except InvalidInput as error:
+        sys.stderr.write(f"{error.message}\n")
+        sys.exit(USAGE_EXIT_CODE)
     skipping = ["--skip-checks"] if command.requires_system_checks else []
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     command.run_from_argv(["manage.py", name, *skipping, *words])

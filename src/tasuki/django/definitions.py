@@ -16,7 +16,7 @@ checks one row, `JobDefinition.preview(n)` returns its next times.
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,7 @@ from tasuki.core.scheduler.schedule import ScheduleType
 from tasuki.django.conf import project_settings
 from tasuki.django.enqueueing import hint_after_commit
 from tasuki.django.models import Event, JobDefinition, SchedulerSettings
-from tasuki.errors import ConfigError, InvalidInput, quoted
+from tasuki.errors import ConfigError, InvalidInput, NotFound, quoted
 
 DEDUPE_KEY_MAX_CHARS = 255
 _FIELDS = tuple(name for name in Definition.__struct_fields__ if name not in ("id", "name", "changed_at"))
@@ -120,9 +120,10 @@ def _columns(name: str, entry: Any) -> dict[str, Any]:
         raise InvalidInput(f"definition {quoted(name)} has unknown columns: {', '.join(unknown)}; known are {', '.join(_FIELDS)}")
     if "command_name" not in given:
         raise InvalidInput(f"definition {quoted(name)} has no command_name")
-    defaults = {field: getattr(Definition(name=name, command_name=""), field) for field in _FIELDS if field != "enabled"}
-    by_event = {"type": DefinitionType.EVENT.value} if "event_type" in given else {}
-    return {**defaults, **by_event, **given}
+    given.setdefault("type", (DefinitionType.EVENT if "event_type" in given else DefinitionType.TIME).value)
+    plain = Definition(name=name, command_name="", type=given["type"])
+    defaults = {field: getattr(plain, field) for field in _FIELDS if field != "enabled"}
+    return {**defaults, "concurrency_policy": plain.policy, **given}
 
 
 def emit(event_type: str, payload: Any = None, *, dedupe_key: str | None = None, using: str | None = None) -> Event:
@@ -142,6 +143,18 @@ def emit(event_type: str, payload: Any = None, *, dedupe_key: str | None = None,
         event, _ = events.get_or_create(dedupe_key=dedupe_key, defaults={"event_type": event_type, "payload_json": payload})
     hint_after_commit(alias, Hint(everything=True))
     return event
+
+
+def process_again(event_ids: Sequence[int], *, using: str | None = None) -> None:
+    """Have the leader process events again that a definition could not be run upon; definitions that had a run of one get no
+    second. NotFound names those that have no problem: all or none."""
+    alias = using or project_settings().database
+    with transaction.atomic(using=alias):
+        rows = Event.objects.using(alias).select_for_update().exclude(problem="").filter(pk__in=event_ids).order_by("pk")
+        if unknown := sorted(set(event_ids) - set(rows.values_list("pk", flat=True))):
+            raise NotFound(f"events without a problem: {', '.join(map(str, unknown))}; tasuki_events list --problems shows those")
+        Event.objects.using(alias).filter(pk__in=event_ids).update(processed_at=None, problem="")
+        hint_after_commit(alias, Hint(everything=True))
 
 
 def run_now(definition: JobDefinition, *, using: str | None = None) -> str:

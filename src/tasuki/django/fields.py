@@ -1,4 +1,5 @@
-"""Field types, and storage parameters of PostgreSQL's tables: what plain Django does not express. Imports nothing of tasuki.
+"""Field types, migrations that keep nobody waiting, and storage parameters of PostgreSQL's tables: what plain Django does not
+express. Imports nothing of tasuki.
 
 A job's row is written three times in its short life (submitted, leased, finished), each time as a new version, and ready jobs
 are found at the front of an index whose dead entries lie in the way. So vacuum comes by the number of dead rows, not by a share
@@ -69,6 +70,15 @@ def _aware(at: float) -> datetime:
         return datetime.max.replace(tzinfo=UTC)
 
 
+def database_time(connection: BaseDatabaseWrapper) -> datetime:
+    """Return the time on the clock of a database; SQLite has the machine's."""
+    if connection.vendor != "postgresql":
+        return timezone.now()
+    with connection.cursor() as cursor:
+        cursor.execute("SELECT clock_timestamp()")
+        return cursor.fetchone()[0]
+
+
 class NameField(models.CharField):
     """A text that is compared and sorted by its bytes, everywhere. On PostgreSQL that is the collation "C", and no limit.
 
@@ -84,6 +94,39 @@ class NameField(models.CharField):
     def db_parameters(self, connection: BaseDatabaseWrapper) -> dict[str, str | None]:
         parameters = super().db_parameters(connection)
         return {**parameters, "collation": "C"} if connection.vendor == "postgresql" else parameters
+
+
+class AddIndexConcurrently(migrations.AddIndex):
+    """Add an index while others write to the table, in a migration with `atomic = False`. Django's own is for PostgreSQL only.
+
+    An index that an interrupted migration left behind, which may be unusable, is made anew.
+    """
+
+    atomic = False
+
+    def database_forwards(self, app_label: str, schema_editor: Any, from_state: Any, to_state: Any) -> None:
+        if schema_editor.connection.vendor != "postgresql":
+            super().database_forwards(app_label, schema_editor, from_state, to_state)
+            return
+        model = to_state.apps.get_model(app_label, self.model_name)
+        if self.allow_migrate_model(schema_editor.connection.alias, model):
+            schema_editor.remove_index(model, self.index, concurrently=True)  # if it exists
+            schema_editor.add_index(model, self.index, concurrently=True)
+
+
+class RemoveIndexConcurrently(migrations.RemoveIndex):
+    """Remove an index while others use the table: see `AddIndexConcurrently`."""
+
+    atomic = False
+
+    def database_forwards(self, app_label: str, schema_editor: Any, from_state: Any, to_state: Any) -> None:
+        if schema_editor.connection.vendor != "postgresql":
+            super().database_forwards(app_label, schema_editor, from_state, to_state)
+            return
+        model = from_state.apps.get_model(app_label, self.model_name)
+        if self.allow_migrate_model(schema_editor.connection.alias, model):
+            index = from_state.models[app_label, self.model_name_lower].get_index_by_name(self.name)
+            schema_editor.remove_index(model, index, concurrently=True)
 
 
 STORAGE: dict[str, dict[str, Any]] = {

@@ -24,7 +24,7 @@ from datetime import datetime
 from typing import Any
 
 from django.core.exceptions import ValidationError
-from django.db import models
+from django.db import connections, models, router
 from django.db.models import Q
 from django.utils import timezone
 
@@ -35,10 +35,11 @@ from tasuki.core.scheduler.firing import (
     ConcurrencyPolicy,
     Definition,
     DefinitionType,
+    default_policy,
     problem_of,
 )
 from tasuki.core.scheduler.schedule import ScheduleType, parse_schedule, preview, zone_of
-from tasuki.django.fields import NameField, RowIdField, UnixTimeField
+from tasuki.django.fields import NameField, RowIdField, UnixTimeField, database_time
 
 
 class Row(models.Model):
@@ -408,9 +409,11 @@ class JobDefinition(Row):
     concurrency_policy = NameField(
         max_length=7,
         choices=_choices(ConcurrencyPolicy),
-        default=ConcurrencyPolicy.FORBID.value,
+        blank=True,
+        default="",
         db_default=ConcurrencyPolicy.FORBID.value,
     )
+    """If it is empty, `save()` writes the one of the type: forbid by time, allow by event."""
     changed_at = UnixTimeField(default=0.0, db_default=0.0, editable=False)
     """Time at which its schedule was changed, or it was enabled, by `save()`."""
     managed_by = NameField(max_length=255, blank=True, default="", db_default="")
@@ -436,12 +439,14 @@ class JobDefinition(Row):
     _PLANNED = ("enabled", "type", "schedule_type", "schedule_value", "time_zone")
 
     def save(self, *arguments: Any, **named: Any) -> None:
+        self.concurrency_policy = self.concurrency_policy or default_policy(self.type)
         fields = named.get("update_fields")
         if fields is None or not set(self._PLANNED).isdisjoint(fields):
-            rows = type(self)._base_manager.using(named.get("using") or self._state.db).filter(pk=self.pk)
+            alias = named.get("using") or router.db_for_write(type(self), instance=self)
+            rows = type(self)._base_manager.using(alias).filter(pk=self.pk)
             before = rows.values_list(*self._PLANNED).first() if self.pk is not None else None
             if before != tuple(getattr(self, name) for name in self._PLANNED):
-                self.changed_at = timezone.now()
+                self.changed_at = database_time(connections[alias])  # the leader compares it with this clock
                 named |= {"update_fields": {*fields, "changed_at"}} if fields is not None else {}
         super().save(*arguments, **named)
 
@@ -481,13 +486,18 @@ class Event(Row):
     created_at = UnixTimeField(default=time.time)
     processed_at = UnixTimeField(null=True)
     """Time at which the leader made its runs, one for each definition that matched."""
+    problem = models.TextField(blank=True, default="", db_default="")
+    """The reason why a definition that matched got no run; `definitions.process_again` has the leader try again."""
     # The only definition that it is for: a run that somebody asked for by hand.
     job_definition = models.ForeignKey(
         JobDefinition, on_delete=models.CASCADE, null=True, db_constraint=False, db_index=False, related_name="+"
     )
 
     class Meta:
-        indexes = [models.Index(fields=["id"], condition=Q(processed_at__isnull=True), name="tasuki_event_new")]
+        indexes = [
+            models.Index(fields=["id"], condition=Q(processed_at__isnull=True), name="tasuki_event_new"),
+            models.Index(fields=["id"], condition=~Q(problem=""), name="tasuki_event_problem"),
+        ]
 
 
 class SchedulerSettings(Row):

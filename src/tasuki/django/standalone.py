@@ -10,6 +10,7 @@ that would break older code raises it to SCHEMA_VERSION, and is refused while su
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
 from itertools import count
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from tasuki.errors import ConfigError
 
 if TYPE_CHECKING:
+    import psycopg
     from django.db.backends.base.base import BaseDatabaseWrapper
     from django.db.migrations.executor import MigrationExecutor
     from django.db.migrations.migration import Migration
@@ -27,8 +29,9 @@ BUSY_TIMEOUT_S = 5.0
 CACHED_STATEMENTS = 256  # all statements in all their batch sizes; Python's default of 128 would compile some again and again
 
 MIGRATING_TABLE = "tasuki_migrating"
-SCHEMA_VERSION = 9
+SCHEMA_VERSION = 11
 OLDEST_CODE = 4
+MIGRATION_POLL_S = 0.05
 MEMBER_ALIVE_S = 30.0  # a server that beat within this time is taken to be alive
 
 _lock = threading.Lock()
@@ -180,8 +183,21 @@ def _alone(connection: BaseDatabaseWrapper) -> Iterator[None]:
         with suppress(psycopg.errors.UniqueViolation, psycopg.errors.DuplicateTable):  # another server made it at this moment
             second.execute(f"CREATE TABLE IF NOT EXISTS {MIGRATING_TABLE} ()")
         second.commit()
-        second.execute(f"LOCK TABLE {MIGRATING_TABLE} IN EXCLUSIVE MODE")
+        # Asked for again and again: the snapshot of a statement that waits would keep indexes from being built concurrently.
+        while not _has_locked(second):
+            time.sleep(MIGRATION_POLL_S)
         yield
+
+
+def _has_locked(second: psycopg.Connection) -> bool:
+    from psycopg.errors import LockNotAvailable
+
+    try:
+        second.execute(f"LOCK TABLE {MIGRATING_TABLE} IN EXCLUSIVE MODE NOWAIT")
+    except LockNotAvailable:
+        second.rollback()
+        return False
+    return True
 
 
 # ---------------------------------------------------------------------------------------------------- versions of the schema

@@ -28,10 +28,12 @@ from django.core.management import CommandError, call_command
 from tasuki.core.job import READY, Job, Outcome
 from tasuki.core.scheduler.firing import DJANGO_EXEC
 from tasuki.core.store_messages import Filter, Grant, LeaseRequest, Report
+from tasuki.django.commands import USAGE_EXIT_CODE, check_arguments, check_command
 from tasuki.django.conf import project_settings
 from tasuki.django.enqueueing import is_task, on_enqueued, project_store
 from tasuki.django.logs import write_log
 from tasuki.django.models import JobRun
+from tasuki.errors import InvalidInput
 from tasuki.stores.common import SystemClock
 from tasuki.stores.sql.store import SqlStore
 from tasuki.worker.attempt import HandlerJob, handler_failure, handler_outcome
@@ -148,10 +150,19 @@ def _run_command(job: Job, grant: Grant) -> Outcome:
         return Outcome(error_code="EXEC_NOT_ALLOWED", message=f"{job.spec.exec!r} is not a job of this project", permanent=True)
     out, err = io.StringIO(), io.StringIO()
     variables = {**job.spec.env, "TASUKI_JOB_ID": job.job_id, "TASUKI_ATTEMPT": str(grant.attempt)}
+    name, *words = job.spec.args or ("",)
+    try:
+        check_command(name)
+    except InvalidInput as error:
+        return Outcome(error_code="COMMAND_NOT_ALLOWED", message=error.message, permanent=True)
     code = 0
     try:
+        check_arguments(name, words)
         with patch.dict("os.environ", variables):
-            call_command(*job.spec.args, stdout=out, stderr=err)
+            call_command(name, *words, stdout=out, stderr=err)
+    except InvalidInput as error:
+        code = USAGE_EXIT_CODE
+        err.write(f"{error.message}\n")
     except CommandError as error:
         code = error.returncode
         err.write(f"CommandError: {error}\n")
@@ -161,7 +172,10 @@ def _run_command(job: Job, grant: Grant) -> Outcome:
     for stream, text in (("stdout", out.getvalue()), ("stderr", err.getvalue())):
         if text:
             write_log(job.job_id, grant.attempt, stream, text.encode())
-    return Outcome(exit_code=code, error_code="EXIT_CODE" if code else None, message=f"exit code {code}" if code else "")
+    if not code:
+        return Outcome(exit_code=0)
+    permanent = code == USAGE_EXIT_CODE
+    return Outcome(exit_code=code, error_code="EXIT_CODE", message=f"exit code {code}", permanent=permanent)
 
 
 # ---------------------------------------------------------------------------------------------------- pytest

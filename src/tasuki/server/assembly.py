@@ -237,7 +237,7 @@ class NoBlobs(FolderBlobs):
     ) -> FolderWriter:
         raise TooLarge(
             f"{size_bytes or 'these'} bytes are too much to be kept in the store itself, and there are no blobs here; "
-            "give --blobs s3://…, the same as the servers'"
+            'give --blobs s3://…, the same as the servers\'; in a Django project set TASUKI["blobs"]'
         )
 
 

@@ -65,7 +65,8 @@ class FiringRecords(Protocol):
 
     def save_states(self, states: Mapping[int, FiringState]) -> None: ...
 
-    def events_processed(self, event_ids: Sequence[int]) -> None: ...
+    def events_processed(self, event_ids: Sequence[int], refused: Mapping[int, str]) -> None:
+        """Note that these events have their runs; of some, why a definition that matched got none."""
 
     def next_time(self, now: float) -> float | None:
         """Return the wall time of the next nominal time, or of the next delayed job after `now`. Jobs that `promote` has left are
@@ -85,7 +86,7 @@ def fire(records: FiringRecords, now: float, limit: int) -> FiredRuns:
         for definition, state in records.definitions_for(events) if events else ():
             firing.add_events(definition, state, events)
         answer = replace(firing.write(), released=released)
-        records.events_processed([event.id for event in events])
+        records.events_processed([event.id for event in events], firing.refused)
     if len(due) >= limit or len(events) >= limit:
         return replace(answer, wait_s=0.0)
     following = records.next_time(now)
@@ -102,6 +103,8 @@ class _Firing:
         self._definitions: dict[int, Definition] = {}
         self._states: dict[int, FiringState] = {}
         self._runs: dict[int, list[PlannedRun]] = {}
+        self.refused: dict[int, str] = {}
+        """Events that a definition cannot be run upon, and why."""
 
     def look_at(self, definition: Definition, state: FiringState) -> None:
         """Find the nominal times that are due. A definition that cannot be fired keeps no other from it: its problem is noted."""
@@ -128,7 +131,7 @@ class _Firing:
             self._states[definition.id] = replace(noted, fired_until=due.settled_until, next_at=due.next_at)
 
     def add_events(self, definition: Definition, state: FiringState, events: Sequence[EventRow]) -> None:
-        """Add the runs of events for this definition. One that cannot be run is noted as its problem."""
+        """Add the runs of events for this definition. One that cannot be run is noted with the event and the definition."""
         matching = [event for event in events if is_for(event, definition)]
         if not matching:
             return
@@ -140,6 +143,7 @@ class _Firing:
                 runs.append(run_of_event(definition, event))
             except TasukiError as error:
                 problem = error.message
+                self.refused[event.id] = f"definition {definition.name}: {problem}"
         if problem or definition.type == DefinitionType.EVENT:
             self._states[definition.id] = replace(state, problem=problem)
 
@@ -152,7 +156,7 @@ class _Firing:
         cancel: list[str] = []
         for number, runs in self._runs.items():
             state = self._states[number]
-            plan = plan_runs(self._definitions[number].concurrency_policy, runs, _last_run(state, known), known)
+            plan = plan_runs(self._definitions[number].policy, runs, _last_run(state, known), known)
             new += plan.runs
             cancel += plan.cancel
             latest = next((run for run in reversed(plan.runs) if run.spec.job_id == plan.last_run_id), None)

@@ -63,6 +63,11 @@ class ConcurrencyPolicy(enum.StrEnum):
     REPLACE = "replace"
 
 
+def default_policy(definition_type: str) -> str:
+    """Return the rule that loses nothing: a time may be left out while a run goes on, another one comes; an event may not."""
+    return (ConcurrencyPolicy.ALLOW if definition_type == DefinitionType.EVENT else ConcurrencyPolicy.FORBID).value
+
+
 class Definition(msgspec.Struct, frozen=True, kw_only=True):
     """A job by time or by event. The fields are columns of the table of definitions."""
 
@@ -81,9 +86,15 @@ class Definition(msgspec.Struct, frozen=True, kw_only=True):
     timeout_seconds: int | None = None
     max_retries: int = 3
     retry_backoff_seconds: int = 10
-    concurrency_policy: str = ConcurrencyPolicy.FORBID.value
+    concurrency_policy: str = ""
+    """Empty: `default_policy`."""
     changed_at: float = 0.0
     """Time at which its schedule was last changed, or it was enabled."""
+
+    @property
+    def policy(self) -> str:
+        """The rule in force."""
+        return self.concurrency_policy or default_policy(self.type)
 
     @property
     def plan(self) -> str:
@@ -335,7 +346,7 @@ def check_definition(definition: Definition) -> Definition:
         if "." in check_name(getattr(definition, field), field):
             raise InvalidInput(f"{field} {quoted(getattr(definition, field))} must not have a dot: it is a token of the subject")
     _check_choice(definition.type, DefinitionType, "type")
-    _check_choice(definition.concurrency_policy, ConcurrencyPolicy, "concurrency_policy")
+    _check_choice(definition.policy, ConcurrencyPolicy, "concurrency_policy")
     _check_numbers(definition)
     if definition.type == DefinitionType.EVENT:
         if not definition.event_type:

@@ -42,6 +42,8 @@ class MemoryDefinitions(MemoryRecords):
         """The leader's notes by definition."""
         self.events: dict[int, EventRow] = {}
         """Events that are not processed."""
+        self.refused_events: dict[int, str] = {}
+        """Processed events of which a definition got no run, and why."""
         self.window_s = SKIP_LATE_RUNS_AFTER_S
         self._epoch_of_runs = 0
 
@@ -130,9 +132,11 @@ class MemoryDefinitions(MemoryRecords):
         for number, state in states.items():
             self._set(self.notes_of, number, state)
 
-    def events_processed(self, event_ids: Sequence[int]) -> None:
+    def events_processed(self, event_ids: Sequence[int], refused: Mapping[int, str]) -> None:
         for number in event_ids:
             self._set(self.events, number, None)
+        for number, why in refused.items():
+            self._set(self.refused_events, number, why)
 
     def next_time(self, now: float) -> float | None:
         planned = [self.notes_of[number].next_at for number in self.definitions if number in self.notes_of]

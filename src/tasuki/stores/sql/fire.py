@@ -16,7 +16,7 @@ import msgspec
 from tasuki.core.job import State
 from tasuki.core.lifecycle import after
 from tasuki.core.scheduler.firing import CLOCK_SET_BACK_S, SKIP_LATE_RUNS_AFTER_S, Definition, EventRow, FiringState, PlannedRun
-from tasuki.core.store_messages import Canceled, FiredRun, FiredRuns, JobKind, ReadyQueue, Submission, Submitted
+from tasuki.core.store_messages import Canceled, FiredRun, FiredRuns, JobKind, ReadyQueue, Submission, Submitted, storable_text
 from tasuki.stores.common import INCIDENT_OF
 from tasuki.stores.firing import REPLACED_BY
 from tasuki.stores.firing import fire as plan_and_write
@@ -107,9 +107,10 @@ class _Rows:
         rows = [(number, *(getattr(state, name) for name in _STATE)) for number, state in states.items()]
         self._tx.session.changed("save_firing", (), rows)
 
-    def events_processed(self, event_ids: Sequence[int]) -> None:
+    def events_processed(self, event_ids: Sequence[int], refused: Mapping[int, str]) -> None:
         if event_ids:
             self._tx.session.change("events_processed", (self._tx.clock.wall(), self._tx.session.listed(list(event_ids))))
+        self._tx.session.changed("events_refused", (), [(number, storable_text(why)) for number, why in refused.items()])
 
     def next_time(self, now: float) -> float | None:
         found = [*self._tx.session.rows("next_nominal"), *self._tx.session.rows("next_delayed", (now,))]

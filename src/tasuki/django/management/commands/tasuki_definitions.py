@@ -7,8 +7,9 @@ from typing import Any
 
 import msgspec
 
+from tasuki.core.scheduler.firing import EVENT_ARGUMENT, arguments_of
 from tasuki.django import definitions
-from tasuki.django.commands import check_command
+from tasuki.django.commands import check_arguments, check_command
 from tasuki.django.conf import project_settings
 from tasuki.django.management.command_base import ActionCommand, shown_time
 from tasuki.django.models import JobDefinition
@@ -44,11 +45,8 @@ class Command(ActionCommand):
         entries = definitions.read_file(Path(file)) if file else project_settings().definitions
         for name, entry in entries.items():
             if isinstance(entry, dict) and "command_name" in entry:
-                try:
-                    check_command(str(entry["command_name"]))
-                except InvalidInput as error:
-                    raise InvalidInput(f"definition {quoted(name)}: command_name: {error.message}") from error
-        source = Path(file).name if file else SETTINGS
+                _check_call(name, entry)
+        source = _source_of(Path(file)) if file else SETTINGS
         done = msgspec.to_builtins(definitions.apply(entries, source=source, dry_run=dry_run))
         lines = [f"{what}: {', '.join(names)}" for what, names in done.items() if names]
         self.say(done, "\n".join(lines) or "nothing to do")
@@ -75,6 +73,25 @@ class Command(ActionCommand):
             raise InvalidInput(f"definition {quoted(name)} runs upon events {row.event_type}, not by time")
         times = row.preview(count)
         self.say({"name": name, "next": times}, "\n".join(map(shown_time, times)))
+
+
+def _check_call(name: str, entry: dict[str, Any]) -> None:
+    """InvalidInput, with the name of the column, if jobs may not run the command, or it does not take these arguments."""
+    command = str(entry["command_name"])
+    column = "command_name"
+    try:
+        check_command(command)
+        column = "default_args_json"
+        event = (f"{EVENT_ARGUMENT}null",) if entry.get("event_type") else ()
+        check_arguments(command, (*arguments_of(entry.get("default_args_json")), *event))
+    except InvalidInput as error:
+        raise InvalidInput(f"definition {quoted(name)}: {column}: {error.message}") from error
+
+
+def _source_of(file: Path) -> str:
+    """Return the name of a file of definitions: from the current folder on, so that the next deploy's is the same."""
+    here = Path.cwd()
+    return str(file.resolve().relative_to(here) if file.resolve().is_relative_to(here) else file.resolve())
 
 
 def _found(name: str) -> JobDefinition:

@@ -14,7 +14,7 @@ from tasuki.django.commands import allowed_commands
 from tasuki.django.conf import project_settings
 from tasuki.django.enqueueing import project_store
 from tasuki.django.management.command_base import ActionCommand
-from tasuki.django.models import DefinitionState, JobRun
+from tasuki.django.models import DefinitionState, Event, JobRun
 from tasuki.errors import TasukiError
 
 LATE_S = 60.0  # a ready job that waits longer is worth a word
@@ -62,6 +62,11 @@ class Command(ActionCommand):
             yield _finding("oldest job", False, text)
         for state in DefinitionState.objects.using(project.database).exclude(problem="").select_related("definition"):
             yield _finding(f"definition {state.definition.name}", False, state.problem)
+        refused = Event.objects.using(project.database).exclude(problem="").order_by("-id")
+        if (latest := refused.first()) is not None:
+            text = f"of {refused.count()} a definition got no run, the latest is {latest.pk}: {latest.problem}; "
+            text += "mend it, then: manage.py tasuki_events list --problems, tasuki_events retry ID"
+            yield _finding("events", False, text)
         yield _finding("commands for jobs", True, ", ".join(sorted(allowed_commands())) or "none")
 
 

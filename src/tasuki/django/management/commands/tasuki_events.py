@@ -12,12 +12,13 @@ from tasuki.errors import InvalidInput
 
 
 class Command(ActionCommand):
-    help = "List events, the newest first, and emit them."
+    help = "List events, the newest first, emit them, and process those again that could not be run."
     actions = {
         "list": (
             "List events.",
             {
                 "--waiting": {"action": "store_true", "help": "Only those that have no runs yet."},
+                "--problems": {"action": "store_true", "help": "Only those of which a definition that matched got no run."},
                 "--limit": {"type": int, "default": 50, "help": "At most so many. Default: 50."},
             },
         ),
@@ -29,12 +30,17 @@ class Command(ActionCommand):
                 "--dedupe-key": {"metavar": "KEY", "default": None, "help": "A second event with this key is not stored."},
             },
         ),
+        "retry": (
+            "Process events again of which a definition got no run; those that got one get no second.",
+            {"event_id": {"nargs": "+", "type": int, "metavar": "ID"}},
+        ),
     }
 
-    def do_list(self, waiting: bool, limit: int) -> None:
+    def do_list(self, waiting: bool, problems: bool, limit: int) -> None:
         rows = Event.objects.using(project_settings().database).order_by("-id")
         rows = rows.filter(processed_at=None) if waiting else rows
-        columns = ("id", "event_type", "dedupe_key", "payload_json", "created_at", "processed_at")
+        rows = rows.exclude(problem="") if problems else rows
+        columns = ("id", "event_type", "dedupe_key", "payload_json", "created_at", "processed_at", "problem")
         self.show_table(columns, rows.values(*columns)[:limit])
 
     def do_emit(self, type: str, payload: str, dedupe_key: str | None) -> None:
@@ -44,3 +50,8 @@ class Command(ActionCommand):
             raise InvalidInput(f"--payload is not JSON: {error}") from error
         event = definitions.emit(type, value, dedupe_key=dedupe_key)
         self.say({"id": event.pk, "event_type": event.event_type}, f"event {event.pk}")
+
+    def do_retry(self, event_id: list[int]) -> None:
+        definitions.process_again(event_id)
+        for one in event_id:
+            self.say({"id": one}, f"event {one} will be processed again")

@@ -521,6 +521,10 @@ WHERE processed_at IS NULL ORDER BY id LIMIT $1::bigint
 -- name: events_processed
 UPDATE tasuki_event SET processed_at = $1::float8 WHERE id = ANY($2::bigint[]) AND processed_at IS NULL
 
+-- name: events_refused
+UPDATE tasuki_event AS event SET problem = refused.problem FROM unnest($1::bigint[], $2::text[]) AS refused (id, problem)
+WHERE event.id = refused.id
+
 -- name: skip_late_runs_after
 SELECT skip_late_runs_after_seconds FROM tasuki_schedulersettings WHERE id = 1
 

@@ -384,6 +384,9 @@ WHERE processed_at IS NULL ORDER BY id LIMIT ?1
 -- name: events_processed
 UPDATE tasuki_event SET processed_at = ?1 WHERE id IN (SELECT value FROM json_each(?2)) AND processed_at IS NULL
 
+-- name: events_refused
+UPDATE tasuki_event SET problem = column2 FROM (VALUES {rows: (?, ?)}) AS refused WHERE id = column1
+
 -- name: skip_late_runs_after
 SELECT skip_late_runs_after_seconds FROM tasuki_schedulersettings WHERE id = 1
 
