@@ -49,9 +49,10 @@ sim: $(STAMP) ## Run SEEDS=2000 seeds of the simulator on all cores (docs/simula
 soak: $(STAMP) ## Run the tests that take minutes
 	@HYPOTHESIS_PROFILE=soak $(BIN)/python -m pytest -m soak --timeout 1800 $(TESTARGS)
 
-check: $(STAMP) ## Lint, formatting, types
+check: $(STAMP) ## Lint, formatting, generated code, types
 	@$(BIN)/ruff check
 	@$(BIN)/ruff format --check
+	@$(BIN)/python scripts/make_proto.py --check
 	@$(BIN)/mypy
 
 format: $(STAMP) ## Put the code into the common format, and fix what the linter can fix

@@ -46,6 +46,11 @@ def host_name() -> str:
     return re.sub(r"[^A-Za-z0-9_-]", "-", socket.gethostname().split(".")[0])[:40] or "server"
 
 
+def node_name() -> str:
+    """Return the name of this machine, container or Pod among the nodes of a project: TASUKI_NODE_ID, else the host's name."""
+    return os.environ.get("TASUKI_NODE_ID", "") or host_name()
+
+
 def parse_listen(text: str, default_port: int = DEFAULT_PORT) -> Address:
     """Return the address of --tcp: `host:port`, `tcp://host:port`, or a port of 127.0.0.1."""
     address = parse_url(text if "://" in text else f"tcp://{_with_host(text)}", default_port, text)[0]

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from tasuki.cli.dev_cert import LEAF_DAYS_MAX, all_names, usage_lines
-from tasuki.cli.dev_cert import CertificateFiles as CertFiles
+from tasuki.cli.dev_cert import LEAF_DAYS_MAX, usage_lines
 from tasuki.cli.output import ExitCode
+from tasuki.net.dev_certificates import CertificateFiles, all_names
 from tasuki.net.tls import validity_of
 from tests.cli.inside import Inside, inside
 from tests.conftest import Require
@@ -33,14 +33,14 @@ def openssl_says(*arguments: str) -> str:
     return subprocess.run(["openssl", *arguments], check=True, capture_output=True, text=True, timeout=20).stdout
 
 
-def serial_of(files: CertFiles) -> str:
+def serial_of(files: CertificateFiles) -> str:
     return openssl_says("x509", "-in", str(files.cert), "-noout", "-serial")
 
 
 def test_the_certificate_is_good_for_every_name_and_for_so_long(inside: Inside, tmp_path: Path) -> None:
-    files = CertFiles(tmp_path / "certs")
+    files = CertificateFiles.in_folder(tmp_path / "certs")
 
-    made = inside("dev-cert", "--out", str(files.folder), "--json", "control.lab", "10.0.0.7").json
+    made = inside("dev-cert", "--out", str(files.ca.parent), "--json", "control.lab", "10.0.0.7").json
 
     for name, flag in (
         ("control.lab", "-verify_hostname"),
@@ -57,35 +57,35 @@ def test_the_certificate_is_good_for_every_name_and_for_so_long(inside: Inside, 
 
 
 def test_keys_are_readable_by_their_owner_alone(inside: Inside, tmp_path: Path) -> None:
-    files = CertFiles(tmp_path / "certs")
+    files = CertificateFiles.in_folder(tmp_path / "certs")
     before = os.umask(0o000)
     try:
-        inside("dev-cert", "--out", str(files.folder))
+        inside("dev-cert", "--out", str(files.ca.parent))
     finally:
         os.umask(before)
 
     assert [path.stat().st_mode & 0o777 for path in (files.ca_key, files.key)] == [0o600, 0o600]
-    assert files.folder.stat().st_mode & 0o777 == 0o700
-    assert sorted(path.name for path in files.folder.iterdir()) == ["ca-key.pem", "ca.pem", "cert.pem", "key.pem"]
+    assert files.ca.parent.stat().st_mode & 0o777 == 0o700
+    assert sorted(path.name for path in files.ca.parent.iterdir()) == ["ca-key.pem", "ca.pem", "cert.pem", "key.pem"]
 
 
 def test_nothing_is_replaced_without_force_and_the_ca_never(inside: Inside, tmp_path: Path) -> None:
-    files = CertFiles(tmp_path / "certs")
-    inside("dev-cert", "--out", str(files.folder))
+    files = CertificateFiles.in_folder(tmp_path / "certs")
+    inside("dev-cert", "--out", str(files.ca.parent))
     ca, serial = files.ca.read_bytes(), serial_of(files)
 
-    refused = inside("dev-cert", "--out", str(files.folder), "other.lab")
+    refused = inside("dev-cert", "--out", str(files.ca.parent), "other.lab")
     assert (refused.returncode, serial_of(files)) == (ExitCode.USAGE, serial)
     assert "say --force" in refused.stderr
 
-    forced = inside("dev-cert", "--out", str(files.folder), "--force", "--json", "other.lab").json
+    forced = inside("dev-cert", "--out", str(files.ca.parent), "--force", "--json", "other.lab").json
     assert (files.ca.read_bytes(), forced["made_ca"]) == (ca, False)
     assert serial_of(files) != serial
     openssl_says("verify", "-CAfile", str(files.ca), "-verify_hostname", "other.lab", str(files.cert))
 
 
 def test_half_a_ca_is_told_of(inside: Inside, tmp_path: Path) -> None:
-    files = CertFiles(tmp_path)
+    files = CertificateFiles.in_folder(tmp_path)
     files.ca.write_text("a certificate")
 
     done = inside("dev-cert", "--out", str(tmp_path))
@@ -95,7 +95,7 @@ def test_half_a_ca_is_told_of(inside: Inside, tmp_path: Path) -> None:
 
 
 def test_a_ca_that_ends_too_soon_signs_nothing(inside: Inside, tmp_path: Path) -> None:
-    files = CertFiles(tmp_path)
+    files = CertificateFiles.in_folder(tmp_path)
     openssl_says(
         "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "5",
         "-subj", "/CN=short", "-keyout", str(files.ca_key), "-out", str(files.ca),
@@ -131,14 +131,16 @@ def test_without_openssl_the_way_out_is_told(inside: Inside, tmp_path: Path, mon
 
 
 def test_a_folder_with_an_odd_name_works(inside: Inside, tmp_path: Path) -> None:
-    files = CertFiles(tmp_path / "it's $HOME, #1")
+    files = CertificateFiles.in_folder(tmp_path / "it's $HOME, #1")
 
-    assert inside("dev-cert", "--out", str(files.folder)).returncode == 0
+    assert inside("dev-cert", "--out", str(files.ca.parent)).returncode == 0
     openssl_says("verify", "-CAfile", str(files.ca), str(files.cert))
 
 
 def test_the_lines_to_use_name_the_host_that_was_given() -> None:
-    lines = usage_lines(CertFiles(Path("a b")), all_names(["*.lab", "control.lab"]), datetime(2030, 1, 1, tzinfo=UTC))
+    lines = usage_lines(
+        CertificateFiles.in_folder(Path("a b")), all_names(["*.lab", "control.lab"]), datetime(2030, 1, 1, tzinfo=UTC)
+    )
 
     assert "--tls-cert 'a b/cert.pem' --tls-key 'a b/key.pem'" in lines[-2]
     assert "--to https://control.lab:7080 --tls-ca 'a b/ca.pem'" in lines[-1]
@@ -147,8 +149,8 @@ def test_the_lines_to_use_name_the_host_that_was_given() -> None:
 @pytest.mark.e2e
 def test_a_server_shows_it_and_reads_it_again_on_sighup(inside: Inside, tmp_path: Path, require: Require) -> None:
     require("curl", shutil.which("curl") is not None, "it is who looks")
-    files = CertFiles(tmp_path / "certs")
-    inside("dev-cert", "--out", str(files.folder))
+    files = CertificateFiles.in_folder(tmp_path / "certs")
+    inside("dev-cert", "--out", str(files.ca.parent))
     arguments = ("--http", "127.0.0.1:0", "--tls-cert", str(files.cert), "--tls-key", str(files.key))
 
     with start_server(tmp_path, *arguments) as server:
@@ -159,7 +161,7 @@ def test_a_server_shows_it_and_reads_it_again_on_sighup(inside: Inside, tmp_path
         )  # fmt: skip
         assert (said.returncode, said.stderr) == (0, "")
         before = ssl.get_server_certificate(("127.0.0.1", port), ca_certs=str(files.ca))
-        inside("dev-cert", "--out", str(files.folder), "--force")
+        inside("dev-cert", "--out", str(files.ca.parent), "--force")
         server.signal(signal.SIGHUP)
         until(
             lambda: ssl.get_server_certificate(("127.0.0.1", port), ca_certs=str(files.ca)) != before, what="the new one is shown"

@@ -64,7 +64,7 @@ class Module:
 
 
 def modules(folder: Path = PACKAGE, *, mentioning: Sequence[str] = ("",)) -> list[Module]:
-    """Every Python file below the folder that parses; generated migrations are not ours to shape. Parsing takes longest: with
+    """Every Python file below the folder that parses; generated code is not ours to shape. Parsing takes longest: with
     `mentioning`, only those whose text has one of these.
 
     A file that does not parse is the business of `test_every_module_parses`, which would otherwise drown in repeats.
@@ -119,7 +119,7 @@ def _module(path: str, text: str) -> Module:
 
 def _paths(folder: Path) -> list[str]:
     paths = (path.relative_to(folder) for path in folder.rglob("*.py"))
-    return sorted(path.as_posix() for path in paths if "migrations" not in path.parts)
+    return sorted(path.as_posix() for path in paths if "migrations" not in path.parts and not path.stem.endswith("_pb2"))
 
 
 def _imports(node: ast.AST, *, package: str, lazy: bool) -> Iterator[Import]:

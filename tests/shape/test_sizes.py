@@ -15,6 +15,7 @@ LONG_FILES: dict[str, str] = {
     "agent/jobs.py": "one job of an agent from its upload to its result: slots, repeats, stops",
     "client/aio.py": "the client and its handles of jobs: one state, shared with the machine it drives",
     "core/broker/state.py": "the state that all conversations share",
+    "core/broker/worker_messages.py": "each conversation with a worker: credit, leases, deliveries, heartbeats, reports",
     "core/job.py": "the job's fields with the check of each, its ids, its hash and its mark",
     "core/protocol.py": "each message of the protocol, and the check of outcomes that come over it",
     "core/store_messages.py": "requests, answers and the table of verbs, which must agree",

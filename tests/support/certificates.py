@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import shutil
 import ssl
+import subprocess
+import tempfile
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
-from tasuki.cli.dev_cert import Authority, CertificateFiles
+from tasuki.net.dev_certificates import Authority, CertificateFiles
 from tests.conftest import require
 
 DAY = timedelta(days=1)
@@ -21,7 +23,7 @@ class TestAuthority:
     def __init__(self, folder: Path) -> None:
         require("openssl", shutil.which("openssl") is not None, "certificates are made with it")
         self._folder = folder
-        self._files = CertificateFiles(folder)
+        self._files = CertificateFiles.in_folder(folder)
         self._authority = Authority.of(self._files)
 
     @property
@@ -32,15 +34,29 @@ class TestAuthority:
         """Return the context of a client that was given the CA."""
         return ssl.create_default_context(cafile=self.ca)
 
-    def issue(self, *names: str, begins_days: float = -1, ends_days: float = 30) -> tuple[str, str]:
+    def issue(self, *names: str, begins_days: float = -1, ends_days: float = 30, for_nodes: bool = False) -> tuple[str, str]:
         """Return (certificate, key) for these names, by default for 127.0.0.1; the validity is in days from now."""
         now = datetime.now(UTC)
-        files = CertificateFiles(
+        files = CertificateFiles.in_folder(
             self._folder / f"{'-'.join(names) or 'loopback'}{begins_days:+g}{ends_days:+g}".replace(":", ".")
         )
         if not files.cert.exists():
-            self._authority.issue(files, names or ("127.0.0.1",), now + begins_days * DAY, now + ends_days * DAY)
+            begins, ends = now + begins_days * DAY, now + ends_days * DAY
+            self._authority.issue(files, names or ("127.0.0.1",), begins, ends, for_nodes=for_nodes)
         return str(files.cert), str(files.key)
+
+    def revoke(self, cert: str, path: Path) -> None:
+        """Write a list of revoked certificates that has this one."""
+        with tempfile.TemporaryDirectory() as folder:
+            settings = ("database = issued", "crlnumber = number", "default_md = sha256", "default_crl_days = 30")
+            Path(folder, "config").write_text("\n".join(("[ca]", "default_ca = here", "[here]", *settings, "")))
+            Path(folder, "issued").touch()
+            Path(folder, "number").write_text("01\n")
+            files = self._files
+            signer = ("openssl", "ca", "-config", "config", "-cert", files.ca.resolve(), "-keyfile", files.ca_key.resolve())
+            for arguments in (("-revoke", Path(cert).resolve()), ("-gencrl", "-out", "list")):
+                subprocess.run([*signer, *arguments], cwd=folder, check=True, capture_output=True)
+            Path(folder, "list").replace(path)
 
     def serving(self, *names: str, begins_days: float = -1, ends_days: float = 30) -> ssl.SSLContext:
         """Return the context of a server that shows such a certificate."""

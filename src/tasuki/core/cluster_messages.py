@@ -146,6 +146,10 @@ class ServerInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     server_id: str
     addresses: tuple[str, ...] = ()
     """Addresses at which peers can reach the server."""
+    node_id: str = ""
+    """Node of a Django project that the server is a part of; empty: of none."""
+    grpc_address: str = ""
+    """HOST:PORT at which the node takes the leader's orders; empty: nowhere."""
     workers: tuple[WorkerInfo, ...] = ()
     epoch: int = 0
     """Epoch under which the server leads; 0: it does not lead."""

@@ -20,6 +20,7 @@ nothing: `django.setup()` has to come first. The public names below are loaded w
     management/   the commands of manage.py
     testing       helpers for the tests of a project
     node          the worker of a project, `manage.py tasuki_worker`
+    node_door     its gRPC door
 """
 
 from importlib import import_module

@@ -3,17 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 from django.conf import settings
 from django.db import connections
 
+from tasuki.config import node_name
 from tasuki.core.lifecycle import RETENTION_DAYS
 from tasuki.errors import ConfigError
 
 APP_LABEL = "tasuki"
 VENDORS = ("postgresql", "sqlite")
+
+
+class GrpcSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`TASUKI["grpc"]`: how nodes prove to each other who they are."""
+
+    authentication: Literal["", "mtls", "bearer"] = ""
+    """mtls: by certificates; bearer: by tokens of a minute, signed with SECRET_KEY; empty: by certificates if there are any."""
+    tls_cert: str = "/etc/scheduler/tls/tls.crt"
+    tls_key: str = "/etc/scheduler/tls/tls.key"
+    tls_ca: str = "/etc/scheduler/tls/ca.crt"
+    """The CA that signed the certificates of all nodes."""
+    tls_revoked: str = "/etc/scheduler/tls/crl.pem"
+    """List of revoked certificates; used if the file is there."""
+    tls_name: str = "scheduler-grpc"
+    """Name in the one certificate that all nodes share. Empty: each node has its own, for its node_id."""
+    advertise: str = ""
+    """HOST:PORT at which other nodes reach this one. Empty: the address that it listens on, or the host's name."""
 
 
 class ProjectSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -31,6 +49,10 @@ class ProjectSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """Days for which ended jobs are kept."""
     blobs: str = ""
     """Place of results above 64 KiB: s3://bucket/prefix, or a folder that all nodes share. Empty: none."""
+    node_id: str = ""
+    """Name of this machine, container or Pod among the nodes. Empty: the variable TASUKI_NODE_ID, else the host's name."""
+    grpc: GrpcSettings = GrpcSettings()
+    """Orders between nodes, for `tasuki_worker --grpc`."""
 
 
 def project_settings() -> ProjectSettings:
@@ -52,6 +74,11 @@ def project_settings() -> ProjectSettings:
         if (vendor := connections[alias].vendor) not in VENDORS:
             raise ConfigError(f"TASUKI names the database {alias!r} on {vendor}; tasuki needs PostgreSQL or SQLite")
     return found
+
+
+def node_id() -> str:
+    """Return the name of this node."""
+    return project_settings().node_id or node_name()
 
 
 class TasukiRouter:

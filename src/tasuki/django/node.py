@@ -17,7 +17,7 @@ import os
 import secrets
 import sys
 from collections.abc import Coroutine, Sequence
-from contextlib import closing
+from contextlib import AsyncExitStack, closing
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote, urlencode
@@ -33,7 +33,7 @@ from tasuki.core.job import Outcome
 from tasuki.core.scheduler.firing import DJANGO_EXEC
 from tasuki.django import standalone
 from tasuki.django.commands import check_command, command_exec, python_path
-from tasuki.django.conf import ProjectSettings, project_settings
+from tasuki.django.conf import ProjectSettings, node_id, project_settings
 from tasuki.django.definitions import scheduler_settings
 from tasuki.django.enqueueing import patterns_of
 from tasuki.django.logs import HEAD_BYTES, TAIL_BYTES, KeptLogFollow, LogWriter
@@ -60,15 +60,17 @@ class NodeWorker(Worker):
         self,
         queues: Sequence[str] = (),
         *,
+        grpc: str = "",
         guest_url: str = "",
         workers: int = 1,
         worker_arguments: Sequence[str] = (),
         **options: Any,
     ) -> None:
-        """`workers`: processes that run jobs, this one counted; the others get `worker_arguments`, and as their `guest_url` the
-        address of this one's guest."""
+        """`grpc`: HOST:PORT to listen on for the orders of leaders; empty: jobs are only pulled. `workers`: processes that run
+        jobs, this one counted; the others get `worker_arguments`, and as their `guest_url` the address of this one's guest."""
         if workers < 1:
             raise ConfigError(f"--workers must be at least 1, got {workers}")
+        self._listen, self._door = grpc, AsyncExitStack()
         self._guest_url, self._workers = guest_url, workers
         self._command = (sys.executable, "-P", "-m", "django", "tasuki_worker", *worker_arguments)
         self._others: LocalWorkers | None = None
@@ -108,7 +110,7 @@ class NodeWorker(Worker):
             await self._serve_beside(signals, self._store_logs())
             return
         async with open_guest(self._make_sqlite_guest if self._is_sqlite else self._make_guest) as (url, server):
-            self.url = url
+            self.url, self._server = url, server
             beside = [self._store_logs()]
             if self._is_sqlite:
                 beside.append(_watch_file(server, file_of(self._alias)))
@@ -117,7 +119,8 @@ class NodeWorker(Worker):
             self._others = LocalWorkers(self._workers - 1, command, _warn_of_end, env=env, stdout=None)
             self._others.start()
             try:
-                await self._serve_beside(signals, *beside)
+                async with self._door:
+                    await self._serve_beside(signals, *beside)
             finally:
                 await (self._draining or self._others.drain())
 
@@ -139,6 +142,13 @@ class NodeWorker(Worker):
             self._draining = asyncio.ensure_future(self._others.drain())
         else:
             self._others.hurry()
+
+    async def _prepare(self, folder: Path) -> None:
+        await super()._prepare(folder)
+        if self._listen:  # before any server knows of this worker, and after everything was forked
+            from tasuki.django.node_door import open_door
+
+            await self._door.enter_async_context(open_door(self, self._server, self._listen))
 
     # ------------------------------------------------------------------------------------------------ management commands
 
@@ -194,6 +204,7 @@ def _open_blobs(project: ProjectSettings, folder: Path, config: ServerConfig) ->
 
 
 def _server_config(folder: Path, project: ProjectSettings, **settings: Any) -> ServerConfig:
+    settings["node_id"] = node_id()
     settings["retention_s"] = project.retention_days * 86_400.0
     server_id = f"{host_name()}-{os.getpid()}-{secrets.token_hex(3)}"
     return ServerConfig(server_id=server_id, host=host_name(), data=folder, **settings)

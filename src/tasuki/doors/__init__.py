@@ -2,6 +2,7 @@
 
     tcp         TCP, TLS and unix sockets
     http/       HTTP: apps, the general client API, the wire protocol in requests, blobs, monitoring
+    grpc/       orders of the leader to the nodes of a Django project
     guest       a server inside a process that uses a store itself, on a private socket
     listening   addresses, sockets and certificates of listeners; shared with node agents and dispatchers
 

@@ -198,10 +198,12 @@ class ListeningSocket:
         make: Callable[[AcceptedSocket], asyncio.Protocol],
         tls: ssl.SSLContext | None = None,
         refusal: bytes = b"",
+        on_failed: Callable[[str, OSError], None] = lambda address, error: None,
     ) -> None:
-        """`refusal` is sent, without TLS, to a peer for whom there is no room."""
-        self.sock = sock
-        self._connections, self._make, self._tls = connections, make, tls
+        """`refusal` is sent, without TLS, to a peer for whom there is no room. `on_failed` gets the address of a peer whose
+        handshake failed."""
+        self.sock, self.tls = sock, tls
+        self._connections, self._make, self._on_failed = connections, make, on_failed
         self._refusal = refusal if tls is None else b""
         self._accepted: deque[AcceptedSocket] = deque()
         """Connections that are not opened yet, oldest first."""
@@ -265,15 +267,14 @@ class ListeningSocket:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         timeouts = (
             {}
-            if self._tls is None
+            if self.tls is None
             else {"ssl_handshake_timeout": HANDSHAKE_TIMEOUT_S, "ssl_shutdown_timeout": TLS_CLOSE_TIMEOUT_S}
         )
         try:
-            sock.transport, _ = await self._loop.connect_accepted_socket(
-                lambda: self._make(sock), sock, ssl=self._tls, **timeouts
-            )
+            sock.transport, _ = await self._loop.connect_accepted_socket(lambda: self._make(sock), sock, ssl=self.tls, **timeouts)
         except OSError as error:  # of TLS too
             logger.debug("%s: the connection was not made: %s", sock.group, error)
+            self._on_failed(sock.group, error)
             sock.close()
 
 

@@ -6,6 +6,7 @@ Messages of a state machine go through `ServerConnection` to a link, which sends
     tcp_link.py            a link over TCP or a Unix socket          http/          links, blobs and requests over HTTP
     blob_transfer.py       blobs over the current link, resumed      streams.py     files as sources and sinks of transfers
     tls.py                 contexts, certificates, messages          enrol.py       a worker gets its token
+    dev_certificates.py    a CA for development
 
 docs/decisions/0007 tells why this is a part of its own.
 """

@@ -309,7 +309,7 @@ class Worker:
             aside = RejectedResults(self._folder)
         self._outbox = Outbox(self._transfers, self._outbox_files, aside, tell=self._apply, closing=self._done.done)
         if self._status is not None:
-            self._tasks.spawn(self._status.keep(self._running_jobs, lambda: self._machine.draining))
+            self._tasks.spawn(self._status.keep(self.running_jobs, lambda: self._machine.draining))
 
     async def _close(self) -> None:
         self._apply(events.Drain())  # attempts that were not started yet are given back, at no cost for their jobs
@@ -345,6 +345,16 @@ class Worker:
     def connected(self) -> bool:
         """True if a server has accepted this worker on the current connection."""
         return self._machine.online
+
+    @property
+    def is_draining(self) -> bool:
+        """True if the worker takes no new jobs, and ends when the running ones are done."""
+        return self._machine.draining
+
+    @property
+    def slots(self) -> int:
+        """The number of jobs that it runs at once."""
+        return self._machine.identity.capacity
 
     def subscribe(self, *subjects: str) -> None:
         """Change the patterns of a running worker."""
@@ -617,8 +627,8 @@ class Worker:
         active = self._active.get(ending.lease_id)
         return OutboxRecord(ending) if active is None else OutboxRecord(ending, active.attempt.spec.subject, active.ended_at)
 
-    def _running_jobs(self) -> list[RunningJob]:
-        """Return the attempts as the status file shows them."""
+    def running_jobs(self) -> list[RunningJob]:
+        """Return the attempts that are here, as the status file shows them."""
         attempts = [active.attempt for active in self._active.values()]
         return [RunningJob(one.spec.job_id, one.attempt, one.spec.subject, self._started_at(one.lease_id)) for one in attempts]
 

@@ -92,6 +92,9 @@ class Broker(BrokerState):
                 client_messages.ask_ends(self, event.job_ids)
             case events.SomeRevoked():
                 return cluster.revoked(self, event.token_ids)
+            case events.StartAssigned():
+                if (worker := self.workers.get(event.worker_id)) is not None and not worker.resuming:
+                    worker_messages.read_back(self, worker, again=True)
             case events.WorkerDetached():
                 authentication.end_leases(self, LeaseHolder(worker_id=event.worker_id))
         return []

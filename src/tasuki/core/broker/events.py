@@ -32,6 +32,8 @@ class BrokerConfig(msgspec.Struct, frozen=True, kw_only=True):
     key: bytes = b""
     """Key of the server's own user, whose commands it marks: that user's workers may run any program for them."""
     host: str = ""
+    node_id: str = ""
+    """Node of a Django project that the server is a part of."""
     lease_ttl_s: float = LEASE_TTL_S
     lease_ttl_max_s: float = LEASE_TTL_MAX_S
     """Longest lease that a worker gets, whatever it asks for; likewise `grace_max_s` for the grace of kept jobs."""
@@ -119,6 +121,12 @@ class SomeRevoked(msgspec.Struct, frozen=True):
 
 class WorkerDetached(msgspec.Struct, frozen=True):
     """A worker gets no more work at any server, and the leases that it has are to end now."""
+
+    worker_id: str
+
+
+class StartAssigned(msgspec.Struct, frozen=True):
+    """The leader ordered this worker to start what the store has assigned to it."""
 
     worker_id: str
 
@@ -258,7 +266,7 @@ class AskReady(msgspec.Struct, frozen=True):
     limit: int
 
 
-ClusterEvent = Elected | TakeOver | ClusterView | Hinted | SomeEnded | SomeRevoked | ReadyFound | WorkerDetached
+ClusterEvent = Elected | TakeOver | ClusterView | Hinted | SomeEnded | SomeRevoked | ReadyFound | WorkerDetached | StartAssigned
 BlobEvent = BlobArrived | BlobsUnderWay | BlobsDeleted
 DriverEvent = DiskSpace | ClusterEvent | BlobEvent
 """Events that concern neither a connection nor a turn."""

@@ -169,6 +169,8 @@ class WorkerSession(Session, kw_only=True):
     """The worker was connected before: nothing is leased for it until its first Heartbeat names the leases that it holds."""
     reading: bool = False
     """The store is asked what the worker holds: nothing is leased for it until it is known which assignments were lost."""
+    read_again: bool = False
+    """The store is to be asked once more: that question was under way when an order came to start something newer."""
     addressed: bool = False
     """The worker has given credit since its Hello."""
     backlog: bool = False
@@ -310,6 +312,8 @@ class BrokerState:
         """Epoch under which this server leads; 0: it does not."""
         self.addresses: tuple[str, ...] = ()
         """Addresses at which peers can reach this server."""
+        self.grpc_address = ""
+        """HOST:PORT of the node's gRPC door."""
         self.sessions: dict[int, Session] = {}
         self.workers: dict[str, WorkerSession] = {}
         self.watchers: dict[str, int | list[int]] = {}
@@ -600,6 +604,8 @@ class BrokerState:
         return ServerInfo(
             server_id=self.config.server_id,
             addresses=self.addresses,
+            node_id=self.config.node_id,
+            grpc_address=self.grpc_address,
             workers=tuple(worker.info() for worker in self.workers.values()),
             epoch=self.epoch,
             blob_problem=self.over_budget,

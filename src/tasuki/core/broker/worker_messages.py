@@ -460,8 +460,10 @@ def offer_the_rest(state: BrokerState, turn: Turn, answers: Answers) -> None:
 # ---------------------------------------------------------------------------------------------------- deliveries
 
 
-def read_back(state: BrokerState, worker: WorkerSession, *, paced: bool = False) -> None:
-    """Ask the store which assignments it has for this worker; until it answers nothing more is leased for it."""
+def read_back(state: BrokerState, worker: WorkerSession, *, paced: bool = False, again: bool = False) -> None:
+    """Ask the store which assignments it has for this worker; until it answers nothing more is leased for it. `again`: if it is
+    being asked, ask once more, because something was assigned since."""
+    worker.read_again |= again and worker.reading
     if not worker.reading:
         worker.reading = True
         holder = (worker.worker_id, worker.incarnation, worker.owner)
@@ -484,6 +486,9 @@ def _redelivered(state: BrokerState, conn: int, answers: Sequence[list[Grant]], 
     again = [grant for grant in grants if not worker.deliveries[grant.lease_id].acked]
     if again:
         effects.commands += _assignments(worker, min(grant.ttl_s for grant in again), again)
+    if worker.read_again:
+        worker.read_again = False
+        read_back(state, worker)
 
 
 def redeliver(state: BrokerState, worker: WorkerSession, now: Now) -> None:

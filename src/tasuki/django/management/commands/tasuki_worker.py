@@ -26,6 +26,12 @@ class Command(BaseCommand):
         parser.add_argument(
             "--drain-timeout", type=float, metavar="SECONDS", help="How long draining may take. Default: no limit."
         )
+        parser.add_argument(
+            "--grpc",
+            default="",
+            metavar="HOST:PORT",
+            help="Take orders of the leader here, with the certificates of TASUKI['grpc']. Default: jobs are only pulled.",
+        )
         parser.add_argument("--data", metavar="FOLDER", help="Folder for run folders and results. Default: a temporary one.")
 
     def handle(self, *_arguments: Any, **options: Any) -> None:
@@ -41,6 +47,7 @@ class Command(BaseCommand):
                 guest_url=options["guest_url"],
                 workers=options["workers"],
                 worker_arguments=list(_repeated(options)),
+                grpc=options["grpc"],
             )
             worker.run()
         except TasukiError as error:

@@ -1,0 +1,121 @@
+"""The gRPC door of a node: who may call, by the settings of the project, and what the calls do to the worker.
+
+Imported by a node after everything was forked: `grpc` has threads, which do not survive a fork.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from django.core import signing
+
+from tasuki.client.aio import AsyncClient
+from tasuki.config import parse_listen
+from tasuki.django.conf import GrpcSettings, node_id, project_settings
+from tasuki.django.standalone import SCHEMA_VERSION
+from tasuki.doors.grpc import worker_pb2 as pb
+from tasuki.doors.grpc.calls import NodeCalls
+from tasuki.doors.grpc.listener import NodeTls, TlsFiles
+from tasuki.doors.grpc.service import Callers, GrpcDoor, WorkerService
+from tasuki.doors.guest import private_folder
+from tasuki.errors import Unauthorized
+from tasuki.server.server import Server
+from tasuki.worker.worker import Worker
+
+TOKEN_SALT = "tasuki.grpc"  # noqa: S105 - what the tokens are signed for
+TOKEN_MAX_AGE_S = 60
+DEFAULT_PORT = 50051
+
+
+class NodeWorkerControl:
+    """The worker of this node, as its gRPC door sees and directs it."""
+
+    schema_version = SCHEMA_VERSION
+
+    def __init__(self, worker: Worker, server: Server) -> None:
+        self._worker, self._server = worker, server
+        self.node_id, self.worker_id, self.incarnation = node_id(), worker.worker_id, worker.incarnation
+        self._is_paused = False
+
+    @property
+    def max_jobs(self) -> int:
+        return self._worker.slots
+
+    @property
+    def role(self) -> int:
+        return pb.ROLE_LEADER if self._server.broker.epoch else pb.ROLE_WORKER
+
+    @property
+    def is_draining(self) -> bool:
+        return self._is_paused or self._worker.is_draining
+
+    def held_runs(self) -> dict[str, int]:
+        return {run.job_id: run.attempt for run in self._worker.running_jobs()}
+
+    def drain(self, on: bool) -> None:
+        if self._worker.is_draining:
+            return  # it is about to end, and does not take work again
+        self._is_paused = on
+        self._worker.subscribe(*(() if on else self._worker.patterns))
+
+    async def cancel(self, job_run_id: str, reason: str) -> None:
+        async with AsyncClient(self._worker.url) as client:
+            await client.cancel(job_run_id, reason=reason)
+
+
+@asynccontextmanager
+async def open_door(worker: Worker, server: Server, listen: str) -> AsyncIterator[NodeCalls]:
+    """Listen for the orders of leaders while the block lasts, and yield the way to call other nodes."""
+    settings, control = project_settings().grpc, NodeWorkerControl(worker, server)
+    address = parse_listen(listen, DEFAULT_PORT)
+    tls = _tls_of(settings)
+    by_token = settings.authentication == "bearer"
+    callers = Callers(tls, settings.tls_name, read_token if by_token else None)
+    caller = pb.Caller(node_id=control.node_id, worker_id=control.worker_id)
+    calls = NodeCalls(caller, tls, settings.tls_name, (lambda: make_token(caller)) if by_token else None)
+    with private_folder() as folder:
+        door = GrpcDoor(WorkerService(control, server), callers, folder)
+        listening = await door.listen(address)
+        server.broker.grpc_address = settings.advertise or _reachable_at(listening.host, listening.port)
+        try:
+            yield calls
+        finally:
+            await calls.close()
+            await door.close()
+
+
+def _reachable_at(host: str, port: int) -> str:
+    """Return the address at which others reach a listener; of one on all addresses, by the name of this host."""
+    if host in ("0.0.0.0", "::"):  # noqa: S104 - compared, not listened on
+        host = socket.gethostname()
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def _tls_of(settings: GrpcSettings) -> NodeTls | None:
+    """Return TLS from the files of the settings; None where they are not needed and not there."""
+    if settings.authentication != "mtls" and not Path(settings.tls_cert).exists():
+        return None
+    files = TlsFiles(settings.tls_cert, settings.tls_key, settings.tls_ca, settings.tls_revoked)
+    return NodeTls(files, asks_for_certificate=settings.authentication != "bearer")
+
+
+# ---------------------------------------------------------------------------------------------------- tokens
+
+
+def make_token(caller: pb.Caller) -> str:
+    """Return a token for one minute, signed with the project's SECRET_KEY."""
+    return signing.dumps([caller.node_id, caller.worker_id], salt=TOKEN_SALT)
+
+
+def read_token(token: str) -> tuple[str, str]:
+    """Return node_id and worker_id of a token, or raise Unauthorized. SECRET_KEY_FALLBACKS count."""
+    try:
+        node, worker = signing.loads(token, salt=TOKEN_SALT, max_age=TOKEN_MAX_AGE_S)
+    except signing.SignatureExpired:
+        raise Unauthorized(f"the token is older than {TOKEN_MAX_AGE_S} s: make a new one for each call") from None
+    except (signing.BadSignature, ValueError, TypeError):
+        raise Unauthorized("the token was not signed with the SECRET_KEY of this project") from None
+    return str(node), str(worker)
