@@ -22,6 +22,7 @@ from tasuki.core.broker.upkeep import (
     COLLECT_INTERVAL_S,
     DUTY_INTERVAL_S,
     FIRE_INTERVAL_S,
+    LAPSE_SHARE,
     PROMOTE_BATCH,
     PRUNE_AGAIN,
     PRUNE_INTERVAL_S,
@@ -30,8 +31,9 @@ from tasuki.core.broker.upkeep import (
     SQUEEZED_GRACE_S,
 )
 from tasuki.core.cluster_messages import Hint, ServerInfo
-from tasuki.core.election import EpochFenced, TakeOver, TookOver
+from tasuki.core.election import EpochFenced, Lapsed, TakeOver, TookOver
 from tasuki.core.job import InputFile, State
+from tasuki.core.lifecycle import LEASE_MARGIN_S, LEASE_TTL_S
 from tasuki.core.protocol import BlobPut, CancelLeases, ErrorMessage, GiveCredit, Reply, Results
 from tasuki.core.scheduler.firing import Definition, EventRow
 from tasuki.core.store_messages import Answers, JobKind, ReadyQueue, Turn, TurnNotes
@@ -160,6 +162,67 @@ def test_a_refused_epoch_deposes_and_is_not_tried_again() -> None:
     assert stage.broker.next_turn(stage.now()) is None
 
 
+def away(stage: BrokerStage, seconds: float) -> Turn:
+    """The store takes no turn of this leader for so long; the first one that it is given then."""
+    stage.apply(TurnFailed(next_duty(stage), Unavailable("gone")))
+    stage.clock.advance(seconds)
+    return next_duty(stage)
+
+
+def test_after_a_short_absence_of_the_store_the_leader_goes_on() -> None:
+    stage = BrokerStage(shared=True)
+    stage.apply(Elected(3))
+
+    assert away(stage, LAPSE_SHARE * LEASE_TTL_S).reap == REAP_BATCH
+
+
+def test_a_leader_whose_store_was_away_takes_a_new_epoch_before_it_ends_a_lease() -> None:
+    # Given a job that runs, and a leader that keeps its lock while the store is away for longer than a lease lasts
+    stage = BrokerStage(shared=True)
+    stage.store.take_over("stage", 3)
+    stage.clock.advance(1)
+    client, worker = stage.client(), stage.worker(credit=1)
+    stage.submit(client, "a")
+    stage.apply(Elected(3))
+    first = away(stage, LEASE_TTL_S + LEASE_MARGIN_S + 1)
+    # When the store takes a turn again
+    assert not first.reap
+    stage.apply(TurnDone(first, execute(stage.store, first)))
+    # Then the epoch is given up
+    assert stage.others == [Lapsed(3)]
+    stage.clock.advance(DUTY_INTERVAL_S)
+    assert not next_duty(stage).reap
+    stage.apply(Elected(0))
+    # And under the next one the lease of the worker, which could not renew it, goes on
+    stage.store.take_over("stage", 4)
+    stage.apply(Elected(4))
+    stage.turns()
+    job = stage.job("a")
+    assert job is not None
+    assert (job.state, job.losses) == (State.ASSIGNED, 0)
+    # But a worker that stays silent is lost
+    stage.close(worker)
+    stage.apply(Elected(0))
+    stage.clock.advance(LEASE_TTL_S + LEASE_MARGIN_S + 1)
+    stage.apply(Elected(4))
+    stage.turns()
+    job = stage.job("a")
+    assert job is not None
+    assert (job.state, job.losses) == (State.PENDING, 1)
+
+
+def test_a_turn_that_was_answered_late_counts_from_when_it_was_planned() -> None:
+    stage = BrokerStage(shared=True)
+    stage.store.take_over("stage", 3)
+    stage.apply(Elected(3))
+    turn = next_duty(stage)
+    stage.clock.advance(LEASE_TTL_S)
+
+    stage.apply(TurnDone(turn, execute(stage.store, turn)))
+
+    assert not next_duty(stage).reap
+
+
 def test_duties_have_caught_up_when_each_was_done_and_nothing_is_left() -> None:
     stage = BrokerStage(shared=True)
     stage.store.take_over("stage", 3)
@@ -242,7 +305,9 @@ def test_more_to_reap_than_a_batch_goes_on_at_once_but_lets_others_in_between() 
     stage.submit(client, *(f"job-{n}" for n in range(REAP_BATCH + 10)))
     stage.close(worker)
     stage.turns()
+    stage.apply(Elected(0))
     stage.clock.advance(20)
+    stage.apply(Elected(stage.store.epoch()[0]))
     # When a client asks for something after the first batch
     first = next_duty(stage)
     stage.apply(TurnDone(first, execute(stage.store, first)))

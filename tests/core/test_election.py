@@ -26,6 +26,7 @@ from tasuki.core.election import (
     EpochFenced,
     Event,
     Following,
+    Lapsed,
     Lead,
     Leading,
     Locked,
@@ -70,6 +71,7 @@ PAUSE = Following(NOW + ASK_MAX_S)
 NOT_RENEWED = "the lock could not be renewed in time"
 NOT_OURS = "the lock is not ours any more"
 OTHER = "the store has another epoch"
+AWAY = "the store was away for so long that leases may be over"
 GOING = "this server is going down"
 
 LOCKED = Acquired(Locked(EPOCH), ASKED_AT)
@@ -102,6 +104,7 @@ TABLE: list[tuple[State, Event, list[Command] | type[Exception], State]] = [
     (FOLLOWING, TookOver(EPOCH, True), NOT_ASKED, FOLLOWING),
     (FOLLOWING, Renewed(True, ASKED_AT), NOT_ASKED, FOLLOWING),
     (FOLLOWING, EpochFenced(EPOCH), [], FOLLOWING),
+    (FOLLOWING, Lapsed(EPOCH), [], FOLLOWING),
     (FOLLOWING, Resign(), [], RESIGNED),
     (ACQUIRING, Ticked(), [], ACQUIRING),
     (ACQUIRING, LOCKED, [TakeOver(EPOCH)], TAKING_OVER),
@@ -112,6 +115,7 @@ TABLE: list[tuple[State, Event, list[Command] | type[Exception], State]] = [
     (ACQUIRING, TookOver(EPOCH, True), NOT_ASKED, ACQUIRING),
     (ACQUIRING, Renewed(True, ASKED_AT), NOT_ASKED, ACQUIRING),
     (ACQUIRING, EpochFenced(EPOCH), [], ACQUIRING),
+    (ACQUIRING, Lapsed(EPOCH), [], ACQUIRING),
     (ACQUIRING, Resign(), [], ACQUIRING),
     (TAKING_OVER, Ticked(), [], TAKING_OVER),
     (TAKING_OVER, LOCKED, NOT_ASKED, TAKING_OVER),
@@ -124,6 +128,7 @@ TABLE: list[tuple[State, Event, list[Command] | type[Exception], State]] = [
     (TAKING_OVER, Renewed(True, ASKED_AT), NOT_ASKED, TAKING_OVER),
     (TAKING_OVER, EpochFenced(EPOCH), [Release(EPOCH)], PAUSE),
     (TAKING_OVER, EpochFenced(EPOCH - 1), [], TAKING_OVER),
+    (TAKING_OVER, Lapsed(EPOCH), [], TAKING_OVER),
     (TAKING_OVER, Resign(), [], TAKING_OVER),
     (LEADING, Ticked(), [], LEADING),
     (LEADING_DUE, Ticked(), [Renew(EPOCH)], Leading(EPOCH, UNTIL, NOW, renewing=True)),
@@ -132,6 +137,8 @@ TABLE: list[tuple[State, Event, list[Command] | type[Exception], State]] = [
     (LEADING, Renewed(True, ASKED_AT), NOT_ASKED, LEADING),
     (LEADING, EpochFenced(EPOCH), [StepDown(EPOCH, OTHER), Release(EPOCH)], PAUSE),
     (LEADING, EpochFenced(EPOCH - 1), [], LEADING),
+    (LEADING, Lapsed(EPOCH), [StepDown(EPOCH, AWAY), Release(EPOCH)], FOLLOWING_DUE),
+    (LEADING, Lapsed(EPOCH - 1), [], LEADING),
     (LEADING, Resign(), [StepDown(EPOCH, GOING), Release(EPOCH)], RESIGNED),
     (RENEWING, Ticked(), [], RENEWING),
     (RENEWING, LOCKED, NOT_ASKED, RENEWING),
@@ -141,9 +148,11 @@ TABLE: list[tuple[State, Event, list[Command] | type[Exception], State]] = [
     (RENEWING, Renewed(None, ASKED_AT), [], Leading(EPOCH, UNTIL, NOW + MARGIN_S)),
     (RENEWING, EpochFenced(EPOCH), [StepDown(EPOCH, OTHER)], AWAITING),
     (RENEWING, EpochFenced(EPOCH + 1), [], RENEWING),
+    (RENEWING, Lapsed(EPOCH), [StepDown(EPOCH, AWAY)], AWAITING),
     (RENEWING, Resign(), [StepDown(EPOCH, GOING)], AWAITING),
     (OVER, Ticked(), [StepDown(EPOCH, NOT_RENEWED)], PAUSE),
     (OVER, EpochFenced(EPOCH), [StepDown(EPOCH, NOT_RENEWED)], PAUSE),
+    (OVER, Lapsed(EPOCH), [StepDown(EPOCH, NOT_RENEWED)], PAUSE),
     (OVER, Resign(), [StepDown(EPOCH, NOT_RENEWED)], RESIGNED),
     (OVER_RENEWING, Ticked(), [StepDown(EPOCH, NOT_RENEWED)], AWAITING),
     (OVER_RENEWING, Renewed(True, ASKED_AT), [StepDown(EPOCH, NOT_RENEWED), Release(EPOCH)], PAUSE),
@@ -156,12 +165,14 @@ TABLE: list[tuple[State, Event, list[Command] | type[Exception], State]] = [
     (AWAITING, Renewed(False, ASKED_AT), [], PAUSE),
     (AWAITING, Renewed(None, ASKED_AT), [Release(EPOCH)], PAUSE),
     (AWAITING, EpochFenced(EPOCH), [], AWAITING),
+    (AWAITING, Lapsed(EPOCH), [], AWAITING),
     (AWAITING, Resign(), [], AWAITING),
     (RESIGNED, Ticked(), [], RESIGNED),
     (RESIGNED, LOCKED, NOT_ASKED, RESIGNED),
     (RESIGNED, TookOver(EPOCH, True), NOT_ASKED, RESIGNED),
     (RESIGNED, Renewed(True, ASKED_AT), NOT_ASKED, RESIGNED),
     (RESIGNED, EpochFenced(EPOCH), [], RESIGNED),
+    (RESIGNED, Lapsed(EPOCH), [], RESIGNED),
     (RESIGNED, Resign(), [], RESIGNED),
 ]
 

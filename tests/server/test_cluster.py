@@ -7,6 +7,7 @@ import contextlib
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,7 +16,7 @@ from tasuki.coords.coordination import ClusterMember, Coordination, MemoryCoordi
 from tasuki.core.cluster_messages import ServerInfo, everything
 from tasuki.core.election import Locked
 from tasuki.core.job import JobSpec
-from tasuki.core.protocol import AssignJobs, GiveCredit, Reply, Request, SubmitJobs
+from tasuki.core.protocol import AssignJobs, Claim, GiveCredit, Heartbeat, HeartbeatAnswer, Reply, Request, SubmitJobs
 from tasuki.errors import Unavailable
 from tasuki.server.cluster import Cluster
 from tasuki.server.server import Server, ServerConfig
@@ -28,17 +29,29 @@ from tests.support.waiting import until_async
 LOCK_TTL_S = 0.6
 
 
+class MovableClock(SystemClock):
+    """The clock of a store; a test can let time pass for its leases."""
+
+    passed_s = 0.0
+
+    def lease(self) -> float:
+        return super().lease() + self.passed_s
+
+
 class SharedStore(MemoryStore):
     """One that the threads of several servers may use, a turn each at a time."""
 
     features = MemoryStore.features | {Feature.SHARED}
 
     def __init__(self) -> None:
-        super().__init__(SystemClock())
+        super().__init__(MovableClock())
         self._lock = threading.RLock()
+        self.away = False
 
     @contextlib.contextmanager
     def turn(self, *, lasting: bool = True) -> Iterator[None]:
+        if self.away:
+            raise Unavailable("the database is away")
         with self._lock, super().turn():
             yield
 
@@ -100,9 +113,9 @@ class World:
         self.coordination = Frail()
         self.grapevine = Grapevine()
 
-    def make(self, name: str, *, candidate: bool = True) -> Server:
+    def make(self, name: str, *, candidate: bool = True, **settings: Any) -> Server:
         blobs = FolderBlobs(self.folder / "blobs", max_blob_bytes=10**6, floor_free_bytes=0)
-        config = ServerConfig(server_id=name, data=self.folder, disk_floor_bytes=0, disk_floor_inodes=0)
+        config = ServerConfig(server_id=name, data=self.folder, disk_floor_bytes=0, disk_floor_inodes=0, **settings)
         coordination: Coordination = self.coordination
         company = Cluster(
             lambda: coordination,
@@ -216,6 +229,33 @@ def test_an_epoch_that_the_store_refuses_deposes_the_leader(world: World) -> Non
             # Then it leads again only under an epoch above that
             await until_async(lambda: server.broker.epoch)
             assert server.broker.epoch > epoch + 5
+
+    run(work)
+
+
+def test_a_leader_that_kept_its_lock_while_the_store_was_away_ends_no_lease_of_a_worker_that_lives(world: World) -> None:
+    async def work() -> None:
+        server = world.make("a", lease_ttl_s=1.0)
+        await server.start()
+        await until_async(lambda: server.broker.epoch)
+        (mine, _), (its, runner) = await client(server), await worker(server)
+        server.received(its, GiveCredit(1))
+        server.received(mine, SubmitJobs(5, [JobSpec(job_id="job")]))
+        [grant] = (await runner.wait_for(AssignJobs)).grants
+        epoch = server.broker.epoch
+        # When the store is away until all leases are over, and the coordination is not
+        world.store.away = True
+        await asyncio.sleep(0.7)  # longer than the leader may go without the store
+        assert server.broker.epoch == epoch
+        world.store.clock.passed_s = 60.0  # type: ignore[attr-defined]
+        world.store.away = False
+        # Then it takes a new epoch, and the attempt goes on
+        await until_async(lambda: server.broker.epoch > epoch)
+        await until_async(lambda: server.broker.upkeep.caught_up)
+        server.received(its, Heartbeat(9, [Claim(grant.job_id, grant.lease_id, grant.attempt)]))
+        assert (await runner.wait_for(HeartbeatAnswer)).lost == []
+        assert server.broker.upkeep.counts.reaped == 0
+        await server.stop()
 
     run(work)
 

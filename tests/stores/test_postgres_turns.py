@@ -426,6 +426,13 @@ def test_a_lost_connection_is_tried_at_once_and_then_for_half_a_minute() -> None
     assert retries.wait_s(InterruptCause.CONNECTION, now=100.0 + common.RETRY_S) is None
 
 
+def test_a_turn_of_a_leader_is_not_tried_for_so_long_that_what_it_was_to_end_may_have_changed() -> None:
+    retries = common.Retries(now=100.0, random=lambda: 1.0, leads=True)
+
+    assert retries.wait_s(InterruptCause.CONNECTION, now=100.5) == 0.0
+    assert retries.wait_s(InterruptCause.CONNECTION, now=100.0 + common.LEADER_RETRY_S) is None
+
+
 def test_waits_are_jittered_so_that_servers_do_not_come_back_together() -> None:
     early, late = (common.Retries(0.0, lambda chance=chance: chance) for chance in (0.0, 1.0))
 

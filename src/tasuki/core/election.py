@@ -38,7 +38,7 @@ with exactly one event, however long it takes (TakeOver with TookOver or EpochFe
 `Leading` has a renewal under way or not. A leadership that ends with one under way becomes `Awaiting` that answer instead of
 `Following` or `Resigned`: a lock that may have been renewed after all is given back. Every event looks at the time first: a
 leader whose time is over steps down before it handles the event. `EpochFenced` of an epoch other than the present one changes
-nothing.
+nothing. `Lapsed` is to a leader as `EpochFenced`, except that it asks for the lock again at once; others ignore it.
 """
 
 from __future__ import annotations
@@ -98,6 +98,13 @@ class Renewed(msgspec.Struct, frozen=True):
 
 class EpochFenced(msgspec.Struct, frozen=True):
     """The store refused a write under this epoch: a newer one is registered. Final for that epoch."""
+
+    epoch: int
+
+
+class Lapsed(msgspec.Struct, frozen=True):
+    """The store took no turn of this leader for so long that leases may be over which nobody could renew. It is back, and the
+    takeover under a new epoch renews them before any is ended."""
 
     epoch: int
 
@@ -181,7 +188,7 @@ class Resigned(msgspec.Struct, frozen=True):
     """This server stands for election no more."""
 
 
-Event = Ticked | Acquired | TookOver | Renewed | EpochFenced | Resign
+Event = Ticked | Acquired | TookOver | Renewed | EpochFenced | Lapsed | Resign
 Command = Acquire | TakeOver | Renew | Release | Lead | StepDown
 State = Following | Acquiring | TakingOver | Leading | Awaiting | Resigned
 
@@ -233,6 +240,8 @@ class Election:
                 commands += self._renewed(event, now)
             case EpochFenced(epoch=epoch):
                 commands += self._fenced(epoch, now)
+            case Lapsed(epoch=epoch):
+                commands += self._lapsed(epoch, now)
             case Resign():
                 commands += self._resign(now)
         return commands
@@ -299,6 +308,14 @@ class Election:
                 return self._took_over(TookOver(epoch, False), now)
             case _:
                 return []
+
+    def _lapsed(self, epoch: int, now: float) -> list[Command]:
+        if not isinstance(self.state, Leading) or self.state.epoch != epoch:
+            return []
+        commands = self._step_down(now, "the store was away for so long that leases may be over", release=True)
+        if isinstance(self.state, Following):
+            self.state = Following(now)
+        return commands
 
     def _resign(self, now: float) -> list[Command]:
         self._resigning = True

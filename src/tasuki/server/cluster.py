@@ -31,6 +31,7 @@ LEAVE_TIMEOUT_S = 2.0  # for a coordination that does not answer: others notice 
 SCOPE = "leader"
 
 T = TypeVar("T")
+ClusterCommand = election.TookOver | election.EpochFenced | election.Lapsed | Publish
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(ServerInfo).decode
 
@@ -50,9 +51,12 @@ class LocalServer(Protocol):
 class SingleServer:
     """The only server of its store: it leads from its start to its end, and keeps the detached workers in memory."""
 
-    async def join(self, server: LocalServer) -> None:
+    def __init__(self, server: LocalServer | None = None) -> None:
         self._server = server
         self._detached: frozenset[str] = frozenset()
+
+    async def join(self, server: LocalServer) -> None:
+        self._server = server
 
     def address_changed(self) -> None:
         pass
@@ -60,13 +64,23 @@ class SingleServer:
     def tick(self, now: Now) -> None:
         pass
 
-    def carry_out(self, command: election.TookOver | election.EpochFenced | Publish) -> None:
-        pass
+    def carry_out(self, command: ClusterCommand) -> None:
+        """Take the next epoch after one that lapsed, until the store has registered one."""
+        assert self._server is not None
+        match command:
+            case election.Lapsed(epoch=epoch):
+                self._server.tell(Elected(0))
+                self._server.tell(election.TakeOver(epoch + 1))
+            case election.TookOver(epoch=epoch, done=done):
+                self._server.tell(Elected(epoch) if done else election.TakeOver(epoch + 1))
+            case _:
+                pass
 
     async def detach(self, command: Detach) -> bool:
         """Set whether a worker is detached; return whether that was a change."""
         before, one = self._detached, frozenset({command.worker_id})
         self._detached = before | one if command.detached else before - one
+        assert self._server is not None
         self._server.tell(ClusterView((), self._detached))
         return self._detached != before
 
@@ -218,11 +232,11 @@ class Cluster:
 
     # ------------------------------------------------------------------------------------------------ election
 
-    def carry_out(self, command: election.TookOver | election.EpochFenced | Publish) -> None:
+    def carry_out(self, command: ClusterCommand) -> None:
         match command:
             case Publish():
                 self._wakeups.publish(split(command.hint))
-            case election.TookOver():
+            case election.TookOver() | election.Lapsed():
                 self._decide(command)
             case election.EpochFenced():
                 logger.warning("epoch %d was refused by the store, which has another one", command.epoch)

@@ -28,7 +28,7 @@ from tasuki.core.broker.client_messages import ask_ends, result_of
 from tasuki.core.broker.state import ClientSession, WorkerSession
 from tasuki.core.broker.turn_builder import OWNER_PER_TURN
 from tasuki.core.cluster_messages import ServerInfo
-from tasuki.core.election import EpochFenced, TookOver
+from tasuki.core.election import EpochFenced, Lapsed, TookOver
 from tasuki.core.machine import Closed, Hangup, Opened, Received, Send, Ticked
 from tasuki.core.protocol import AssignJobs, ErrorMessage, Message, Reply, Results, Welcome, batches, error_message, outcome_bytes
 from tasuki.core.store_messages import Answers, Turn
@@ -356,7 +356,7 @@ class Server:
                     self._tasks.spawn(self._delete_blobs(command))
                 case events.AskEnded() | events.AskRevoked() | events.AskReady():
                     self._tasks.spawn(self._ask(command))
-                case TookOver() | EpochFenced() | events.Publish():
+                case TookOver() | EpochFenced() | Lapsed() | events.Publish():
                     self._cluster.carry_out(command)
                 case events.Detach():
                     self._tasks.spawn(self._detach(command))

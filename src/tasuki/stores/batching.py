@@ -64,7 +64,7 @@ def execute_surely(store: Store, turn: Turn, pause: Pause) -> Answers:
             return answers
         except TurnInterrupted as error:
             was_stored = error.was_stored or was_stored
-            retries = retries or Retries(began, random.random)
+            retries = retries or Retries(began, random.random, leads=bool(turn.epoch))
             wait_s = retries.wait_s(error.why, time.monotonic())
             if wait_s is None or not pause(wait_s):
                 raise

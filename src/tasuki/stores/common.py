@@ -32,6 +32,7 @@ from tasuki.errors import InterruptCause, InvalidInput, StaleEpoch
 GENERATIONS_BEGIN_AT = 1_767_225_600  # 2026-01-01T00:00:00Z; in 32 bits there is room until 2094
 
 RETRY_S = 30.0  # how long a lost connection is tried for: a restart of the database takes seconds, a failover some ten
+LEADER_RETRY_S = 1.0  # the same for a leader's turn: what it is to end is decided anew after a longer time
 CONFLICT_TRIES = 5
 TIMEOUT_TRIES = 3  # a statement that ran out of time is tried twice more: the third time it is not bad luck
 FIRST_WAIT_S = 0.01
@@ -64,10 +65,10 @@ class SystemClock:
 
 
 class Retries:
-    """The tries of one interrupted turn. `random()` returns 0 to 1; waiting is the caller's."""
+    """The tries of one interrupted turn, `leads`: a leader's. `random()` returns 0 to 1; waiting is the caller's."""
 
-    def __init__(self, now: float, random: Callable[[], float]) -> None:
-        self._until = now + RETRY_S
+    def __init__(self, now: float, random: Callable[[], float], *, leads: bool = False) -> None:
+        self._until = now + (LEADER_RETRY_S if leads else RETRY_S)
         self._lost = Backoff(FIRST_WAIT_S, LOST_WAIT_MAX_S, random)
         self._conflict = Backoff(FIRST_WAIT_S, jitter=random)
         self._seen = dict.fromkeys(InterruptCause, 0)

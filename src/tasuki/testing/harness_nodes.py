@@ -12,7 +12,7 @@ import itertools
 import random
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from tasuki.core.address import Address
 from tasuki.core.broker import events as broker_events
@@ -21,7 +21,7 @@ from tasuki.core.client_machine import Call, CallAnswered, ClientMachine, Failed
 from tasuki.core.client_machine import Command as ClientCommand
 from tasuki.core.client_machine import Event as ClientEvent
 from tasuki.core.cluster_messages import Hint
-from tasuki.core.election import EpochFenced, TookOver
+from tasuki.core.election import EpochFenced, Lapsed, TookOver
 from tasuki.core.job import Job, JobSpec, Outcome
 from tasuki.core.machine import Hangup, Now, Peer, Send
 from tasuki.core.protocol import (
@@ -42,6 +42,7 @@ from tasuki.core.store_messages import Answers, Grant, Turn
 from tasuki.core.worker import events as worker_events
 from tasuki.core.worker.machine import WorkerMachine
 from tasuki.errors import StaleEpoch, TasukiError
+from tasuki.server.cluster import ClusterCommand, SingleServer
 from tasuki.server.queries import answer_query
 from tasuki.stores.batching import execute
 from tasuki.stores.store import Store
@@ -390,6 +391,8 @@ class ServerNode:
         if self.broker is not None:
             self._perform(self.broker.apply(event, self.now()))
 
+    tell = apply
+
     def _perform(self, commands: list[broker_events.Command]) -> None:
         for command in commands:
             match command:
@@ -399,7 +402,7 @@ class ServerNode:
                     self._hang_up(command)
                 case broker_events.Query():
                     self._answer_query(command)
-                case broker_events.Publish() | TookOver() | EpochFenced():
+                case broker_events.Publish() | TookOver() | EpochFenced() | Lapsed():
                     self._told(command)
                 case broker_events.AskEnded() | broker_events.AskRevoked() | broker_events.AskReady():
                     self._ask(command)
@@ -410,18 +413,16 @@ class ServerNode:
 
     def _hang_up(self, command: Hangup) -> None:
         error = command.error
-        last_words = encode(error_message(0, error)) if error else b""
-        self.world.hang_up(command.conn, last_words, error.message if error else "")
+        self.world.hang_up(command.conn, encode(error_message(0, error)) if error else b"", error.message if error else "")
 
-    def _told(self, command: broker_events.Publish | TookOver | EpochFenced) -> None:
+    def _told(self, command: ClusterCommand) -> None:
         """Carry out a command that concerns other servers; the harness is also the election, and counts every win."""
-        match command:
-            case broker_events.Publish():
-                self.world.hint(self, command.hint)
-            case TookOver():
-                self.apply(broker_events.Elected(command.epoch if command.done else 0))
-            case EpochFenced():
-                self.apply(broker_events.Elected(0))
+        if not self._shared:
+            SingleServer(cast(Any, self)).carry_out(command)
+        elif isinstance(command, broker_events.Publish):
+            self.world.hint(self, command.hint)
+        else:
+            self.tell(broker_events.Elected(command.epoch if isinstance(command, TookOver) and command.done else 0))
 
     def _ask(self, command: broker_events.AskEnded | broker_events.AskRevoked | broker_events.AskReady) -> None:
         if isinstance(command, broker_events.AskEnded):

@@ -1,6 +1,6 @@
 """Events that a broker gets and commands that it gives to its driver: closed unions of small structs.
 
-The broker is the store of `core.election`: it takes its TakeOver, and answers with TookOver or EpochFenced.
+The broker is the store of `core.election`: it takes its TakeOver, and answers with TookOver, EpochFenced or Lapsed.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import msgspec
 
 from tasuki.core.access import Identity, PeerKind
 from tasuki.core.cluster_messages import Hint, ServerInfo
-from tasuki.core.election import EpochFenced, TakeOver, TookOver
+from tasuki.core.election import EpochFenced, Lapsed, TakeOver, TookOver
 from tasuki.core.job import Job
 from tasuki.core.lifecycle import BLOB_GRACE_S, GRACE_MAX_S, LEASE_TTL_MAX_S, LEASE_TTL_S, RETENTION_DAYS
 from tasuki.core.machine import Closed, Hangup, Opened, Received, Send, Ticked
@@ -273,6 +273,6 @@ DriverEvent = DiskSpace | ClusterEvent | BlobEvent
 
 Event = Opened | Received | Closed | Ticked | TurnDone | TurnFailed | JobSeen | DriverEvent
 
-ClusterCommand = TookOver | EpochFenced | Publish | Detach | AskEnded | AskRevoked | AskReady
+ClusterCommand = TookOver | EpochFenced | Lapsed | Publish | Detach | AskEnded | AskRevoked | AskReady
 BlobCommand = ReceiveBlob | BlobPiece | SendBlob | DeleteBlobs
 Command = Send | Hangup | Query | LogFenced | ClusterCommand | BlobCommand

@@ -8,6 +8,10 @@ than one small batch.
 Delayed jobs and definitions start at their time, not at the next tick: `fire` says how long it is until the next one, and
 `until_due_s` tells the driver. Changed definitions and new events are found by a look each second, or at once after a hint.
 
+A leader can keep its lock while the store is away, if the coordination is another service. Meanwhile nobody can renew a lease.
+So after half a ttl without a committed turn it ends no lease under its epoch any more: when the store takes a turn again, it
+gives the epoch up (`Lapsed`), and the takeover under the next one renews every lease whose worker spoke before.
+
 Blobs are deleted in three steps: the store condemns some (from then on nothing can refer to them), the driver deletes their
 bytes, the store forgets them. A leader that dies in between leaves them condemned, and the next one begins with those.
 """
@@ -22,7 +26,7 @@ import msgspec
 from tasuki.core.broker.client_messages import ask_ends, stop_canceled
 from tasuki.core.broker.events import Command, DeleteBlobs
 from tasuki.core.broker.state import BrokerState
-from tasuki.core.election import EpochFenced, TookOver
+from tasuki.core.election import EpochFenced, Lapsed, TookOver
 from tasuki.core.job import TERMINAL
 from tasuki.core.machine import Now
 from tasuki.core.store_messages import Answers, BlobPlace, Collection, FiredRuns, Reaped, Retention, Turn
@@ -40,6 +44,7 @@ REAP_BATCH = 256
 SKIP_BATCH = 1024
 PROMOTE_BATCH = 1024
 COLLECT_BATCH = 256
+LAPSE_SHARE = 0.5  # of a lease's ttl: one that was renewed every third of it, until the store was away, is not over by then
 
 
 class UpkeepCounts(msgspec.Struct):
@@ -64,6 +69,11 @@ class Upkeep:
         self._claim = 0
         """An epoch that was won and has to be registered."""
         self._duty_at = self._prune_at = self._collect_at = self._fire_at = 0.0
+        self._planned_at = 0.0
+        """Time at which the last turn was planned."""
+        self._reached_at: float | None = None
+        """Time at which the last turn that was committed under this epoch was planned; at first, that of the first look."""
+        self._has_lapsed = False
         self._deleting = False
         self._deleted: list[BlobPlace] = []
         self._last = False
@@ -79,6 +89,7 @@ class Upkeep:
         self.caught_up = False
         self._duty_at = self._prune_at = self._collect_at = self._fire_at = 0.0
         self._deleting, self._deleted = False, []
+        self._reached_at, self._has_lapsed = None, False
 
     def until_due_s(self, now: Now, most_s: float) -> float:
         """Return the time until the next job or definition is due, at most `most_s`. What is overdue waits for the store."""
@@ -113,13 +124,15 @@ class Upkeep:
         fire_at = self._fire_at if config.fires else math.inf
         if not epoch or (now.monotonic < min(self._duty_at, self._prune_at, self._collect_at, fire_at) and not self._deleted):
             return None
+        self._look_at_lapse(now)
         turn = Turn(epoch=epoch)
         if now.monotonic >= fire_at:
             self._fire_at = now.monotonic + FIRE_INTERVAL_S
             turn.fire, turn.promote = FIRE_BATCH, PROMOTE_BATCH
         if now.monotonic >= self._duty_at:
             self._duty_at = now.monotonic + DUTY_INTERVAL_S
-            turn.reap, turn.skip, turn.promote = REAP_BATCH, SKIP_BATCH, PROMOTE_BATCH
+            turn.reap = 0 if self._has_lapsed else REAP_BATCH
+            turn.skip, turn.promote = SKIP_BATCH, PROMOTE_BATCH
         if now.monotonic >= self._prune_at:
             self._prune_at = now.monotonic + PRUNE_INTERVAL_S
             turn.prune = Retention(config.retention_s, PRUNE_BATCH)
@@ -131,10 +144,19 @@ class Upkeep:
         turn.forget_blobs, self._deleted = self._deleted, []
         return turn
 
+    def _look_at_lapse(self, now: Now) -> None:
+        self._planned_at = now.monotonic
+        if self._reached_at is None:
+            self._reached_at = now.monotonic
+        if now.monotonic - self._reached_at > LAPSE_SHARE * self._state.config.lease_ttl_s:
+            self._has_lapsed = True
+
     def done(self, turn: Turn, answers: Answers, now: Now) -> list[Command]:
         """Tell the peers concerned by a committed turn, and go on at once if there is more than one batch."""
         if turn.take_over:
             return [TookOver(turn.epoch, answers.take_over)]
+        if turn.epoch == self._state.epoch:
+            self._reached_at = self._planned_at
         self._tell(answers)
         self.counts.fired += len(answers.fire.runs)
         if turn.fire and answers.fire.wait_s is not None:
@@ -149,6 +171,8 @@ class Upkeep:
             self._prune_at = 0.0
         commands = self._condemned(answers) if turn.condemn_blobs is not None else []
         commands += self._replaced(answers.fire)
+        if self._has_lapsed and turn.epoch == self._state.epoch:
+            commands.append(Lapsed(turn.epoch))
         self.caught_up = min(self._duty_at, self._prune_at, self._collect_at) > 0 and not self._deleting and not self._deleted
         return commands
 

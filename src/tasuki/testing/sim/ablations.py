@@ -25,7 +25,7 @@ import msgspec
 from msgspec.structs import replace
 
 from tasuki.core import client_machine
-from tasuki.core.broker import client_messages, cluster, subscriptions, worker_messages
+from tasuki.core.broker import client_messages, cluster, subscriptions, upkeep, worker_messages
 from tasuki.core.broker.state import Account
 from tasuki.core.broker.turn_builder import TurnBuilder, TurnEffects
 from tasuki.core.client_machine import ClientMachine
@@ -167,6 +167,13 @@ _OF_THE_BROKER = (
         invariants=("liveness",),
         patches=(Replacement(cluster, "POLL_INTERVAL_S", _never),),
         options=SimOptions(servers=3, kinds=("hints_lost",), faults=24),
+    ),
+    Ablation(
+        name="lapse",
+        what="a leader whose store was away ends no lease before a takeover has renewed those that nobody could renew",
+        invariants=("lease",),
+        patches=(Replacement(upkeep, "LAPSE_SHARE", _never),),
+        options=replace(LONG, servers=2, kinds=("store_cut", "store_restart")),
     ),
 )
 

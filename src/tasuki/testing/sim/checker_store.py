@@ -49,7 +49,7 @@ class ViolationFound(AssertionError):
 class GrantedLease:
     """The right to one attempt, as it was granted."""
 
-    __slots__ = ("attempt", "incarnation", "job_id", "keep", "lease_id", "owner", "since", "ttl_s", "worker_id")
+    __slots__ = ("attempt", "incarnation", "job_id", "keep", "lease_id", "owner", "renew_s", "since", "ttl_s", "worker_id")
 
     def __init__(self, lease_id: str, job_id: str, attempt: int, worker_id: str, incarnation: str, owner: str) -> None:
         self.lease_id = lease_id
@@ -60,6 +60,8 @@ class GrantedLease:
         self.owner = owner
         self.keep = False
         self.ttl_s: float | None = None
+        self.renew_s = 0.0
+        """The time after which its worker renews it."""
         self.since = 0.0
         """The time of the grant, or of the last renewal."""
 
@@ -215,6 +217,7 @@ _ENDS = frozenset({history.ReportedEvent, history.ReapedEvent, history.ShownEven
 """Kinds that together tell how every lease ends."""
 _STATES = _ENDS | {history.CanceledEvent, history.RowEvent}
 """Kinds that together tell every state."""
+RENEWALS = 3.0  # in each ttl
 EARLY_S = 1e-6  # what rounding may take from the time between two events
 
 
@@ -225,6 +228,8 @@ class JobJudge(Judge):
         super().__init__(findings)
         self._leases = findings.leases
         self._latest_wall = float("-inf")
+        self._led: list[tuple[float, float]] = []
+        """Of the last two turns of leaders: when it was written, and how long that took."""
 
     def handlers(self) -> dict[type[history.HistoryLine], Handler]:
         return {
@@ -237,6 +242,7 @@ class JobJudge(Judge):
             history.RequeuedEvent: self._requeued,
             history.RemovedEvent: self._removed,
             history.TookOverEvent: self._took_over,
+            history.LedEvent: self._wrote,
         }
 
     # ------------------------------------------------------------------------------------------------ submitters
@@ -346,6 +352,7 @@ class JobJudge(Judge):
         lease = GrantedLease(line.lease_id, line.job_id, line.attempt, line.worker_id, line.incarnation, line.owner)
         lease.keep = line.on_disconnect == "keep"
         lease.ttl_s = line.ttl_s + line.grace_s if line.ttl_s is not None else None
+        lease.renew_s = line.ttl_s / RENEWALS if line.ttl_s is not None else 0.0
         lease.since = line.at
         self._leases[line.lease_id] = lease
         job.lease, job.lease_known, job.orphaned = lease, True, False
@@ -411,6 +418,8 @@ class JobJudge(Judge):
             self.found("I5", f"attempt {line.attempt} of {line.job_id} had ended ({job.ends[line.attempt]}), and then was reaped")
         elif lease is not None and lease.ttl_s is not None and STORE not in self.findings.drifted:
             self._lasted(lease, lease.ttl_s)
+            if line.epoch:
+                self._was_renewable(lease)
         if line.state != State.CANCELED:
             job.losses += 1
         if line.state == State.ORPHANED:
@@ -424,16 +433,36 @@ class JobJudge(Judge):
 
     def _lasted(self, lease: GrantedLease, ttl_s: float) -> None:
         self.evidence["lease"] += 1
-        takeovers = self.findings.takeovers
-        first = bisect_left(takeovers, lease.since - TAKEOVER_TIE_S)
-        lasted_s = self.findings.at - max([lease.since, *takeovers[first : first + 1]])
+        lasted_s = self.findings.at - self._renewed_at(lease)
         if lasted_s < ttl_s - EARLY_S:
             self.found("lease", f"{lease} of {lease.job_id} was ended {lasted_s:g} s after it was renewed; it lasts {ttl_s:g} s")
+
+    def _renewed_at(self, lease: GrantedLease) -> float:
+        takeovers = self.findings.takeovers
+        first = bisect_left(takeovers, lease.since - TAKEOVER_TIE_S)
+        return max([lease.since, *takeovers[first : first + 1]])
 
     def _took_over(self, line: history.TookOverEvent) -> None:
         """Count every live lease as renewed, unless an earlier takeover did that and its worker has not renewed it since."""
         if line.done:
             self.findings.takeovers.append(line.at)
+            self._led = [*self._led[-1:], (line.at, 0.0)]
+
+    def _wrote(self, line: history.LedEvent) -> None:
+        if line.done:
+            self._led = [*self._led[-1:], (line.at, line.waited_s)]
+
+    def _was_renewable(self, lease: GrantedLease) -> None:
+        """Judge `lease`: its leader has seen the store take turns since the worker was to renew it. Else nobody could."""
+        if len(self._led) < 2 or history.LedEvent not in self.told:
+            return
+        (before, _), (at, waited_s) = self._led
+        if before + waited_s < self._renewed_at(lease) + lease.renew_s - EARLY_S:
+            self.found(
+                "lease",
+                f"{lease} of {lease.job_id} was ended by a leader that had written nothing for {at - before:g} s, "
+                "in which nobody could renew it",
+            )
 
     # ------------------------------------------------------------------------------------------------ reports
 

@@ -151,6 +151,8 @@ class LedEvent(HistoryLine, frozen=True):
     server_id: str
     epoch: int
     done: bool
+    waited_s: float = 0.0
+    """The time from when the leader decided on it until it was written."""
 
 
 class RowEvent(HistoryLine, frozen=True):

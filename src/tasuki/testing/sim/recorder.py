@@ -39,11 +39,11 @@ class Recorder:
         self._last: dict[str, history.RowEvent] = {}
         self._touched: dict[str, None] = {}
 
-    def turn(self, server_id: str, turn: Turn, answers: Answers) -> None:
+    def turn(self, server_id: str, turn: Turn, answers: Answers, *, waited_s: float = 0.0) -> None:
         """Record a committed turn."""
         self._touched = {}
         if turn.epoch:
-            self._leader(server_id, turn, answers)
+            self._leader(server_id, turn, answers, waited_s)
         else:
             self.verbs.update(compress(LISTS, lists_of(turn)))
             self._workers(turn, answers)
@@ -64,13 +64,13 @@ class Recorder:
         self.world.tell(history.TookOverEvent(at=self.world.at, server_id=server_id, epoch=epoch, done=done))
 
     # -- the leader -----------------------------------------------------------------------------------------------
-    def _leader(self, server_id: str, turn: Turn, answers: Answers) -> None:
+    def _leader(self, server_id: str, turn: Turn, answers: Answers, waited_s: float) -> None:
         at = self.world.at
         if turn.take_over:
             self.took_over(server_id, turn.epoch, done=answers.take_over)
             return
         self.verbs.update(name for name in _LEADER if getattr(answers, name))
-        self.world.tell(history.LedEvent(at=at, server_id=server_id, epoch=turn.epoch, done=True))
+        self.world.tell(history.LedEvent(at=at, server_id=server_id, epoch=turn.epoch, done=True, waited_s=waited_s))
         for one in answers.reap:
             self._touched[one.job_id] = None
             self.world.tell(

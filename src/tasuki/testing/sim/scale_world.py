@@ -131,7 +131,7 @@ class Tally(Recorder):
             self.recovered.append(at - lost_at)
 
     # -- the store ------------------------------------------------------------------------------------------------
-    def turn(self, server_id: str, turn: Turn, answers: Answers) -> None:
+    def turn(self, server_id: str, turn: Turn, answers: Answers, *, waited_s: float = 0.0) -> None:
         if turn.epoch:
             self._duty(server_id, turn, answers)
             return

@@ -27,7 +27,7 @@ from tasuki.core.machine import Hangup, Ticked
 from tasuki.core.protocol import Message, Reply, error_message
 from tasuki.core.store_messages import Answers, ReadyPage, Turn
 from tasuki.errors import DiskFull, InterruptCause, StaleEpoch, TasukiError, TurnInterrupted, Unavailable
-from tasuki.server.cluster import SCOPE
+from tasuki.server.cluster import SCOPE, ClusterCommand
 from tasuki.server.queries import answer_query
 from tasuki.server.server import STOP_TIMEOUT_S
 from tasuki.stores.batching import execute
@@ -152,10 +152,10 @@ class StoreNode:
                 self._refuse()
                 task.answers = execute(self.store, task.turn)
                 self.turns += 1
-                self.recorder.turn(server.name, task.turn, task.answers)
+                self.recorder.turn(server.name, task.turn, task.answers, waited_s=server.clock.monotonic() - task.begun_at)
                 self._lose_answer()
         except TurnInterrupted as error:
-            task.retries = task.retries or Retries(task.begun_at, self._chance.random)
+            task.retries = task.retries or Retries(task.begun_at, self._chance.random, leads=bool(task.turn.epoch))
             wait_s = task.retries.wait_s(error.why, server.clock.monotonic())
             if wait_s is None:
                 self._answer(task, error)
@@ -368,11 +368,11 @@ class SimulatedCluster:
         self.server.tell(events.ClusterView(tuple(info for _, info in seen.values()), view.detached))
 
     # -- who leads ------------------------------------------------------------------------------------------------
-    def told(self, command: events.Publish | election.TookOver | election.EpochFenced) -> None:
+    def told(self, command: ClusterCommand) -> None:
         match command:
             case events.Publish():
                 self.node.publish(self.server, split(command.hint))
-            case election.TookOver() | election.EpochFenced():
+            case election.TookOver() | election.EpochFenced() | election.Lapsed():
                 self._decide(command)
 
     def _decide(self, event: election.Event) -> None:
@@ -388,13 +388,9 @@ class SimulatedCluster:
                 case election.Release():
                     self._release(command.epoch)
                 case election.Lead():
-                    self._lead(command.epoch)
+                    server.tell(events.Elected(command.epoch))
                 case election.StepDown():
-                    self._lead(0)
-
-    def _lead(self, epoch: int) -> None:
-        self.server.sim.tell(LeadingEvent(at=self.server.sim.at, server_id=self.server.name, epoch=epoch))
-        self.server.tell(events.Elected(epoch))
+                    server.tell(events.Elected(0))
 
     def _find_floor(self, asked_at: float) -> None:
         """Read the latest epoch of the store, so that no epoch is used a second time."""
@@ -538,6 +534,8 @@ class SimServer(SimProcess, ServerNode):
     # -- the broker's driver --------------------------------------------------------------------------------------
     def tell(self, event: events.Event) -> None:
         """Apply an event to the broker, and let the store begin if it is idle."""
+        if isinstance(event, events.Elected):
+            self.sim.tell(LeadingEvent(at=self.sim.at, server_id=self.name, epoch=event.epoch))
         self.apply(event)
         self.pump()
 
@@ -571,9 +569,11 @@ class SimServer(SimProcess, ServerNode):
         last_words = error_message(0, error) if error is not None else None
         self.network.hang_up(command.conn, last_words, error.message if error is not None else "closed")
 
-    def _told(self, command: events.Publish | election.TookOver | election.EpochFenced) -> None:
+    def _told(self, command: ClusterCommand) -> None:
         if self.cluster is not None:
             self.cluster.told(command)
+        else:
+            super()._told(command)
 
     def _ask(self, command: events.AskEnded | events.AskRevoked | events.AskReady) -> None:
         if isinstance(command, events.AskEnded):
