@@ -1,7 +1,7 @@
 """Definitions and events in the simulator: one run for each nominal time and event, no overlap where none is allowed.
 
-The store of each seed has applications beside the servers: they emit events, and in the end disable all definitions. Schedules
-come every few seconds here, since a world lasts 18 s.
+The store of each seed has applications beside the servers: they emit events, and in the end disable all definitions; an operator
+sets runs going again. Schedules come every few seconds here, since a world lasts 18 s.
 """
 
 from __future__ import annotations
@@ -25,12 +25,14 @@ from tasuki.testing.sim import faults, history
 from tasuki.testing.sim.ablations_store import Replacement
 from tasuki.testing.sim.checker import Violation
 from tasuki.testing.sim.checker_store import ViolationFound
+from tasuki.testing.sim.recorder import Recorder
 from tasuki.testing.sim.run import SeedOutcome, check_seed
 from tasuki.testing.sim.world import SimOptions
 
 STEP_S = 3
 EMITTING_S = 14.0
 EMIT_CHANCE = 0.03  # at each turn
+RERUN_CHANCE = 0.03
 SEEDS = 40
 HUNTED_SEEDS = 40
 
@@ -65,6 +67,8 @@ class ScheduledStore(MemoryStore):
         self.began_at, self.ended_at = clock.wall(), 0.0
         """Times between which all nominal times must have runs: up to what is settled when the definitions are disabled."""
         self.emitted: list[EventRow] = []
+        self.run_again: list[str] = []
+        """Runs that an operator has set going again, and that are not recorded yet."""
         # A subject that all workers subscribe to: a run's successor may go to another one.
         common = {
             "queue": "render",
@@ -94,12 +98,38 @@ class ScheduledStore(MemoryStore):
                 number = len(self.emitted) + 1
                 self.emitted.append(EventRow(id=number, event_type="order.paid", created_at=float(number)))
                 self.emit(self.emitted[-1])
+            if self._chance.random() < RERUN_CHANCE:
+                self._rerun()
         elif not self.ended_at:
             self.ended_at = min(
                 self.notes_of[number].fired_until if number in self.notes_of else self.began_at for number in BY_TIME
             )
             for number in BY_TIME:
                 self.define(replace(self.definitions[number], enabled=False))
+
+    def _rerun(self) -> None:
+        jobs = [record.job for record in self._records.values()]
+        ended = [job.job_id for job in jobs if str(job.job_definition_id) in ALONE and job.state.terminal]
+        if ended:
+            chosen = self._chance.choice(ended)
+            self.run_again += [chosen for answer in self.requeue([chosen], actor="operator") if answer.done]
+
+
+def with_reruns(record: Callable[..., None]) -> Callable[..., None]:
+    """Return a recorder's `turn` that first tells what an operator did to the store without any server."""
+
+    def turn(self: Recorder, *given: Any) -> None:
+        assert isinstance(self.store, ScheduledStore)
+        chosen, self.store.run_again = self.store.run_again, []
+        for job_id, job in zip(chosen, self.store.get(chosen), strict=True):
+            generation = job.generation if job is not None else 0
+            at, who = self.world.at, {"client": "operator", "call": f"{job_id} {generation}"}
+            self.world.tell(history.AskedEvent(at=at, verb="requeue", job_ids=(job_id,), **who))
+            self.world.tell(history.RequeuedEvent(at=at, job_id=job_id, done=True, generation=generation))
+            self.world.tell(history.AnsweredEvent(at=at, answer="ok", accepted=(job_id,), **who))
+        record(self, *given)
+
+    return turn
 
 
 class Watch:
@@ -132,7 +162,7 @@ def check(seed: int) -> tuple[SeedOutcome, set[str]]:
         stores.append(ScheduledStore(clock, random_bytes, random.Random(f"applications {seed}")))
         return stores[-1]
 
-    with patched(Replacement(firing, "parse_schedule", lambda _: parse)):
+    with patched(Replacement(firing, "parse_schedule", lambda _: parse), Replacement(Recorder, "turn", with_reruns)):
         outcome = check_seed(seed, OPTIONS, watch, make_store=make)
     store = stores[-1]
     broken = {violation.invariant for violation in outcome.violations}
@@ -172,16 +202,22 @@ def test_the_worlds_have_runs_that_were_skipped_replaced_and_released() -> None:
         seen.update(released=fired.released, runs=len(fired.runs))
         return fired
 
-    with patched(Replacement(MemoryDefinitions, "fire", lambda _: counted)):
+    def asked(self: Any, *given: Any, **named: Any) -> Any:
+        answers = requeue(self, *given, **named)
+        seen.update("run again" if answer.done else "kept back" for answer in answers if answer.done or answer.still_running)
+        return answers
+
+    requeue = MemoryStore.requeue
+    with patched(Replacement(MemoryDefinitions, "fire", lambda _: counted), Replacement(MemoryStore, "requeue", lambda _: asked)):
         for seed in range(6):
             check(seed)
 
-    assert min(seen[name] for name in ("skipped", "replaced", "released", "runs")) > 0, seen
+    assert min(seen[name] for name in ("skipped", "replaced", "released", "runs", "run again", "kept back")) > 0, seen
 
 
 ABLATIONS = {
     "an event is processed in the turn that makes its runs": (
-        {"I19", "I15"}, Replacement(MemoryDefinitions, "events_processed", lambda _: lambda self, event_ids: None),
+        {"I19", "I15"}, Replacement(MemoryDefinitions, "events_processed", lambda _: lambda self, *given: None),
     ),
     "the run's id is made of its nominal time": (
         {"I15", "liveness"}, Replacement(firing, "runs_of", lambda runs_of: lambda *given: map(same_id, runs_of(*given))),
@@ -192,10 +228,23 @@ ABLATIONS = {
     "forbid looks at the last run": (
         {"I18"}, Replacement(firing, "_last_run", lambda _: lambda state, known: None),
     ),
+    "a run is run again while no other one goes on": (
+        {"I18"}, Replacement(MemoryDefinitions, "_begin_again", lambda _: lambda self, run: None),
+    ),
+    "a run that is run again is the last one": (
+        {"I18"}, Replacement(MemoryDefinitions, "_begin_again", lambda begin: lambda self, run: forgetful(begin, self, run)),
+    ),
     "a run that replaces another waits for its end": (
         {"I18"}, Replacement(MemoryDefinitions, "add_runs", lambda add: lambda self, runs: add(self, list(map(at_once, runs)))),
     ),
 }  # fmt: skip
+
+
+def forgetful(begin: Any, store: Any, run: Any) -> Any:
+    notes = dict(store.notes_of)
+    answer = begin(store, run)
+    store.notes_of.update(notes)
+    return answer
 
 
 def same_id(run: Any) -> Any:

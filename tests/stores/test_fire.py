@@ -16,7 +16,7 @@ from msgspec.structs import asdict, replace
 
 from tasuki.core.job import State
 from tasuki.core.scheduler.firing import Definition, EventRow
-from tasuki.core.store_messages import FiredRuns, JobKind
+from tasuki.core.store_messages import FiredRuns, JobKind, Requeued
 from tasuki.errors import ConfigError, StaleEpoch
 from tasuki.stores.memory.store import MemoryStore
 from tasuki.stores.redis.store import RedisStore
@@ -420,18 +420,113 @@ def test_what_waited_past_its_window_is_skipped(firing: Firing) -> None:
     assert firing.skip() == [d(begin + 43_200)]
 
 
-def test_an_application_that_holds_the_last_run_in_its_transaction_stops_no_leader(postgres_url: str) -> None:
+def test_a_run_is_not_run_again_while_another_one_of_its_definition_goes_on(firing: Firing) -> None:
+    firing.define(replace(MINUTELY, concurrency_policy="forbid"))
+    firing.at(0.5)
+    firing.finish(firing.run(d(0)))
+    firing.at(60.5)
+    grant = firing.run(d(60))
+
+    assert firing.store.requeue([d(0)], actor="alice") == [Requeued(False, State.SUCCEEDED, d(60))]
+    firing.finish(grant)
+    assert firing.store.requeue([d(0), d(60)], actor="alice") == [
+        Requeued(True, State.PENDING), Requeued(False, State.SUCCEEDED, d(0)),
+    ]  # fmt: skip
+    assert [str(run.state) for run in firing.at(120.5).runs] == ["SKIPPED"]
+    firing.finish(firing.run(d(0)))
+    assert [str(run.state) for run in firing.at(180.5).runs] == ["PENDING"]
+
+
+def test_a_run_that_is_run_again_is_replaced_by_the_next_one(firing: Firing) -> None:
+    firing.define(replace(MINUTELY, concurrency_policy="replace"))
+    firing.at(0.5)
+    firing.finish(firing.run(d(0)))
+    firing.at(60.5)
+    firing.finish(firing.run(d(60)))
+    assert firing.store.requeue([d(0)], actor="alice") == [Requeued(True, State.PENDING)]
+    grant = firing.run(d(0))
+
+    assert [job_id for job_id, _ in firing.at(120.5).replaced] == [d(0)]
+    assert firing.lease("w2", limit=9) == []
+    firing.fail(grant, error_code="CANCELED")
+    assert firing.fire().released == 1
+
+
+def test_with_allow_any_run_is_run_again(firing: Firing) -> None:
+    firing.define(MINUTELY)
+    firing.at(0.5)
+    firing.finish(firing.run(d(0)))
+    firing.at(60.5)
+
+    assert firing.store.requeue([d(0)], actor="alice") == [Requeued(True, State.PENDING)]
+
+
+# ---------------------------------------------------------------------------------------------------- rows that others hold
+
+
+@pytest.fixture
+def shared(postgres_url: str) -> Iterator[tuple[Firing, psycopg.Connection]]:
+    """A leader, and the connection of an application that locks rows."""
     clock = FakeClock(wall=T0 - 5)
     with (
         closing(SqlStore.open_postgresql(postgres_url, clock=clock)) as store,
         closing(psycopg.connect(postgres_url)) as application,
     ):
-        firing = Firing(store, clock)
-        firing.define(replace(MINUTELY, concurrency_policy="forbid"))
-        firing.at(0.5)
-        application.execute("SELECT 1 FROM tasuki_jobrun WHERE idempotency_key = %s FOR UPDATE", [d(0)])
+        yield Firing(store, clock), application
 
-        assert [(run.job_id, str(run.state)) for run in firing.at(60.5).runs] == [(d(60), "SKIPPED")]
+
+def test_an_application_that_holds_the_last_run_in_its_transaction_stops_no_leader(
+    shared: tuple[Firing, psycopg.Connection],
+) -> None:
+    firing, application = shared
+    firing.define(replace(MINUTELY, concurrency_policy="forbid"))
+    firing.at(0.5)
+    application.execute("SELECT 1 FROM tasuki_jobrun WHERE idempotency_key = %s FOR UPDATE", [d(0)])
+
+    assert [(run.job_id, str(run.state)) for run in firing.at(60.5).runs] == [(d(60), "SKIPPED")]
+
+
+@pytest.mark.parametrize(
+    "held",
+    [
+        "SELECT 1 FROM tasuki_jobrun WHERE idempotency_key = 'd1-1800000000' FOR UPDATE",
+        "SELECT 1 FROM tasuki_definitionstate WHERE definition_id = 1 FOR UPDATE",
+    ],
+)
+def test_a_definition_whose_run_or_notes_are_held_is_left_for_the_next_look(
+    shared: tuple[Firing, psycopg.Connection], held: str
+) -> None:
+    firing, application = shared
+    firing.define(replace(MINUTELY, concurrency_policy="replace"), replace(MINUTELY, id=3, name="other"))
+    firing.at(0.5)
+    firing.run(d(0))
+    by_hand = firing.emit("definition.run", by_hand_for=1, created_at=T0 + 70)
+    application.execute(held)
+
+    look = firing.at(60.5)
+    assert (ids(look), look.replaced, look.wait_s) == ([d(60, 3)], (), None)
+    application.rollback()
+    again = firing.fire()
+    assert (ids(again), [job_id for job_id, _ in again.replaced]) == ([d(60), f"e{by_hand}-1"], [d(0)])
+    assert again.wait_s == pytest.approx(59.5)
+
+
+def test_events_and_waiting_runs_that_are_held_are_left_for_the_next_look(shared: tuple[Firing, psycopg.Connection]) -> None:
+    firing, application = shared
+    firing.define(ON_PAID, replace(MINUTELY, concurrency_policy="replace"))
+    firing.at(0.5)
+    grant = firing.run(d(0))
+    firing.at(60.5)
+    firing.finish(grant)
+    held, free = firing.emit("order.paid"), firing.emit("order.paid")
+    application.execute("UPDATE tasuki_event SET event_type = 'order.sent' WHERE id = %s", [held])
+    application.execute("SELECT 1 FROM tasuki_jobrun WHERE idempotency_key = %s FOR UPDATE", [d(60)])
+
+    look = firing.fire()
+    assert (ids(look), look.released) == ([f"e{free}-2"], 0)
+    application.commit()
+    look = firing.fire()
+    assert (ids(look), look.released) == ([f"e{held}-2"], 1)
 
 
 # ---------------------------------------------------------------------------------------------------- events

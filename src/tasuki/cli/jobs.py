@@ -298,11 +298,17 @@ def retry(output: Output, ids: tuple[str, ...], array: str | None, only_failed: 
     def human() -> Iterable[str]:
         for job_id, what in answers.items():
             if not what["done"]:
-                yield f"{job_id}  {what['state']}: not changed, only jobs that have ended can be set going again"
+                why = _overlap(what) or "only jobs that have ended can be set going again"
+                yield f"{job_id}  {what['state']}: not changed, {why}"
         yield f"{len(done)} job(s) set going again"
 
     output.show(answers, human, done)
     return ExitCode.OK if len(done) == len(answers) else ExitCode.FAILED
+
+
+def _overlap(answer: dict[str, Any]) -> str:
+    """Return why a run that has ended was not set going again; empty: another reason."""
+    return f"run {answer['still_running']} of its definition has not ended" if "still_running" in answer else ""
 
 
 # ---------------------------------------------------------------------------------------------------- dead letters
@@ -410,6 +416,7 @@ def retry_dead(
     if job_ids and (subject or app):
         raise InvalidInput("--subject and --app choose among --all; leave them out where jobs are named")
     filter = _dead_filter(subject, app)
+    overlaps: dict[str, str] = {}
 
     async def work(client: AsyncClient) -> tuple[list[str], dict[str, str]]:
         done: list[str] = []
@@ -420,6 +427,7 @@ def retry_dead(
             answers = await client.request("requeue", job_ids=chosen, reason=reason) if chosen and not dry_run else {}
             done += [job_id for job_id in chosen if dry_run or answers[job_id]["done"]]
             left |= {job_id: what["state"] for job_id, what in answers.items() if not what["done"]}
+            overlaps.update({job_id: _overlap(what) for job_id, what in answers.items()})
             output.progress(f"{len(done)} job(s)")
         return done, left
 
@@ -429,7 +437,7 @@ def retry_dead(
         yield from done if dry_run else ()
         for job_id, state in left.items():
             why = "its payload is gone" if state in UNSUCCESSFUL else "it is not a dead letter"
-            yield f"{job_id}  {state}: not changed, {why}"
+            yield f"{job_id}  {state}: not changed, {overlaps.get(job_id) or why}"
         yield f"{len(done)} job(s) would be set going again" if dry_run else f"{len(done)} job(s) set going again"
 
     output.show({"jobs": done, "count": len(done), "dry_run": dry_run, "left": left}, human, done)

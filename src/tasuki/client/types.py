@@ -134,6 +134,8 @@ class RetryAnswer(msgspec.Struct, frozen=True):
 
     state: State
     done: bool = False
+    still_running: str | None = None
+    """The other run of its definition that has not ended, and that it must not overlap."""
 
 
 class Explanation(msgspec.Struct, frozen=True, kw_only=True):

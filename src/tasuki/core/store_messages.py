@@ -379,6 +379,8 @@ class Requeued(msgspec.Struct, frozen=True, gc=False):
 
     done: bool
     state: State | None
+    still_running: str | None = None
+    """The other run of its definition that has not ended, and that it must not overlap."""
 
 
 class Reaped(msgspec.Struct, frozen=True, gc=False):

@@ -452,7 +452,7 @@ class JobDefinition(Row):
 
 
 class DefinitionState(Row):
-    """The leader's notes on one definition (`core.scheduler.firing.FiringState`). Nobody else writes them: saving a definition
+    """The leader's notes on one definition (`core.scheduler.firing.FiringState`). No application writes them: saving a definition
     that was read a while ago changes nothing here. They outlive the definition, for a run of it that still waits; see `prune`."""
 
     shown = "{0.definition_id}: next at {0.next_at}"

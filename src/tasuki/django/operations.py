@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from django.db import connections
+from django.db import connections, transaction
 
 from tasuki.coords.coordination import MEMBER_TIMEOUT_S
 from tasuki.core.cluster_messages import Hint, ServerInfo, WorkerInfo
@@ -105,13 +105,19 @@ def cancel_runs(job_ids: Sequence[str], *, actor: str, reason: str = "") -> list
 
 
 def rerun(job_ids: Sequence[str], *, actor: str, reason: str = "") -> None:
-    """Run ended jobs again, under their ids. InvalidInput for one that has not ended."""
+    """Run ended jobs again, under their ids: all or none. InvalidInput for one that has not ended, or that another run of its
+    definition keeps from it by the definition's concurrency_policy."""
+    alias = project_settings().database
     jobs = [get_run(job_id) for job_id in job_ids]
-    for job in jobs:
-        if not job.state.terminal:
-            raise InvalidInput(f"job {quoted(job.job_id)} is {job.state}, not ended; cancel it first")
-    project_store().requeue([job.job_id for job in jobs], actor=actor, reason=reason)
-    hint_after_commit(project_settings().database, Hint(ready=tuple({job.spec.subject for job in jobs})))
+    with transaction.atomic(using=alias):
+        answers = project_store().requeue([job.job_id for job in jobs], actor=actor, reason=reason)
+        for job, answer in zip(jobs, answers, strict=True):
+            if answer.still_running is not None:
+                text = f"run {answer.still_running} of the same definition has not ended, and its concurrency_policy forbids two"
+                raise InvalidInput(f"job {quoted(job.job_id)} cannot run now: {text}; wait for that one, or cancel it")
+            if not answer.done:
+                raise InvalidInput(f"job {quoted(job.job_id)} is {answer.state}, not ended; cancel it first")
+        hint_after_commit(alias, Hint(ready=tuple({job.spec.subject for job in jobs})))
 
 
 def prune(*, days: float, logs_days: float) -> dict[str, int]:

@@ -41,13 +41,13 @@ class FiringRecords(Protocol):
     """Reads and writes of definitions, events and runs in one transaction of the leader."""
 
     def make_waiting_ready(self) -> int:
-        """Make runs ready whose predecessor has ended; return how many."""
+        """Make runs ready whose predecessor has ended; return how many. Those that somebody else has locked are left."""
 
     def due_definitions(self, now: float, limit: int) -> Sequence[tuple[Definition, FiringState]]:
         """Return definitions to look at: due or changed, or whose notes are of a time ahead of `now`, the longest due first."""
 
     def new_events(self, limit: int) -> Sequence[EventRow]:
-        """Return events that are not processed, the oldest first."""
+        """Return events that are not processed and that nobody else has locked, the oldest first."""
 
     def definitions_for(self, events: Sequence[EventRow]) -> Sequence[tuple[Definition, FiringState]]:
         """Return all definitions that one of these events may be for."""
@@ -57,6 +57,13 @@ class FiringRecords(Protocol):
     def states_of(self, job_ids: Collection[str]) -> Mapping[str, State]:
         """Return the states of the jobs that exist, without a lock: an application that has one of them in a transaction that
         lasts stops no leader. A run that ends, or is run again, at this moment might as well have done so a moment later."""
+
+    def lock_notes(self, definition_ids: Collection[int]) -> Mapping[int, tuple[str, str]]:
+        """Lock the notes on these definitions, unless somebody else has, and return `last_run_id` and `waits_for` as they are:
+        a requeue writes them too."""
+
+    def lock_runs(self, job_ids: Collection[str]) -> Collection[str]:
+        """Lock runs, and return those that nobody else has locked."""
 
     def add_runs(self, runs: Sequence[tuple[PlannedRun, Submission]]) -> Sequence[FiredRun]:
         """Store runs whose ids are new. One with `waits_for` is not ready, one with an `end` is terminal."""
@@ -78,19 +85,31 @@ def fire(records: FiringRecords, now: float, limit: int) -> FiredRuns:
     released = records.make_waiting_ready()
     due = records.due_definitions(now, limit)
     events = records.new_events(limit)
-    answer = FiredRuns(released=released)
-    if due or events:
-        firing = _Firing(records, now)
-        for definition, state in due:
-            firing.look_at(definition, state)
-        for definition, state in records.definitions_for(events) if events else ():
-            firing.add_events(definition, state, events)
-        answer = replace(firing.write(), released=released)
-        records.events_processed([event.id for event in events], firing.refused)
+    if not due and not events:
+        return _with_wait(FiredRuns(released=released), records.next_time(now), now)
+    firing = _Firing(records, now)
+    for definition, state in due:
+        firing.look_at(definition, state)
+    for definition, state in records.definitions_for(events) if events else ():
+        firing.add_events(definition, state, events)
+    answer = replace(firing.write(), released=released)
+    done = [event.id for event in events if event.id not in firing.left_events]
+    records.events_processed(done, {number: why for number, why in firing.refused.items() if number in done})
+    if firing.left:  # they are due still: to look again at once would find them locked again
+        return answer
     if len(due) >= limit or len(events) >= limit:
         return replace(answer, wait_s=0.0)
-    following = records.next_time(now)
+    return _with_wait(answer, records.next_time(now), now)
+
+
+def _with_wait(answer: FiredRuns, following: float | None, now: float) -> FiredRuns:
     return answer if following is None else replace(answer, wait_s=max(0.0, following - now))
+
+
+def going_on(state: FiringState, known: Mapping[str, State]) -> str | None:
+    """Return the run of a definition that another one must not overlap, if there is any."""
+    last = _last_run(state, known)
+    return last.open if last is not None else None
 
 
 class _Firing:
@@ -103,12 +122,17 @@ class _Firing:
         self._definitions: dict[int, Definition] = {}
         self._states: dict[int, FiringState] = {}
         self._runs: dict[int, list[PlannedRun]] = {}
+        self._with_notes: set[int] = set()
+        self._events_of: dict[int, list[int]] = {}
+        self.left: set[int] = set()
+        """Definitions for the next look: somebody else has locked what would be written."""
+        self.left_events: set[int] = set()
         self.refused: dict[int, str] = {}
         """Events that a definition cannot be run upon, and why."""
 
     def look_at(self, definition: Definition, state: FiringState) -> None:
         """Find the nominal times that are due. A definition that cannot be fired keeps no other from it: its problem is noted."""
-        self._definitions[definition.id] = definition
+        self._add(definition, state)
         if not definition.enabled or definition.type != DefinitionType.TIME:
             # Times until now are settled: if it is enabled by an update, which notes no time, they do not count.
             settled = max(state.fired_until, self._now)
@@ -135,7 +159,8 @@ class _Firing:
         matching = [event for event in events if is_for(event, definition)]
         if not matching:
             return
-        self._definitions[definition.id] = definition
+        self._add(definition, state)
+        self._events_of[definition.id] = [event.id for event in matching]
         state = self._states.setdefault(definition.id, state)
         runs, problem = self._runs.setdefault(definition.id, []), ""
         for event in matching:
@@ -147,16 +172,46 @@ class _Firing:
         if problem or definition.type == DefinitionType.EVENT:
             self._states[definition.id] = replace(state, problem=problem)
 
+    def _add(self, definition: Definition, state: FiringState) -> None:
+        self._definitions[definition.id] = definition
+        if state != FiringState():
+            self._with_notes.add(definition.id)
+
+    def _leave(self, number: int) -> None:
+        self.left.add(number)
+        self.left_events.update(self._events_of.get(number, ()))
+        del self._states[number]
+        self._runs.pop(number, None)
+
+    def _lock(self) -> None:
+        """Read the notes once more, locked: a run may have been set going again since. The leader waits for nobody."""
+        locked = self._records.lock_notes(self._with_notes) if self._with_notes else {}
+        for number in self._with_notes:
+            if number in locked:
+                last_run_id, waits_for = locked[number]
+                self._states[number] = replace(self._states[number], last_run_id=last_run_id, waits_for=waits_for)
+            else:
+                self._leave(number)
+
     def write(self) -> FiredRuns:
         """Decide which runs may follow now, and store everything."""
+        self._lock()
         asked = {run.spec.job_id for runs in self._runs.values() for run in runs}
         earlier = {job_id for state in self._states.values() for job_id in (state.last_run_id, state.waits_for) if job_id}
         known = self._records.states_of(asked | earlier) if asked else {}
+        plans = {
+            number: plan_runs(self._definitions[number].policy, runs, _last_run(self._states[number], known), known)
+            for number, runs in self._runs.items()
+        }
+        wanted = [job_id for plan in plans.values() for job_id in plan.cancel]
+        free = set(self._records.lock_runs(wanted)) if wanted else set()
         new: list[PlannedRun] = []
         cancel: list[str] = []
-        for number, runs in self._runs.items():
+        for number, plan in plans.items():
+            if not free.issuperset(plan.cancel):
+                self._leave(number)
+                continue
             state = self._states[number]
-            plan = plan_runs(self._definitions[number].policy, runs, _last_run(state, known), known)
             new += plan.runs
             cancel += plan.cancel
             latest = next((run for run in reversed(plan.runs) if run.spec.job_id == plan.last_run_id), None)

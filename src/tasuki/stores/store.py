@@ -173,6 +173,8 @@ class Store(Reader, Protocol):
         With `generation` only jobs that still have it: of several callers that read the same end, one sets the job going again.
 
         The spec's own `not_before` holds again, and its `not_after` unless that time is over: the caller wants the job run now.
+        A run of a definition whose policy is not allow is left alone while another one of it has not ended (`still_running`);
+        else it is the last run now, which the next one must not overlap.
         """
 
     # -- workers --------------------------------------------------------------------------------------------------

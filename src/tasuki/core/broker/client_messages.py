@@ -372,7 +372,8 @@ def _requeue(
     state: BrokerState, client: ClientSession, identity: Identity, request: protocol.Request, job_ids: list[str]
 ) -> list[events.Command]:
     def requeued(job_id: str, answer: Requeued, effects: TurnEffects) -> dict[str, object]:
-        return {"state": answer.state, "done": answer.done}
+        blocked = {"still_running": answer.still_running} if answer.still_running is not None else {}
+        return {"state": answer.state, "done": answer.done, **blocked}
 
     reason = _reason(request)
     return _order(

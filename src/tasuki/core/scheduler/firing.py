@@ -103,7 +103,7 @@ class Definition(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FiringState(msgspec.Struct, frozen=True, kw_only=True):
-    """The leader's notes on one definition. Nobody else writes them."""
+    """The leader's notes on one definition. A requeue writes them too: it makes a run the last one again."""
 
     fired_until: float = 0.0
     """All nominal times up to this one are settled."""

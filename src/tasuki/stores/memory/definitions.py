@@ -17,6 +17,7 @@ from tasuki.core.lifecycle import JobEvent
 from tasuki.core.scheduler.firing import (
     CLOCK_SET_BACK_S,
     SKIP_LATE_RUNS_AFTER_S,
+    ConcurrencyPolicy,
     Definition,
     DefinitionType,
     EventRow,
@@ -25,7 +26,7 @@ from tasuki.core.scheduler.firing import (
 )
 from tasuki.core.store_messages import Canceled, FiredRun, FiredRuns, Submission
 from tasuki.stores.common import INCIDENT_OF
-from tasuki.stores.firing import REPLACED_BY, fire
+from tasuki.stores.firing import REPLACED_BY, fire, going_on
 from tasuki.stores.memory.records import MemoryJob, MemoryRecords
 from tasuki.stores.store import Clock
 
@@ -71,6 +72,19 @@ class MemoryDefinitions(MemoryRecords):
             self._undo.append(undo)
             table.update({key: value}) if value is not None else table.pop(key, None)
 
+    # -- operators ------------------------------------------------------------------------------------------------
+    def _begin_again(self, run: Job) -> str | None:
+        """Make a run the last one of its definition, or return the one that it would overlap."""
+        number = run.job_definition_id
+        definition = self.definitions.get(number) if number is not None else None
+        if definition is None or definition.policy == ConcurrencyPolicy.ALLOW:
+            return None
+        notes = self.notes_of[definition.id]
+        known = self.states_of([notes.last_run_id, notes.waits_for])
+        if (still_running := going_on(notes, known)) is None:
+            self._set(self.notes_of, definition.id, replace(notes, last_run_id=run.job_id, waits_for=""))
+        return still_running
+
     # -- the leader -----------------------------------------------------------------------------------------------
     def fire(self, *, epoch: int, limit: int = 256) -> FiredRuns:
         with self.turn():
@@ -107,6 +121,12 @@ class MemoryDefinitions(MemoryRecords):
 
     def states_of(self, job_ids: Collection[str]) -> Mapping[str, State]:
         return {job_id: self._records[job_id].job.state for job_id in job_ids if job_id in self._records}
+
+    def lock_notes(self, definition_ids: Collection[int]) -> Mapping[int, tuple[str, str]]:
+        return {number: (self.notes_of[number].last_run_id, self.notes_of[number].waits_for) for number in definition_ids}
+
+    def lock_runs(self, job_ids: Collection[str]) -> Collection[str]:
+        return job_ids
 
     def add_runs(self, runs: Sequence[tuple[PlannedRun, Submission]]) -> Sequence[FiredRun]:
         return [self._add_run(run, submission) for run, submission in runs if run.spec.job_id not in self._records]

@@ -144,6 +144,8 @@ class MemoryStore(MemoryDefinitions):
         record = self._records.get(job_id)
         if record is None or not record.job.state.terminal or generation not in (None, record.job.generation):
             return Requeued(False, record.job.state if record else None)
+        if (still_running := self._begin_again(record.job)) is not None:
+            return Requeued(False, record.job.state, still_running)
         return Requeued(True, self._requeue(record, actor=actor, reason=reason).job.state)
 
     def _requeue(self, record: MemoryJob, *, actor: str, reason: str) -> MemoryJob:

@@ -1,8 +1,9 @@
 """The verb `fire` on the SQL store: definitions, events and the leader's notes as rows (`django/models.py`).
 
-Definitions and events belong to the applications that write them. They are read as committed, without a lock: whoever edits one
-in a transaction that lasts never makes the leader wait. The notes (`tasuki_definitionstate`) are written by the leader alone,
-behind the fence of its epoch.
+Definitions and events belong to the applications that write them. Definitions are read as committed, without a lock: whoever
+edits one in a transaction that lasts never makes the leader wait. The notes (`tasuki_definitionstate`) are written by the leader,
+behind the fence of its epoch; a requeue locks them to make a run the last one again. Events, notes and runs that others have
+locked are left for the next look.
 """
 
 from __future__ import annotations
@@ -44,8 +45,12 @@ class _Rows:
         found = tx.session.rows("waiting_over")
         if not found:
             return 0
-        tx.session.change("forget_waiting", (tx.session.listed([row[0] for row in found]),))
-        runs = [(row_id, ReadyQueue(queue[0], JobKind(queue[1]), queue[2])) for _, row_id, *queue in found if row_id is not None]
+        free = self.lock_runs([job_id for _, job_id, row_id, *_ in found if row_id is not None])
+        over = [row for row in found if row[2] is None or row[1] in free]
+        tx.session.change("forget_waiting", (tx.session.listed([definition_id for definition_id, *_ in over]),))
+        runs = [
+            (row_id, ReadyQueue(subject, JobKind(kind), exec_)) for *_, row_id, subject, kind, exec_ in over if row_id is not None
+        ]
         tx.session.change("make_ready", (tx.session.listed([row_id for row_id, _ in runs]),))
         for row_id, queue in runs:
             tx.comes_back(queue, row_id)
@@ -70,6 +75,14 @@ class _Rows:
 
     def states_of(self, job_ids: Collection[str]) -> Mapping[str, State]:
         return {job_id: row.job_state for job_id, row in self._tx.rows_unlocked(sorted(job_ids)).items()}
+
+    def lock_notes(self, definition_ids: Collection[int]) -> Mapping[int, tuple[str, str]]:
+        found = self._tx.session.rows("lock_notes", (self._tx.session.listed(sorted(definition_ids)),))
+        return {number: (last_run_id, waits_for) for number, last_run_id, waits_for in found}
+
+    def lock_runs(self, job_ids: Collection[str]) -> Collection[str]:
+        found = self._tx.session.rows("lock_free_runs", (self._tx.session.listed(sorted(job_ids)),)) if job_ids else ()
+        return {job_id for (job_id,) in found}
 
     def add_runs(self, runs: Sequence[tuple[PlannedRun, Submission]]) -> list[FiredRun]:
         tx = self._tx

@@ -7,12 +7,14 @@ from collections.abc import Collection, Sequence
 from itertools import chain
 from typing import Any
 
-from tasuki.core.job import JobSpec, Outcome, State, differing_fields
+from tasuki.core.job import JobSpec, Outcome, State, differing_fields, is_run_id
 from tasuki.core.lifecycle import JobEvent, after, attempt_again, cancel_is_immediate, not_after_again
+from tasuki.core.scheduler.firing import FiringState
 from tasuki.core.store_messages import Canceled, MissingBlobs, Requeued, Submission, Submitted, kind_of, storable_text
 from tasuki.core.subject import group_of
 from tasuki.errors import Conflict, Unavailable
 from tasuki.stores.common import check_on_failed, input_refs, requeue_reason
+from tasuki.stores.firing import going_on
 from tasuki.stores.sql.database import LEADER_SCOPE, NOTHING_STORED, SqlSession, Transaction, must_change
 from tasuki.stores.sql.rows import READY, JobRow, decode_spec, encode_spec, job_of, outcome_of, ready_value
 from tasuki.stores.store import Answered
@@ -180,18 +182,52 @@ def _cancel(tx: Transaction, row: JobRow, requested: list[JobRow], actor: str, r
 def requeue(
     tx: Transaction, job_ids: Sequence[str], *, actor: str, reason: str = "", generation: int | None = None
 ) -> list[Requeued]:
+    overlap = _Overlap(tx, [job_id for job_id in job_ids if is_run_id(job_id)])
     rows = tx.rows(job_ids)
     ended: list[JobRow] = []
     answers = []
     for job_id in job_ids:
         row = rows.get(job_id)
-        done = row is not None and row.job_state.terminal and generation in (None, row.generation)
-        if row is not None and done:
+        may = row is not None and row.job_state.terminal and generation in (None, row.generation)
+        still_running = overlap.still_running(job_id) if may else None
+        if row is not None and may and still_running is None:
             ended.append(row)
             rows[job_id] = row._replace(state=State.PENDING.value)
-        answers.append(Requeued(done, rows[job_id].job_state if row is not None else None))
+            overlap.begins(job_id)
+        answers.append(
+            Requeued(may and still_running is None, rows[job_id].job_state if row is not None else None, still_running)
+        )
     _requeue(tx, ended, actor=actor, reason=reason)
+    overlap.write()
     return answers
+
+
+class _Overlap:
+    """The notes on definitions of which runs are to be run again: locked, so that neither the leader nor another requeue begins a
+    run of the same definition meanwhile. Locked before the rows of jobs, everywhere."""
+
+    def __init__(self, tx: Transaction, runs: list[str]) -> None:
+        self._tx = tx
+        found = tx.session.rows("notes_of_runs", (tx.session.listed(runs),)) if runs else ()
+        self._definition_of: dict[str, int] = {job_id: number for job_id, number, *_ in found}
+        self._notes = {number: FiringState(last_run_id=last, waits_for=waits_for) for _, number, last, waits_for in found}
+        others = {job_id for notes in self._notes.values() for job_id in (notes.last_run_id, notes.waits_for) if job_id}
+        self._states = {job_id: row.job_state for job_id, row in tx.rows_unlocked(others).items()}
+        self._begun: dict[int, str] = {}
+
+    def still_running(self, job_id: str) -> str | None:
+        number = self._definition_of.get(job_id)
+        return going_on(self._notes[number], self._states) if number is not None else None
+
+    def begins(self, job_id: str) -> None:
+        number = self._definition_of.get(job_id)
+        if number is not None:
+            self._notes[number] = FiringState(last_run_id=job_id)
+            self._states[job_id] = State.PENDING
+            self._begun[number] = job_id
+
+    def write(self) -> None:
+        self._tx.session.changed("run_again", (), list(self._begun.items()))
 
 
 def _requeue(tx: Transaction, rows: list[JobRow], *, actor: str, reason: str) -> None:

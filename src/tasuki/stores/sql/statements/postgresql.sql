@@ -516,7 +516,7 @@ SELECT {definition} WHERE (enabled AND type = 'event') OR definition.id = ANY($1
 
 -- name: new_events
 SELECT id, event_type, CAST(payload_json AS text), created_at, job_definition_id FROM tasuki_event
-WHERE processed_at IS NULL ORDER BY id LIMIT $1::bigint
+WHERE processed_at IS NULL ORDER BY id LIMIT $1::bigint FOR UPDATE SKIP LOCKED
 
 -- name: events_processed
 UPDATE tasuki_event SET processed_at = $1::float8 WHERE id = ANY($2::bigint[]) AND processed_at IS NULL
@@ -537,11 +537,12 @@ FROM unnest($1::text[], $2::bigint[], $3::float8[], $4::bigint[], $5::smallint[]
 WHERE idempotency_key = job_id AND state = 'PENDING'
 
 -- name: waiting_over
-SELECT definition_id, job.id, subject, kind, exec FROM tasuki_definitionstate AS state
+SELECT definition_id, last_run_id, job.id, subject, kind, exec FROM tasuki_definitionstate AS state
 LEFT JOIN tasuki_jobrun AS job ON idempotency_key = last_run_id AND job.state = 'PENDING' AND ready + 0 = 0
 WHERE waits_for <> '' AND NOT EXISTS (
     SELECT 1 FROM tasuki_jobrun AS earlier
     WHERE earlier.idempotency_key = waits_for AND earlier.state IN ('PENDING', 'ASSIGNED', 'RUNNING', 'ORPHANED'))
+FOR UPDATE OF state SKIP LOCKED
 
 -- name: forget_waiting
 UPDATE tasuki_definitionstate SET waits_for = '' WHERE definition_id = ANY($1::bigint[])
@@ -549,6 +550,24 @@ UPDATE tasuki_definitionstate SET waits_for = '' WHERE definition_id = ANY($1::b
 -- name: make_ready
 UPDATE tasuki_jobrun SET ready = 1, version = version + 1
 WHERE id = ANY($1::bigint[]) AND state = 'PENDING' AND ready + 0 = 0
+
+-- name: lock_notes
+SELECT definition_id, last_run_id, waits_for FROM tasuki_definitionstate WHERE definition_id = ANY($1::bigint[])
+ORDER BY definition_id FOR UPDATE SKIP LOCKED
+
+-- name: lock_free_runs
+SELECT idempotency_key FROM tasuki_jobrun WHERE idempotency_key = ANY($1::text[]) ORDER BY id FOR UPDATE SKIP LOCKED
+
+-- name: notes_of_runs
+SELECT idempotency_key, state.definition_id, last_run_id, waits_for FROM tasuki_jobrun
+JOIN tasuki_jobdefinition AS definition ON definition.id = job_definition_id
+JOIN tasuki_definitionstate AS state ON state.definition_id = definition.id
+WHERE idempotency_key = ANY($1::text[]) AND NOT (concurrency_policy = 'allow' OR (concurrency_policy = '' AND type = 'event'))
+ORDER BY state.definition_id FOR UPDATE OF state
+
+-- name: run_again
+UPDATE tasuki_definitionstate AS state SET last_run_id = job_id, waits_for = ''
+FROM unnest($1::bigint[], $2::text[]) AS run (definition_id, job_id) WHERE state.definition_id = run.definition_id
 
 -- name: save_firing
 INSERT INTO tasuki_definitionstate (definition_id, fired_until, next_at, plan, changed_at, last_run_id, waits_for, problem)

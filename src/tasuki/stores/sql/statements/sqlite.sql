@@ -399,7 +399,7 @@ WHERE idempotency_key = column1 AND state = 'PENDING'
 
 -- name: waiting_over
 -- Last runs of definitions that wait for the one before, which has ended.
-SELECT definition_id, job.id, subject, kind, exec FROM tasuki_definitionstate AS state
+SELECT definition_id, last_run_id, job.id, subject, kind, exec FROM tasuki_definitionstate AS state
 LEFT JOIN tasuki_jobrun AS job ON idempotency_key = last_run_id AND job.state = 'PENDING' AND ready = 0
 WHERE waits_for <> '' AND NOT EXISTS (
     SELECT 1 FROM tasuki_jobrun AS earlier
@@ -411,6 +411,24 @@ UPDATE tasuki_definitionstate SET waits_for = '' WHERE definition_id IN (SELECT 
 -- name: make_ready
 UPDATE tasuki_jobrun SET ready = 1, version = version + 1
 WHERE id IN (SELECT value FROM json_each(?1)) AND state = 'PENDING' AND ready = 0
+
+-- name: lock_notes
+-- With one writer nothing else is locked.
+SELECT definition_id, last_run_id, waits_for FROM tasuki_definitionstate WHERE definition_id IN (SELECT value FROM json_each(?1))
+
+-- name: lock_free_runs
+SELECT idempotency_key FROM tasuki_jobrun WHERE idempotency_key IN (SELECT value FROM json_each(?1))
+
+-- name: notes_of_runs
+-- Notes on the definitions of runs that are to be run again, unless their runs may overlap.
+SELECT idempotency_key, state.definition_id, last_run_id, waits_for FROM tasuki_jobrun
+JOIN tasuki_jobdefinition AS definition ON definition.id = job_definition_id
+JOIN tasuki_definitionstate AS state ON state.definition_id = definition.id
+WHERE idempotency_key IN (SELECT value FROM json_each(?1))
+  AND NOT (concurrency_policy = 'allow' OR (concurrency_policy = '' AND type = 'event'))
+
+-- name: run_again
+UPDATE tasuki_definitionstate SET last_run_id = column2, waits_for = '' FROM (VALUES {rows: (?, ?)}) AS run WHERE definition_id = column1
 
 -- name: save_firing
 INSERT INTO tasuki_definitionstate (definition_id, fired_until, next_at, plan, changed_at, last_run_id, waits_for, problem)
