@@ -1,6 +1,6 @@
 """The URLs of the example."""
 
-from django.urls import path
+from django.urls import include, path
 from shop.views import place_order
 
-urlpatterns = [path("orders/", place_order)]
+urlpatterns = [path("orders/", place_order), path("ops/", include("tasuki.django.ops.urls"))]

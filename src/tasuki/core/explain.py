@@ -38,6 +38,10 @@ class ExplainContext(msgspec.Struct, frozen=True, kw_only=True):
     trouble: str = ""
     """Reason why this server grants nothing at all: the disk is full, or the store cannot be written to."""
     now_wall: float
+    start_worker: str = "tasuki worker --to URL"
+    """Command that starts a worker here."""
+    run_again: str = "tasuki retry"
+    """Command that runs ended jobs again, without their ids."""
 
 
 def explain(job: Job, incidents: Sequence[JobIncident], context: ExplainContext) -> dict[str, Any]:
@@ -45,7 +49,7 @@ def explain(job: Job, incidents: Sequence[JobIncident], context: ExplainContext)
     if job.state in READY:
         why, because, facts = _waiting(job, context)
     elif job.state in TERMINAL:
-        why, because, facts = _ended(job)
+        why, because, facts = _ended(job, context)
     else:
         why, because, facts = _held(job, context.workers)
     if job.outcome is not None and isinstance(traceback := job.outcome.meta.get("traceback"), str):
@@ -93,7 +97,7 @@ def _why_waiting(job: Job, context: ExplainContext) -> Explanation:
     if context.trouble:
         return "TROUBLE", [f"This server gives out no job at the moment: {context.trouble}."], {"trouble": context.trouble}
     if not context.workers:
-        return "NO_WORKERS", ["No worker is connected. Start one with: tasuki worker --to URL"], {}
+        return "NO_WORKERS", [f"No worker is connected. Start one with: {context.start_worker}"], {}
     fitting = [worker for worker in context.workers if _pattern_of(worker, job.spec.subject) is not None]
     if not fitting:
         return _no_pattern(job.spec.subject, context.workers)
@@ -259,7 +263,7 @@ def _why_there(subject: str, worker_id: str, workers: Sequence[Worker]) -> tuple
 # ---------------------------------------------------------------------------------------------------- ended
 
 
-def _ended(job: Job) -> Explanation:
+def _ended(job: Job, context: ExplainContext) -> Explanation:
     outcome = job.outcome
     facts: dict[str, Any] = {"worker_id": job.assigned_worker_id}
     if outcome is not None:
@@ -269,7 +273,7 @@ def _ended(job: Job) -> Explanation:
         return "SUCCEEDED", [f"It succeeded{attempt} at worker {job.assigned_worker_id}."], facts
     reason = outcome.message or outcome.error_code if outcome is not None else "no reason was recorded"
     word = "TOO_LATE" if job.state is State.SKIPPED else str(job.state)
-    return word, [f"It is {job.state}: {reason}. Set it going again with: tasuki retry {job.job_id}"], facts
+    return word, [f"It is {job.state}: {reason}. Set it going again with: {context.run_again} {job.job_id}"], facts
 
 
 # ---------------------------------------------------------------------------------------------------- patterns

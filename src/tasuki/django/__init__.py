@@ -18,6 +18,7 @@ nothing: `django.setup()` has to come first. The public names below are loaded w
     logs          logs as rows
     operations    looking at jobs, canceling, running again, pruning
     management/   the commands of manage.py
+    ops/          the operations screens
     testing       helpers for the tests of a project
     node          the worker of a project, `manage.py tasuki_worker`
     node_door     its gRPC door

@@ -19,7 +19,8 @@ from tasuki.coords.coordination import MEMBER_TIMEOUT_S
 from tasuki.core.cluster_messages import Hint, ServerInfo, WorkerInfo
 from tasuki.core.explain import ExplainContext, explain
 from tasuki.core.job import Job, State
-from tasuki.core.store_messages import Filter
+from tasuki.core.store_messages import Filter, Page
+from tasuki.core.subject import check_pattern
 from tasuki.django.conf import project_settings
 from tasuki.django.enqueueing import hint_after_commit, patterns_of, project_store
 from tasuki.django.models import DefinitionState, Event, JobDefinition, LogChunk
@@ -30,17 +31,30 @@ DAY_S = 86_400.0
 _decode_server = msgspec.msgpack.Decoder(ServerInfo).decode
 
 
-def find_runs(
-    *, states: Sequence[str] = (), queue: str = "", text: str | None = None, limit: int = 50
-) -> Iterator[dict[str, Any]]:
-    """Yield jobs, the newest first, as `describe` shows them."""
+def find_page(
+    *,
+    states: Sequence[str] = (),
+    subject: str | None = None,
+    worker_id: str | None = None,
+    text: str | None = None,
+    limit: int = 50,
+    cursor: str | None = None,
+) -> Page:
+    """Return a page of jobs, the newest first."""
     for state in states:
         if state not in State.__members__:
             raise InvalidInput(f"state {quoted(state)} is none of {', '.join(State.__members__)}")
-    wanted = Filter(states=tuple(State(state) for state in states), subject=f"{queue}.>" if queue else None, text=text)
-    store, cursor, found = project_store(), None, 0
+    if subject is not None:
+        check_pattern(subject)
+    wanted = Filter(states=tuple(State(state) for state in states), subject=subject, worker_id=worker_id, text=text)
+    return project_store().find(wanted, limit=limit, cursor=cursor)
+
+
+def find_runs(*, limit: int = 50, **wanted: Any) -> Iterator[dict[str, Any]]:
+    """Yield jobs, the newest first, as `describe` shows them; filtered as by `find_page`."""
+    cursor, found = None, 0
     while found < limit:
-        page = store.find(wanted, limit=min(limit - found, 100), cursor=cursor)
+        page = find_page(**wanted, limit=min(limit - found, 100), cursor=cursor)
         yield from (describe(job, in_list=True) for job in page.jobs)
         found, cursor = found + len(page.jobs), page.cursor
         if cursor is None:
@@ -60,7 +74,12 @@ def explain_run(job_id: str) -> dict[str, Any]:
     job, store = get_run(job_id), project_store()
     workers = [worker.view(server_id) for server_id, worker in live_workers()]
     around = ExplainContext(
-        workers=workers, ahead=store.ready_ahead(job_id), top_band=store.top_band(), now_wall=store.clock.wall()
+        workers=workers,
+        ahead=store.ready_ahead(job_id),
+        top_band=store.top_band(),
+        now_wall=store.clock.wall(),
+        start_worker="python manage.py tasuki_worker",
+        run_again="python manage.py tasuki_runs rerun",
     )
     return explain(job, store.incidents(job_id), around)
 

@@ -7,6 +7,7 @@ from settings import INSTALLED_APPS, TASKS
 
 INSTALLED_APPS = [*INSTALLED_APPS, "probes"]
 TASKS = {**TASKS, "retrying": {"BACKEND": "tasuki.django.TasukiBackend", "OPTIONS": {"max_retries": 2, "backoff_s": 0.01}}}
+PASSWORD_HASHERS = ["django.contrib.auth.hashers.MD5PasswordHasher"]  # of users that live for one test
 SCHEDULER_SKIP_LATE_RUNS_AFTER_SECONDS = 240
 if "SITE_TASUKI" in os.environ:
     import json

@@ -47,7 +47,7 @@ class Command(ActionCommand):
     }
 
     def do_list(self, state: list[str], queue: str, text: str | None, limit: int) -> None:
-        rows = operations.find_runs(states=state, queue=queue, text=text, limit=limit)
+        rows = operations.find_runs(states=state, subject=f"{queue}.>" if queue else None, text=text, limit=limit)
         self.show_table(("job_id", "state", "subject", "args", "created_at", "finished_at"), rows)
 
     def do_show(self, job_id: str) -> None:

@@ -1,0 +1,47 @@
+"""Template tags of the screens: cells of tables, times, links."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from typing import Any
+
+from django import template
+from django.urls import reverse
+from django.utils.html import format_html
+from django.utils.timezone import localtime
+
+register = template.Library()
+CELL_MAX_CHARS = 120
+
+
+@register.simple_tag
+def place(name: str, *arguments: Any) -> str:
+    """Return the address of a screen."""
+    return reverse(f"tasuki_ops:{name}", args=arguments)
+
+
+@register.filter
+def cell(value: Any) -> Any:
+    """Return a value as people read it; times become the viewer's own by the script."""
+    if isinstance(value, datetime):
+        local = localtime(value)
+        return format_html('<time datetime="{}">{}</time>', local.isoformat(), local.isoformat(" ", "seconds"))
+    if value is None or value == "" or value == []:
+        return "–"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    text = " ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+    if len(text) > CELL_MAX_CHARS:
+        return format_html('<span title="{}">{}…</span>', text[:2_000], text[:CELL_MAX_CHARS])
+    return text
+
+
+@register.simple_tag
+def linked_cell(table: Any, key: str, row: dict[str, Any]) -> Any:
+    """Return the cell of a row, as a link if its column leads somewhere; states have their colour."""
+    shown = cell(row.get(key))
+    if key == "state":
+        return format_html('<span class="state state-{}">{}</span>', str(row.get(key)).lower(), shown)
+    if (name := table.links.get(key)) and row.get("id") not in (None, ""):
+        return format_html('<a href="{}">{}</a>', place(name, row["id"]), shown)
+    return shown

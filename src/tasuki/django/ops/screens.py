@@ -1,0 +1,228 @@
+"""What all screens share: login, permissions, rendering, exports, headers, files.
+
+The response of a screen allows no script, style or connection but those of this folder, so a job's output stays text.
+"""
+
+from __future__ import annotations
+
+import csv
+import functools
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlencode
+
+import django_htmx
+from django.contrib import auth
+from django.contrib.auth.forms import AuthenticationForm
+from django.core.cache import cache
+from django.http import FileResponse, Http404, HttpRequest, HttpResponse, HttpResponseForbidden, HttpResponseRedirect
+from django.http.response import HttpResponseBase
+from django.middleware.csrf import get_token
+from django.template import Context, Engine
+from django.urls import reverse
+from django.utils.http import url_has_allowed_host_and_scheme
+from django.utils.translation import get_language
+from django.views.decorators.csrf import csrf_protect
+from django.views.decorators.http import require_POST
+
+from tasuki.errors import NotFound, TasukiError
+
+VIEW = "tasuki.view_jobrun"
+"""Permission to look at the screens; Django makes it with the table."""
+OPERATE = "tasuki.change_jobrun"
+"""Permission to cancel jobs, run them again, run definitions now and emit events."""
+DEFINE = "tasuki.change_jobdefinition"
+CONFIGURE = "tasuki.change_schedulersettings"
+
+LOGIN_FAILURES_MAX = 10
+LOGIN_PAUSE_S = 300
+EXPORT_MAX = 10_000
+HEADERS = {
+    "Content-Security-Policy": (
+        "default-src 'none'; style-src 'self'; script-src 'self'; img-src 'self'; connect-src 'self'; form-action 'self'; "
+        "base-uri 'none'; frame-ancestors 'none'"
+    ),
+    "Cache-Control": "no-store",
+    "Referrer-Policy": "same-origin",
+    "X-Content-Type-Options": "nosniff",
+}
+_HERE = Path(__file__).parent
+_HTMX = Path(django_htmx.__file__).parent / "static" / "django_htmx"
+_ASSETS = {
+    **{file.name: file for file in (_HERE / "assets").iterdir()},
+    "htmx.js": next(_HTMX / name for name in ("htmx-2.min.js", "htmx.min.js") if (_HTMX / name).exists()),
+}
+_TYPES = {".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
+
+
+@dataclass
+class Table:
+    """The rows of a list, of which the screen shows the named columns, and its exports all."""
+
+    columns: dict[str, str]
+    """Headings by key."""
+    rows: Iterable[dict[str, Any]]
+    links: dict[str, str] = field(default_factory=dict)
+    """Names of the screens that cells of a column lead to, by key; the row's `id` is the argument."""
+    cursor: str | None = None
+    empty: str = "Nothing here."
+
+
+Screen = Callable[..., HttpResponseBase | dict[str, Any]]
+
+
+def screen(template: str, *, change: str = "") -> Callable[[Screen], Callable[..., HttpResponseBase]]:
+    """Make a screen of a function that returns the values of its template, or a response.
+
+    GET needs the permission VIEW, POST the permission `change`; without one a screen takes no POST.
+    """
+
+    def wrap(function: Screen) -> Callable[..., HttpResponseBase]:
+        @csrf_protect
+        @functools.wraps(function)
+        def answer(request: HttpRequest, **arguments: Any) -> HttpResponseBase:
+            user: Any = request.user
+            if not user.is_authenticated:
+                return HttpResponseRedirect(f"{reverse('tasuki_ops:login')}?{urlencode({'next': request.get_full_path()})}")
+            if not user.is_active or not user.has_perm(VIEW):
+                return _forbidden(request, VIEW)
+            if request.method not in ("GET", "HEAD", "POST"):
+                return HttpResponse(status=405, headers={"Allow": "GET, POST"})
+            if request.method == "POST" and not (change and user.has_perm(change)):
+                return _forbidden(request, change or "none: this screen only shows")
+            problem, status = "", 200
+            try:
+                found = function(request, **arguments)
+            except NotFound as error:
+                raise Http404(error.message) from error
+            except TasukiError as error:
+                problem, status, found = error.message, 400, {}
+            if isinstance(found, HttpResponseBase):
+                return _with_headers(found)
+            if (kind := request.GET.get("format")) and isinstance(table := found.get("table"), Table):
+                return _with_headers(_exported(table, kind, function.__name__))
+            values = {"may": bool(change) and user.has_perm(change), "problem": problem, **found}
+            return render(request, "problem" if problem and not found else template, values, status)
+
+        return answer
+
+    return wrap
+
+
+def render(request: HttpRequest, template: str, values: dict[str, Any], status: int = 200) -> HttpResponseBase:
+    """Return a page."""
+    query = request.GET.copy()
+    query.pop("cursor", None)
+    everywhere = {
+        "request": request,
+        "user": getattr(request, "user", None),
+        "csrf_token": get_token(request),
+        "language": get_language() or "en",
+        "screen": template,
+        "query": query.urlencode(),
+        "done": request.GET.get("done", ""),
+    }
+    text = _engine().get_template(f"ops/{template}.html").render(Context({**everywhere, **values}))
+    return _with_headers(HttpResponse(text, status=status))
+
+
+@functools.cache
+def _engine() -> Engine:
+    return Engine(
+        dirs=[str(_HERE / "templates")],
+        libraries={"ops": "tasuki.django.ops.cells"},
+        builtins=["django.templatetags.i18n", "tasuki.django.ops.cells"],
+    )
+
+
+def _with_headers(response: HttpResponseBase) -> HttpResponseBase:
+    for name, value in HEADERS.items():
+        response.headers.setdefault(name, value)
+    return response
+
+
+def _forbidden(request: HttpRequest, permission: str) -> HttpResponseBase:
+    text = f"{request.user} may not do this; it needs the permission {permission}"
+    return _with_headers(HttpResponseForbidden(text, content_type="text/plain; charset=utf-8"))
+
+
+def _exported(table: Table, kind: str, name: str) -> HttpResponse:
+    rows = [row for row, _ in zip(table.rows, range(EXPORT_MAX), strict=False)]
+    if kind == "json":
+        return HttpResponse(json.dumps(rows, default=_plain, ensure_ascii=False), content_type="application/json")
+    if kind != "csv":
+        return HttpResponse(f"format {kind[:20]!r} is none of csv, json", status=400, content_type="text/plain; charset=utf-8")
+    headers = {"Content-Disposition": f'attachment; filename="{name}.csv"'}
+    response = HttpResponse(content_type="text/csv; charset=utf-8", headers=headers)
+    writer = csv.writer(response)
+    keys: Sequence[str] = list(rows[0]) if rows else list(table.columns)
+    writer.writerow(keys)
+    writer.writerows([_cell_text(row.get(key)) for key in keys] for row in rows)
+    return response
+
+
+def _plain(value: Any) -> Any:
+    return value.isoformat() if isinstance(value, datetime) else str(value)
+
+
+def _cell_text(value: Any) -> str:
+    if isinstance(value, list | tuple | dict):
+        return json.dumps(value, default=_plain, ensure_ascii=False)
+    text = "" if value is None else str(_plain(value) if isinstance(value, datetime) else value)
+    return f"'{text}" if text.startswith(("=", "+", "-", "@", "\t", "\r")) else text  # spreadsheets would compute it
+
+
+def moment(at: float | None) -> datetime | None:
+    """Return a time of a job for a template."""
+    return None if at is None else datetime.fromtimestamp(at, UTC)
+
+
+def back(name: str, *arguments: Any, done: str = "") -> HttpResponse:
+    """Return a redirect to a screen that says what was done."""
+    return HttpResponseRedirect(f"{reverse(f'tasuki_ops:{name}', args=arguments)}?{urlencode({'done': done})}")
+
+
+# ---------------------------------------------------------------------------------------------------- login and files
+
+
+@csrf_protect
+def login(request: HttpRequest) -> HttpResponseBase:
+    """Ask for the name and the password of a user of the project; too many failures make an address wait."""
+    wanted = request.POST.get("next") or request.GET.get("next") or ""
+    home = reverse("tasuki_ops:overview")
+    target = wanted if url_has_allowed_host_and_scheme(wanted, {request.get_host()}, request.is_secure()) else home
+    key = "tasuki-ops-login:" + hashlib.sha256(str(request.META.get("REMOTE_ADDR")).encode()).hexdigest()
+    form = AuthenticationForm(request, data=request.POST if request.method == "POST" else None)
+    problem, status = "", 200
+    if request.method == "POST":
+        if (cache.get_or_set(key, 0, LOGIN_PAUSE_S) or 0) >= LOGIN_FAILURES_MAX:
+            problem, status = f"Too many failures; try again in {LOGIN_PAUSE_S // 60} minutes.", 429
+        elif form.is_valid():
+            auth.login(request, form.get_user())
+            return HttpResponseRedirect(target)
+        else:
+            cache.incr(key)
+            problem, status = "This name and password do not belong to an active user.", 401
+    return render(request, "login", {"next": target, "problem": problem}, status)
+
+
+@require_POST
+@csrf_protect
+def logout(request: HttpRequest) -> HttpResponse:
+    """End the session."""
+    auth.logout(request)
+    return HttpResponseRedirect(reverse("tasuki_ops:login"))
+
+
+def asset(_request: HttpRequest, name: str) -> HttpResponseBase:
+    """Return a file that pages refer to; these hold no data."""
+    file = _ASSETS.get(name)
+    if file is None:
+        raise Http404(name)
+    headers = {"Cache-Control": "public, max-age=3600", "X-Content-Type-Options": "nosniff"}
+    return FileResponse(file.open("rb"), content_type=f"{_TYPES[file.suffix]}; charset=utf-8", headers=headers)

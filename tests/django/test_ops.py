@@ -1,0 +1,208 @@
+"""The operations screens, asked as a browser asks: permissions, actions, exports, output that is hostile."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.django_site import DjangoSite
+
+pytestmark = pytest.mark.e2e
+
+SCREENS = """
+import re
+from django.contrib.auth.models import Permission, User
+from functools import partial
+from django.test import Client as AnyClient
+from django.urls import get_resolver
+from tasuki.django import emit, enqueue_command
+from tasuki.django.definitions import apply
+from tasuki.django.logs import write_log
+from tasuki.django.models import Event, JobDefinition, JobRun, SchedulerSettings
+
+Client = partial(AnyClient, headers={"host": "localhost"})
+
+def user(name, *permissions):
+    made = User.objects.create_user(name, password="a long password")
+    made.user_permissions.set(Permission.objects.filter(codename__in=permissions))
+    browser = Client(enforce_csrf_checks=True)
+    browser.force_login(made)
+    return browser
+
+def post(browser, address, **values):
+    page = browser.get("/ops/")
+    token = re.search(rb'name="csrfmiddlewaretoken" value="(\\w+)"', page.content).group(1).decode()
+    return browser.post(address, {**values, "csrfmiddlewaretoken": token})
+
+anonymous, nobody = Client(), user("nobody")
+viewer = user("viewer", "view_jobrun")
+operator = user("operator", "view_jobrun", "change_jobrun")
+admin = user("admin", "view_jobrun", "change_jobrun", "change_jobdefinition", "change_schedulersettings")
+job_id = enqueue_command("daily_report")
+apply({"nightly": {"command_name": "daily_report", "daily_at": "02:30", "time_zone": "Europe/Berlin"}}, source="settings")
+nightly = JobDefinition.objects.get()
+"""
+
+
+@pytest.fixture
+def migrated(site: DjangoSite) -> DjangoSite:
+    site.manage("migrate", "-v0")
+    return site
+
+
+def ask(site: DjangoSite, code: str) -> Any:
+    return site.ask(SCREENS + code)
+
+
+def test_every_address_asks_for_a_login_and_a_permission_and_shows_no_action_to_a_viewer(migrated: DjangoSite) -> None:
+    found = ask(
+        migrated,
+        """
+emit("order.paid", {"order": 1})
+write_log(job_id, 1, "stdout", b"hello")
+names = {"job_id": job_id, "stream": "stdout", "pk": nightly.pk, "name": "ops.css"}
+found = {}
+for pattern in get_resolver("tasuki.django.ops.urls").url_patterns:
+    address = "/ops/" + re.sub(r"<\\w+:(\\w+)>", lambda match: str(names[match[1]]), str(pattern.pattern))
+    if pattern.name in ("login", "logout", "asset"):
+        continue
+    gets = [browser.get(address) for browser in (anonymous, nobody, viewer, operator, admin)]
+    posts = [post(browser, address).status_code for browser in (viewer, operator)]
+    forged = [browser.post(address).status_code for browser in (operator, admin)]
+    policy = gets[2].headers.get("Content-Security-Policy", "")
+    buttons = [b"<button name=" in page.getvalue() for page in gets[2:4]]
+    strict = "unsafe" not in policy and "default-src 'none'" in policy
+    found[pattern.name] = [[page.status_code for page in gets], posts, forged, strict, buttons]
+asset = anonymous.get("/ops/assets/ops.css").status_code, anonymous.get("/ops/assets/../views.py").status_code
+print(json.dumps([found, asset, anonymous.get("/ops/jobs/?state=FAILED").headers["Location"]]))
+""",
+    )
+    screens, asset, location = found
+
+    assert set(screens) == {
+        "overview", "jobs", "job", "log", "workers", "definitions", "new_definition", "definition", "events", "settings"
+    }  # fmt: skip
+    for name, (gets, posts, forged, has_policy, buttons) in screens.items():
+        assert gets == [302, 403, 200, 200, 200], name
+        assert posts[0] == 403, f"{name}: a viewer changes nothing"
+        assert forged == [403, 403], f"{name}: without a token of the page nothing is changed"
+        assert has_policy, name
+        assert not buttons[0], f"{name}: a viewer sees no action"
+    assert {name for name, row in screens.items() if row[4][1]} == {"jobs", "job", "definitions"}
+    assert asset == [200, 404]
+    assert location == "/ops/login/?next=%2Fops%2Fjobs%2F%3Fstate%3DFAILED"
+
+
+def test_jobs_are_canceled_run_again_filtered_and_exported(migrated: DjangoSite) -> None:
+    found = ask(
+        migrated,
+        """
+other = enqueue_command("daily_report", queue="night")
+canceled = post(operator, "/ops/jobs/", action="cancel", job_id=[job_id, other], reason="not today")
+states = [JobRun.objects.get(idempotency_key=one).state for one in (job_id, other)]
+again = post(operator, "/ops/jobs/", action="rerun", job_id=[job_id], one="1")
+page = operator.get(f"/ops/jobs/{job_id}/").content.decode()
+bad = [post(operator, "/ops/jobs/", **values) for values in (
+    {"action": "cancel"}, {"action": "erase", "job_id": [job_id]}, {"action": "rerun", "job_id": [job_id]})]
+listed = [operator.get("/ops/jobs/", values) for values in (
+    {"state": "CANCELED"}, {"subject": "night.>"}, {"text": job_id}, {"state": "GONE"}, {"cursor": "x"}, {"subject": "a..b"})]
+exported = json.loads(operator.get("/ops/jobs/?format=json").content)
+csv = operator.get("/ops/jobs/?format=csv").content.decode().splitlines()
+print(json.dumps([
+    canceled.headers["Location"], states, again.headers["Location"], page,
+    [(one.status_code, one.content.decode()) for one in bad],
+    [(one.status_code, job_id in one.content.decode(), other in one.content.decode()) for one in listed],
+    [one["job_id"] for one in exported], csv[0].split(",")[:2], len(csv), job_id, other,
+    operator.get("/ops/jobs/nobody/").status_code]))
+""",
+    )
+    location, states, again, page, bad, listed, exported, head, lines, job_id, other, unknown = found
+
+    assert location == "/ops/jobs/?done=Canceled%3A+2.+Being+stopped%3A+0."
+    assert states == ["CANCELED", "CANCELED"]
+    assert again == f"/ops/jobs/{job_id}/?done=Run+again%3A+1."
+    assert "user:operator" in page or "not today" in page
+    assert "python manage.py tasuki_worker" in page
+    for (status, text), says in zip(bad, ("no job was chosen", "is none of cancel, rerun", "not ended"), strict=True):
+        assert (status, says in text) == (400, True)
+    assert listed[:3] == [[200, False, True], [200, False, True], [200, True, False]]
+    assert [status for status, _, _ in listed[3:]] == [400, 400, 400]
+    assert exported == [other, job_id]
+    assert (head, lines, unknown) == (["job_id", "state"], 3, 404)
+
+
+def test_definitions_events_and_settings_are_changed_by_those_who_may(migrated: DjangoSite) -> None:
+    found = ask(
+        migrated,
+        """
+fields = {"name": "nightly", "type": "time", "command_name": "daily_report", "schedule_type": "daily_at",
+          "time_zone": "Europe/Berlin", "queue": "default", "max_retries": 3, "retry_backoff_seconds": 10,
+          "concurrency_policy": "forbid", "enabled": "on"}
+address = f"/ops/definitions/{nightly.pk}/"
+wrong = post(admin, address, **fields, schedule_value="25:00")
+refused = post(operator, address, **fields, schedule_value="03:30").status_code
+saved = post(admin, address, **fields, schedule_value="03:30").status_code
+page = viewer.get(address).content.decode()
+run = post(operator, "/ops/definitions/", id=nightly.pk).headers["Location"]
+emitted = post(operator, "/ops/events/", event_type="order.paid", payload='{"order": 17}').status_code
+unreadable = post(operator, "/ops/events/", event_type="order.paid", payload="{").content.decode()
+limits = {field.name: 60 for field in SchedulerSettings._meta.fields if field.name != "id"}
+late = [post(browser, "/ops/settings/", **limits).status_code for browser in (operator, admin)]
+print(json.dumps([wrong.status_code, "schedule_value" in wrong.content.decode(), refused, saved, "03:30" in page, run, emitted,
+                  "is not JSON" in unreadable, Event.objects.count(), late,
+                  SchedulerSettings.objects.get().skip_late_runs_after_seconds]))
+""",
+    )
+
+    assert found[:5] == [200, True, 403, 302, True]
+    assert found[5].startswith("/ops/jobs/e1-")
+    assert found[6:9] == [302, True, 2]
+    assert found[9:] == [[403, 302], 60.0]
+
+
+def test_output_is_shown_as_text_whatever_it_is(tmp_path: Path) -> None:
+    site = DjangoSite(tmp_path)
+    site.manage("migrate", "-v0")
+    found = ask(
+        site,
+        """
+write_log(job_id, 1, "stdout", b"<script>alert(1)</script>\\x1b[31mred\\x00\\xff" + b"x" * 300_000)
+write_log(job_id, 1, "stdout", b"after a gap\\n", offset=10_000_000)
+write_log(job_id, 2, "stdout", b"once more\\n")
+write_log(job_id, 1, "errors", json.dumps(["builtins.ValueError", "Traceback </pre><b>"]).encode())
+page = viewer.get(f"/ops/jobs/{job_id}/").content.decode()
+search = viewer.get(f"/ops/jobs/{job_id}/", {"find": "script"}).content.decode()
+file = viewer.get(f"/ops/jobs/{job_id}/log/stdout/")
+print(json.dumps([len(page), "<script>alert" in page + search, "&lt;/pre&gt;&lt;b&gt;" in page, "bytes were not kept" in page,
+                  "attempt 2" in page,
+                  "&lt;script&gt;alert(1)" in search, file.headers["Content-Disposition"].startswith("attachment"),
+                  len(file.getvalue()), viewer.get(f"/ops/jobs/{job_id}/log/secret/").status_code]))
+""",
+    )
+
+    assert found[0] < 200_000
+    assert found[1:7] == [False, True, True, True, True, True]
+    assert found[7] > 300_000
+    assert found[8] == 404
+
+
+def test_a_login_needs_the_password_goes_where_it_was_asked_and_is_slowed_down(tmp_path: Path) -> None:
+    site = DjangoSite(tmp_path)
+    site.manage("migrate", "-v0")
+    found = ask(
+        site,
+        """
+def log_in(password, **values):
+    return Client().post("/ops/login/", {"username": "viewer", "password": password, **values})
+wanted = [log_in("a long password", next=place).headers["Location"] for place in ("/ops/jobs/", "https://evil.example/", "")]
+wrong = [log_in("wrong").status_code for _ in range(12)]
+print(json.dumps([wanted, wrong, log_in("a long password").status_code, viewer.get("/ops/logout/").status_code,
+                  post(viewer, "/ops/logout/").status_code, viewer.get("/ops/").status_code]))
+""",
+    )
+
+    assert found[0] == ["/ops/jobs/", "/ops/", "/ops/"]
+    assert found[1] == [401] * 10 + [429] * 2
+    assert found[2:] == [429, 405, 302, 302]
