@@ -58,6 +58,7 @@ def overview(_request: HttpRequest) -> dict[str, Any]:
     epoch, leader = store.epoch()
     columns = ("queue", "pending", "active", "succeeded", "failed", "timed_out", "skipped", "canceled")
     return {
+        "title": "Overview",
         "table": Table({name: name.replace("_", " ").capitalize() for name in columns}, queues, empty="No job yet."),
         "figures": {
             "waiting": sum(one["pending"] + one["orphaned"] for one in queues),
@@ -110,7 +111,7 @@ def jobs(request: HttpRequest) -> HttpResponse | dict[str, Any]:
         return {"table": Table(JOB_COLUMNS, operations.find_runs(**filters, limit=EXPORT_MAX))}
     page = operations.find_page(**filters, limit=PAGE, cursor=request.GET.get("cursor") or None)
     table = Table(JOB_COLUMNS, [_row(found) for found in page.jobs], {"job_id": "job"}, page.cursor, empty="No such job.")
-    return {"table": table, "wanted": wanted, "states": list(State.__members__), "choices": True}
+    return {"title": "Jobs", "table": table, "wanted": wanted, "states": list(State.__members__), "choices": True}
 
 
 def _act_on_jobs(request: HttpRequest) -> HttpResponse:
@@ -153,6 +154,7 @@ def job(request: Any, job_id: str) -> dict[str, Any]:
     ]
     find = request.GET.get("find", "")
     return {
+        "title": f"Job {job_id}",
         "job": found,
         "view": view,
         "facts": _facts(view),
