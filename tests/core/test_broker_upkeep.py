@@ -22,6 +22,7 @@ from tasuki.core.broker.upkeep import (
     COLLECT_INTERVAL_S,
     DUTY_INTERVAL_S,
     FIRE_INTERVAL_S,
+    IDLE_DUTY_INTERVAL_S,
     LAPSE_SHARE,
     PROMOTE_BATCH,
     PRUNE_AGAIN,
@@ -82,6 +83,28 @@ def test_pruning_goes_on_at_once_only_while_there_is_much_to_prune(pruned: int, 
     stage.apply(TurnDone(again, execute(stage.store, again)))
     stage.clock.advance(PRUNE_INTERVAL_S)
     assert next_duty(stage).prune is not None
+
+
+def test_an_idle_leader_looks_half_as_often_until_something_goes_on() -> None:
+    stage = BrokerStage()
+
+    def looks_in(seconds: float) -> int:
+        found, until = 0, stage.now().monotonic + seconds
+        while stage.now().monotonic < until:
+            while (turn := stage.broker.next_turn(stage.now())) is not None:
+                found += bool(turn.reap)
+                stage.apply(TurnDone(turn, execute(stage.store, turn)))
+            stage.clock.advance(DUTY_INTERVAL_S / 8)
+        return found
+
+    looks_in(1.0)
+    idle = looks_in(4.0)
+    stage.worker(credit=1)
+    stage.submit(stage.client(), "a")
+    looks_in(1.0)
+    busy = looks_in(4.0)
+
+    assert (idle, busy) == (4.0 / IDLE_DUTY_INTERVAL_S, 4.0 / DUTY_INTERVAL_S)
 
 
 def test_duties_are_a_turn_of_their_own() -> None:

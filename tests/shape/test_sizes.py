@@ -21,6 +21,7 @@ LONG_FILES: dict[str, str] = {
     "core/store_messages.py": "requests, answers and the table of verbs, which must agree",
     "core/worker/machine.py": "one machine, with its records of leases and slots",
     "django/models.py": "all tables of the SQL store, the one source of its schema",
+    "server/server.py": "the broker's driver: its doors, turns and reads, with the settings of the process",
     "server/transfers.py": "uploads, downloads, deletions and presigned URLs, which share threads and rules",
     "stores/memory/store.py": "each verb that changes jobs, in the model that other stores are compared with",
     "stores/redis/store.py": "each verb of the store: the arguments of its script and the decoder of its answer",

@@ -619,6 +619,23 @@ def test_three_hours_without_a_leader_and_600_definitions_leave_600_skipped_runs
     assert fired.wait_s == pytest.approx(59.5)
 
 
+def test_a_turn_makes_a_bounded_number_of_runs_and_the_next_one_goes_on(firing: Firing, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tasuki.stores.firing.RUNS_PER_TURN", 6)
+    firing.define(*(replace(MINUTELY, id=number, name=f"n{number}") for number in (1, 2, 3, 4)))
+    firing.define(*(replace(ON_PAID, id=number, name=f"n{number}") for number in (5, 6, 7, 8)))
+    firing.at(-4)
+    events = [firing.emit("order.paid") for _ in range(3)]
+
+    looks = [firing.at(130)]  # three nominal times of each
+    while looks[-1].wait_s == 0.0:
+        looks.append(firing.fire())
+
+    made = [len(look.runs) for look in looks]
+    assert made == [6, 6, 8, 4]  # two definitions, the other two, two events with all their runs, the last one
+    assert len(firing.runs()) == 4 * 3 + len(events) * 4
+    assert looks[-1].wait_s == pytest.approx(50)
+
+
 def test_around_its_time_a_definition_that_is_changed_runs_as_the_old_or_the_new_one_once(firing: Firing) -> None:
     """At a random moment of each minute the command or the schedule is changed, or the definition is disabled and enabled."""
     chance = random.Random(7)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -19,6 +20,7 @@ from tasuki.stores.sql.postgres import PostgresDatabase
 from tasuki.stores.sql.store import SqlStore
 from tests.stores.cutting_proxy import CuttingProxy
 from tests.support.postgres_service import PostgresService
+from tests.support.waiting import until
 
 WAIT_S = 20.0
 
@@ -251,6 +253,34 @@ def test_a_thread_goes_on_when_its_database_comes_back(postgres: PostgresService
     assert isinstance(answer, Answers)
     assert [submitted.job_id for submitted in answer.submit] == ["a"]
     thread.close()
+
+
+def test_a_thread_without_work_closes_its_connection_and_opens_it_for_the_next_turn(
+    postgres: PostgresService, postgres_url: str
+) -> None:
+    def connections() -> int:
+        mine = "datname = current_database() AND pid <> pg_backend_pid()"
+        return len(postgres.execute(f"SELECT pid FROM pg_stat_activity WHERE {mine}", url=postgres_url))
+
+    delivered: queue.SimpleQueue[Answers | TasukiError] = queue.SimpleQueue()
+    thread = StoreThread(lambda: SqlStore.open_postgresql(postgres_url), lambda _turn, answer: delivered.put(answer), 0.05)
+    thread.open("holder")
+    until(lambda: connections() == 0, WAIT_S, "the connection is closed")
+    postgres.stop()
+    try:
+        thread.submit(Turn(renew=[]))  # asks nothing
+        nothing = delivered.get(timeout=WAIT_S)
+    finally:
+        postgres.start()
+
+    thread.submit(Turn(submit=[submission("a")]))
+    answer = delivered.get(timeout=WAIT_S)
+    until(lambda: connections() == 0, WAIT_S, "the connection is closed again")
+    thread.close()
+
+    assert nothing == Answers()
+    assert isinstance(answer, Answers)
+    assert [submitted.job_id for submitted in answer.submit] == ["a"]
 
 
 # -- other servers in the way -------------------------------------------------------------------------------------

@@ -254,6 +254,21 @@ def test_closing_gives_both_connections_back(carrier: Carrier) -> None:
     until(lambda: carrier.connections() == 0, TIMEOUT_S, "both are gone")
 
 
+def test_the_connection_that_notifies_is_open_only_while_there_are_hints(
+    carrier: Carrier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tasuki.stores.wakeups.NOTIFY_IDLE_S", 0.05)
+
+    async def scenario() -> None:
+        async with server(carrier, "a") as (sender, ear):
+            for number in range(2):
+                assert await asyncio.to_thread(until, lambda: carrier.connections() == 1, TIMEOUT_S, "only one listens")
+                sender.publish(split(hint("a", f"job-{number}")))
+                await ear.hears(lambda heard, last=number: hint("a", f"job-{last}") in heard)
+
+    asyncio.run(scenario())
+
+
 @pytest.mark.parametrize(
     ("make", "secret"),
     [

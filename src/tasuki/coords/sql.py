@@ -93,6 +93,15 @@ class SqlCoordination(Coordination):
             finally:
                 self._mutex.release()
 
+    def shared_connection(self) -> psycopg.Connection[tuple[Any, ...]]:
+        """Return the connection, for quick reads of another thread of the same process. It may be another one after an error."""
+        import psycopg
+
+        with self._mutex:
+            if self._closed:
+                raise psycopg.OperationalError("this coordination was closed")
+            return self._connected()
+
     def _rows(self, name: str, values: Mapping[str, object]) -> list[tuple[Any, ...]]:
         return self._execute(name, values)[0]
 
@@ -116,7 +125,7 @@ class SqlCoordination(Coordination):
     def _connected(self) -> psycopg.Connection[tuple[Any, ...]]:
         import psycopg
 
-        if self._connection is None:
+        if self._connection is None or self._connection.closed:
             # No prepared statements: they would break behind a pooler, and at one call a second save nothing.
             self._connection = psycopg.connect(**self._parameters, autocommit=True, prepare_threshold=None)
             self._connection.execute(_SESSION, {"ms": self._timeout_ms})

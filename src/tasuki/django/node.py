@@ -39,7 +39,7 @@ from tasuki.django.enqueueing import patterns_of
 from tasuki.django.logs import HEAD_BYTES, TAIL_BYTES, KeptLogFollow, LogWriter
 from tasuki.doors.guest import open_guest
 from tasuki.errors import ConfigError, InvalidInput
-from tasuki.server.assembly import BLOB_MAX_BYTES, NoBlobs, StorageLocations, make_guest
+from tasuki.server.assembly import BLOB_MAX_BYTES, NoBlobs, StorageLocations, make_node_guest
 from tasuki.server.server import Server, ServerConfig
 from tasuki.stores.sql.sqlite import FileWatch, OwnerLock, SqliteReadOnly
 from tasuki.stores.sql.store import SqlReader, SqlStore
@@ -179,7 +179,7 @@ class NodeWorker(Worker):
 
     def _make_guest(self, folder: Path) -> Server:
         places = StorageLocations(DataFolder(folder), libpq_url(self._alias), self._project.blobs, migrates=False)
-        return make_guest(places, _server_config(folder, self._project), candidate=True)[0]
+        return make_node_guest(places, _server_config(folder, self._project))
 
     def _make_sqlite_guest(self, folder: Path) -> Server:
         file, alias = file_of(self._alias), self._alias

@@ -19,7 +19,7 @@ from contextlib import AsyncExitStack
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
@@ -45,9 +45,13 @@ from tasuki.server.transfers import PresignedTransfers
 from tasuki.stores.batching import StoreThread
 from tasuki.stores.store import Reader, Store
 
+if TYPE_CHECKING:
+    from tasuki.coords.sql import SqlCoordination
+
 logger = logging.getLogger("tasuki.server")
 JOURNAL_STRETCH_BYTES = 8 * 1024 * 1024  # some hundred jobs at idle; under load many share a commit
 BLOB_MAX_BYTES = 64 * 1024 * 1024 * 1024
+RESTS_AFTER_S = 5.0  # without anything to do: connecting again takes some milliseconds
 SHARED_READERS = 4  # read-only connections of a server to a database that it shares; SQLite's reader is quick enough alone
 REDIS_SCHEMES = ("redis://", "rediss://", "unix://", "redis+sentinel://", "rediss+sentinel://")
 COORDINATION_PREFIX = "tasuki-servers"  # of the keys in a Redis that coordinates the servers of a SQL store
@@ -74,11 +78,12 @@ def _open_sqlite_reader(folder: DataFolder) -> Reader:
     return SqlReader(SqliteReadOnly(folder.database))
 
 
-def open_postgresql_reader(url: str) -> Reader:
+def open_postgresql_reader(url: str, beside: SqlCoordination | None = None) -> Reader:
+    """Open a reader, with a connection of its own or on that of the coordination."""
     from tasuki.stores.sql.postgres import PostgresReadOnly, connection_parameters
     from tasuki.stores.sql.store import SqlReader
 
-    return SqlReader(PostgresReadOnly(connection_parameters(url)))
+    return SqlReader(PostgresReadOnly(connection_parameters(url), None if beside is None else beside.shared_connection))
 
 
 def is_redis(url: str) -> bool:
@@ -179,7 +184,9 @@ def _open_shared_reader(places: StorageLocations, config: ServerConfig) -> Reade
     return open_postgresql_reader(places.store)
 
 
-def _cluster_on(places: StorageLocations, server_id: str, *, candidate: bool = True) -> Cluster:
+def _cluster_on(
+    places: StorageLocations, server_id: str, *, candidate: bool = True, coordination: SqlCoordination | None = None
+) -> Cluster:
     """Return the membership: heartbeats and election may be in a Redis beside a SQL store, which still decides on epochs."""
     ttl_s = places.lock_ttl_s
     cluster = partial(Cluster, incarnation=secrets.token_hex(8), lock_ttl_s=ttl_s, candidate=candidate)
@@ -200,7 +207,7 @@ def _cluster_on(places: StorageLocations, server_id: str, *, candidate: bool = T
     from tasuki.stores.sql.store import SCHEMA_VERSION
 
     return cluster(
-        lambda: SqlCoordination(places.store, ttl_s=ttl_s),
+        lambda: coordination or SqlCoordination(places.store, ttl_s=ttl_s),
         PostgresWakeups(places.store, server_id=server_id),
         schema_version=SCHEMA_VERSION,
     )
@@ -219,14 +226,33 @@ def make_guest(places: StorageLocations, config: ServerConfig, *, candidate: boo
     `places.folder` holds its socket at most. Without `places.blobs` it can neither read nor write blobs.
     """
     check_store(places.store)
-    floor = config.disk_floor_bytes
-    blobs: BlobStore = NoBlobs(places.folder.blobs, max_blob_bytes=0, floor_free_bytes=floor)
-    if places.blobs:
-        blobs = open_blobs(places.blobs, max_blob_bytes=BLOB_MAX_BYTES, floor_free_bytes=floor)
+    blobs = _guest_blobs(places, config)
     config = msgspec.structs.replace(config, readers=SHARED_READERS, collects_blobs=bool(places.blobs))
     cluster = _cluster_on(places, config.server_id, candidate=candidate)
     reader = partial(_open_shared_reader, places, config)
     return Server(config, partial(_open_shared, places, config, None), reader, blobs, cluster), cluster
+
+
+def make_node_guest(places: StorageLocations, config: ServerConfig) -> Server:
+    """Return a guest on PostgreSQL with few connections, for a process whose only peer is its own worker.
+
+    One connection listens, one is for heartbeats, the election and quick reads, of which such a guest has no others; a third, the
+    store's, is open while there is something to do.
+    """
+    from tasuki.coords.sql import SqlCoordination
+
+    coordination = SqlCoordination(places.store, ttl_s=places.lock_ttl_s)
+    config = msgspec.structs.replace(config, rests_after_s=RESTS_AFTER_S, collects_blobs=bool(places.blobs))
+    cluster = _cluster_on(places, config.server_id, coordination=coordination)
+    reader = partial(open_postgresql_reader, places.store, coordination)
+    return Server(config, partial(_open_shared, places, config, None), reader, _guest_blobs(places, config), cluster)
+
+
+def _guest_blobs(places: StorageLocations, config: ServerConfig) -> BlobStore:
+    floor = config.disk_floor_bytes
+    if places.blobs:
+        return open_blobs(places.blobs, max_blob_bytes=BLOB_MAX_BYTES, floor_free_bytes=floor)
+    return NoBlobs(places.folder.blobs, max_blob_bytes=0, floor_free_bytes=floor)
 
 
 class NoBlobs(FolderBlobs):

@@ -54,6 +54,7 @@ from tasuki.stores.store import Reader, Store
 T = TypeVar("T")
 logger = logging.getLogger("tasuki.server")
 TICK_S = 0.1
+IDLE_TICK_S = 0.25  # while nothing waits, and no attempt runs; what has a time of its own is done at that time
 LATE_RESULTS = 64  # results of up to 64 KiB each that are read for a slow peer at once
 DISK_LOOK_S = 1.0
 TOUCHES_PER_GRACE = 4  # an upload that lasts longer than the grace of unused blobs must not look unused
@@ -72,6 +73,8 @@ class ServerConfig(events.BrokerConfig, frozen=True, kw_only=True):
     data: Path
     """Folder whose disk is watched for free space."""
     readers: int = 1
+    rests_after_s: float | None = None
+    """Time without anything to do after which the store closes its connection until the next turn; None: never."""
     disk_floor_bytes: int = DISK_FLOOR_BYTES
     disk_floor_inodes: int = DISK_FLOOR_INODES
 
@@ -124,7 +127,7 @@ class Server:
         """Open the store (errors are raised here) and begin to tick."""
         self._loop = asyncio.get_running_loop()
         await self._loop.run_in_executor(None, self._blobs.check)
-        self._thread = StoreThread(self._open_store, self._deliver)
+        self._thread = StoreThread(self._open_store, self._deliver, self.config.rests_after_s)
         epoch = await self._loop.run_in_executor(None, self._thread.open, self.config.server_id)
         found = {"fires": self._thread.fires, "own_uid": os.getuid() if hasattr(os, "getuid") else None}
         self.broker = Broker(msgspec.structs.replace(self.config, epoch=epoch, shared=not epoch, **found))
@@ -161,7 +164,7 @@ class Server:
     async def _tick(self) -> None:
         disk_at = touch_at = 0.0
         while True:
-            await asyncio.sleep(self.broker.upkeep.until_due_s(self.now(), TICK_S))
+            await asyncio.sleep(self.broker.upkeep.until_due_s(self.now(), IDLE_TICK_S if self.broker.is_idle else TICK_S))
             now = self.now()
             if now.monotonic >= disk_at:
                 disk_at = now.monotonic + DISK_LOOK_S

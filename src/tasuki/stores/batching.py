@@ -85,9 +85,17 @@ def _fill(answers: Answers, store: Store, turn: Turn) -> None:
 class StoreThread:
     """Runs turns one after the other. `deliver` is called on this thread: it must only hand over (call_soon_threadsafe)."""
 
-    def __init__(self, open_store: Callable[[], Store], deliver: Callable[[Turn, Answers | TasukiError], None]) -> None:
+    def __init__(
+        self,
+        open_store: Callable[[], Store],
+        deliver: Callable[[Turn, Answers | TasukiError], None],
+        rests_after_s: float | None = None,
+    ) -> None:
+        """With `rests_after_s` the store closes its connection when nothing was asked for so long. Then turns that ask nothing,
+        as those of idle workers' heartbeats, are answered without it."""
         self._open = open_store
         self._deliver = deliver
+        self._rests_after_s = rests_after_s
         self._turns: queue.SimpleQueue[Turn | None] = queue.SimpleQueue()
         self._opened: queue.SimpleQueue[int | BaseException] = queue.SimpleQueue()
         self._closing = threading.Event()
@@ -131,10 +139,29 @@ class StoreThread:
             return
         self._opened.put(epoch)
         try:
-            while (turn := self._turns.get()) is not None:
-                self._deliver(turn, self._attempt(store, turn))
+            self._serve(store)
         finally:
             store.close()
+
+    def _serve(self, store: Store) -> None:
+        rest: Callable[[], None] | None = getattr(store, "rest", None) if self._rests_after_s is not None else None
+        rests, rest_at = False, time.monotonic() + (self._rests_after_s or 0.0)
+        while True:
+            try:
+                turn = self._turns.get(timeout=None if rest is None or rests else max(0.0, rest_at - time.monotonic()))
+            except queue.Empty:
+                assert rest is not None
+                rest()
+                rests = True
+                continue
+            if turn is None:
+                return
+            if rest is not None and not any(_fields(turn)):
+                self._deliver(turn, Answers() if rests else self._attempt(store, turn))
+                continue
+            rests = False
+            self._deliver(turn, self._attempt(store, turn))
+            rest_at = time.monotonic() + (self._rests_after_s or 0.0)
 
     def _attempt(self, store: Store, turn: Turn) -> Answers | TasukiError:
         try:

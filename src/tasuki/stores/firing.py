@@ -1,7 +1,8 @@
 """The verb `fire`, written once: it reads definitions and events, has `core.scheduler.firing` plan, and writes the plan.
 
 A store gives the reads and writes (`FiringRecords`), all in the leader's transaction. One look costs the same few statements
-whether nothing is due or hundreds of definitions are.
+whether nothing is due or hundreds of definitions are. It makes RUNS_PER_TURN runs and those of one more definition or event at
+most, so that no backlog makes a turn that others wait long for.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from msgspec.structs import replace
 from tasuki.core.job import TERMINAL, State, body_hash
 from tasuki.core.scheduler.firing import (
     PROBLEM_RETRY_S,
+    RUNS_PER_TURN,
     SKIP_LATE_RUNS_AFTER_MAX_S,
     Definition,
     DefinitionType,
@@ -89,15 +91,15 @@ def fire(records: FiringRecords, now: float, limit: int) -> FiredRuns:
         return _with_wait(FiredRuns(released=released), records.next_time(now), now)
     firing = _Firing(records, now)
     for definition, state in due:
-        firing.look_at(definition, state)
-    for definition, state in records.definitions_for(events) if events else ():
-        firing.add_events(definition, state, events)
+        if not firing.is_full:
+            firing.look_at(definition, state)
+    taken = firing.take_events(events, records.definitions_for(events)) if events else ()
     answer = replace(firing.write(), released=released)
-    done = [event.id for event in events if event.id not in firing.left_events]
+    done = [event.id for event in taken if event.id not in firing.left_events]
     records.events_processed(done, {number: why for number, why in firing.refused.items() if number in done})
     if firing.left:  # they are due still: to look again at once would find them locked again
         return answer
-    if len(due) >= limit or len(events) >= limit:
+    if firing.is_full or len(due) >= limit or len(events) >= limit:
         return replace(answer, wait_s=0.0)
     return _with_wait(answer, records.next_time(now), now)
 
@@ -122,6 +124,7 @@ class _Firing:
         self._definitions: dict[int, Definition] = {}
         self._states: dict[int, FiringState] = {}
         self._runs: dict[int, list[PlannedRun]] = {}
+        self._planned = 0
         self._with_notes: set[int] = set()
         self._events_of: dict[int, list[int]] = {}
         self.left: set[int] = set()
@@ -129,6 +132,11 @@ class _Firing:
         self.left_events: set[int] = set()
         self.refused: dict[int, str] = {}
         """Events that a definition cannot be run upon, and why."""
+
+    @property
+    def is_full(self) -> bool:
+        """Whether this turn has enough runs."""
+        return self._planned >= RUNS_PER_TURN
 
     def look_at(self, definition: Definition, state: FiringState) -> None:
         """Find the nominal times that are due. A definition that cannot be fired keeps no other from it: its problem is noted."""
@@ -149,16 +157,32 @@ class _Firing:
             schedule = parse_schedule(definition.schedule_type, definition.schedule_value)
             due = due_times(schedule, zone_of(definition.time_zone), settled, self._now, self._window_s)
             self._runs[definition.id] = list(runs_of(definition, due, self._window_s))
+            self._planned += len(self._runs[definition.id])
         except TasukiError as error:
             self._states[definition.id] = replace(noted, next_at=self._now + PROBLEM_RETRY_S, problem=error.message)
         else:
             self._states[definition.id] = replace(noted, fired_until=due.settled_until, next_at=due.next_at)
 
-    def add_events(self, definition: Definition, state: FiringState, events: Sequence[EventRow]) -> None:
+    def take_events(
+        self, events: Sequence[EventRow], definitions: Sequence[tuple[Definition, FiringState]]
+    ) -> Sequence[EventRow]:
+        """Add the runs of events, each with all its runs, until this turn has enough; return those that were taken."""
+        matching: dict[int, list[EventRow]] = {}
+        taken = 0
+        while taken < len(events) and not self.is_full:
+            event = events[taken]
+            for definition, _ in definitions:
+                if is_for(event, definition):
+                    matching.setdefault(definition.id, []).append(event)
+                    self._planned += 1
+            taken += 1
+        for definition, state in definitions:
+            if definition.id in matching:
+                self._add_events(definition, state, matching[definition.id])
+        return events[:taken]
+
+    def _add_events(self, definition: Definition, state: FiringState, matching: Sequence[EventRow]) -> None:
         """Add the runs of events for this definition. One that cannot be run is noted with the event and the definition."""
-        matching = [event for event in events if is_for(event, definition)]
-        if not matching:
-            return
         self._add(definition, state)
         self._events_of[definition.id] = [event.id for event in matching]
         state = self._states.setdefault(definition.id, state)

@@ -4,14 +4,15 @@ A carrier promises little, because a hint is never the only way to learn somethi
 reaches the other servers soon, or not at all. `publish` neither blocks nor raises nor grows without bound, and a server that may
 have missed a hint is told to look at everything. A carrier belongs to one event loop, and is used on its thread alone.
 
-`Wakeups` keeps two connections, one that listens and one that notifies, and decides what all carriers share: the queue of hints
-to send, when details become an `everything`, how long to wait before the next try, and that an outage is logged once. Its
-subclasses (`sql/postgres.py`, `redis/connection.py`) talk to their service.
+`Wakeups` keeps a connection that listens and, while there are hints to send, one that notifies. It decides what all carriers
+share: the queue of hints to send, when details become an `everything`, how long to wait before the next try, and that an outage
+is logged once. Its subclasses (`sql/postgres.py`, `redis/connection.py`) talk to their service.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import math
 import random
@@ -33,6 +34,7 @@ BACKOFF_FIRST_S = 0.2
 BACKOFF_MAX_S = 5.0
 CANCEL_AGAIN_S = 0.2
 STEADY_S = 1.0  # a connection that ended sooner counts as a failure
+NOTIFY_IDLE_S = 5.0  # how long the notifying connection is kept for the next hint
 OUTAGE_S = 30.0  # a loss so soon after the last one is the same outage: it is logged, without a second warning
 
 Connection = TypeVar("Connection")
@@ -84,8 +86,8 @@ class Wakeups(ABC, Generic[Connection]):
             await self._listen(connection, on_hint)
 
         self._tasks = [
-            asyncio.create_task(self._keep("listening", listen), name="tasuki-hints-in"),
-            asyncio.create_task(self._keep("notifying", self._notify), name="tasuki-hints-out"),
+            asyncio.create_task(self._keep("listening", listen, _always), name="tasuki-hints-in"),
+            asyncio.create_task(self._keep("notifying", self._notify, self._filled.wait), name="tasuki-hints-out"),
         ]
 
     def publish(self, pieces: Sequence[bytes]) -> None:
@@ -118,8 +120,7 @@ class Wakeups(ABC, Generic[Connection]):
     async def _notify(self, connection: Connection) -> None:
         await self._prepare_sending(connection)
         self._is_up("notifying")
-        while True:
-            await self._filled.wait()
+        while await self._is_filled_soon():
             batch, self._queue = self._queue[:BATCH_MAX], self._queue[BATCH_MAX:]
             if not self._queue:
                 self._filled.clear()
@@ -133,13 +134,22 @@ class Wakeups(ABC, Generic[Connection]):
                 self._filled.set()
                 raise
 
+    async def _is_filled_soon(self) -> bool:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(NOTIFY_IDLE_S):
+                return await self._filled.wait()
+        return False
+
     # -- connections ---------------------------------------------------------------------------------------------------
-    async def _keep(self, role: str, serve: Callable[[Connection], Awaitable[None]]) -> None:
-        """Keep a connection for this role until cancelled."""
+    async def _keep(
+        self, role: str, serve: Callable[[Connection], Awaitable[None]], wanted: Callable[[], Awaitable[object]]
+    ) -> None:
+        """Keep a connection for this role, whenever it is wanted, until cancelled."""
         loop = asyncio.get_running_loop()
         backoff = Backoff(BACKOFF_FIRST_S, BACKOFF_MAX_S, self._jitter)
         while True:
             connected_at = None
+            await wanted()
             try:
                 async with asyncio.timeout(TIMEOUT_S):
                     connection = await self._connect()
@@ -169,6 +179,10 @@ class Wakeups(ABC, Generic[Connection]):
         # The notifying connection would find out only at the next hint: it is in doubt until it has sent nothing, now.
         self._down |= {role, "notifying"}
         self._filled.set()
+
+
+async def _always() -> None:
+    pass
 
 
 def _hand_over(on_hint: Callable[[bytes], None], piece: bytes) -> None:

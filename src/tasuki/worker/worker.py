@@ -76,6 +76,7 @@ from tasuki.worker.status import RunningJob, StatusFile, log_to_stderr_by_defaul
 from tasuki.worker.transfers import WorkerTransfers, sweep_incoming
 
 TICK_S = 0.05
+IDLE_TICK_S = 0.2  # of a worker that is connected and runs nothing
 HARD_STOP_S = 15.0  # a second signal: how long killed jobs may take to be gone
 LOG_AGAIN_S = 60.0  # how often the reason of a missing connection is repeated in the log
 RECONNECT_GRACE_MAX_S = GRACE_MAX_S  # no server waits longer unless it was told to
@@ -372,7 +373,7 @@ class Worker:
         while True:
             self._apply(Ticked())
             self._job_log.flush(self._wall)
-            await asyncio.sleep(TICK_S)
+            await asyncio.sleep(TICK_S if self._active or not self._machine.online else IDLE_TICK_S)
 
     # ------------------------------------------------------------------------------------------------ the machine's driver
 

@@ -20,6 +20,7 @@ from tasuki.core.broker.subscriptions import NOTED_MAX, ReadyWalk, Subscription,
 from tasuki.core.broker.turn_builder import OWNER_PER_TURN, PacedQuestions, TurnBuilder, TurnEffects
 from tasuki.core.cluster_messages import Hint, ServerInfo, WorkerInfo
 from tasuki.core.job import OnDisconnect
+from tasuki.core.lifecycle import LEASE_TTL_S
 from tasuki.core.machine import Hangup, Peer
 from tasuki.core.protocol import Claim, JobResult, ReadLog, Reply, error_message
 from tasuki.core.shares import Shares
@@ -352,6 +353,13 @@ class BrokerState:
     def blob_problem(self) -> str:
         """Reason why no new blob can be taken; empty: there is room."""
         return self.over_budget or self.cluster.blob_problem
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing waits for the store or for a worker's answer, and no attempt runs here. Short leases are watched more
+        closely: never then."""
+        waits = len(self.builder) or self.looking or self.log_reads or self.store_problem or self.config.lease_ttl_s < LEASE_TTL_S
+        return not waits and not any(worker.deliveries for worker in self.workers.values())
 
     # -- connections ----------------------------------------------------------------------------------------------
     def add_worker(self, worker: WorkerSession) -> None:

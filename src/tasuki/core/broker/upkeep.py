@@ -35,6 +35,7 @@ from tasuki.errors import StaleEpoch, TasukiError
 FIRE_INTERVAL_S = 1.0  # looking for changed definitions and new events
 FIRE_BATCH = 256
 DUTY_INTERVAL_S = 0.25  # reaping, skipping and promoting: three index seeks when there is nothing to do
+IDLE_DUTY_INTERVAL_S = 0.5  # when the last look found nothing, and no attempt runs at this server
 PRUNE_INTERVAL_S = 10.0
 PRUNE_BATCH = 256  # jobs deleted in one turn: small, so that pruning never stalls the hot path
 PRUNE_AGAIN = 128  # jobs pruned in one turn: then there may be many more, and the next turn goes on; fewer wait for the interval
@@ -74,6 +75,8 @@ class Upkeep:
         self._reached_at: float | None = None
         """Time at which the last turn that was committed under this epoch was planned; at first, that of the first look."""
         self._has_lapsed = False
+        self._found_nothing = False
+        """The last look for leases that are over, late and delayed jobs found none."""
         self._deleting = False
         self._deleted: list[BlobPlace] = []
         self._last = False
@@ -130,7 +133,8 @@ class Upkeep:
             self._fire_at = now.monotonic + FIRE_INTERVAL_S
             turn.fire, turn.promote = FIRE_BATCH, PROMOTE_BATCH
         if now.monotonic >= self._duty_at:
-            self._duty_at = now.monotonic + DUTY_INTERVAL_S
+            is_idle = self._found_nothing and self._state.is_idle
+            self._duty_at = now.monotonic + (IDLE_DUTY_INTERVAL_S if is_idle else DUTY_INTERVAL_S)
             turn.reap = 0 if self._has_lapsed else REAP_BATCH
             turn.skip, turn.promote = SKIP_BATCH, PROMOTE_BATCH
         if now.monotonic >= self._prune_at:
@@ -165,6 +169,8 @@ class Upkeep:
         self.counts.skipped += len(answers.skip)
         self.counts.promoted += answers.promote
         self.counts.pruned += answers.prune
+        if turn.reap:
+            self._found_nothing = not (answers.reap or answers.skip or answers.promote)
         if len(answers.reap) >= REAP_BATCH or len(answers.skip) >= SKIP_BATCH or answers.promote >= PROMOTE_BATCH:
             self._duty_at = 0.0
         if answers.prune >= PRUNE_AGAIN:

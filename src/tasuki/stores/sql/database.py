@@ -275,6 +275,8 @@ class Transaction:
         self._fault = fault
         self._depth = 0
         self._failed_by: BaseException | None = None
+        self.checked_epoch: int | None = None
+        """Epoch that this transaction has found to lead, and keeps from being replaced by its lock."""
         self._counted: dict[tuple[str, str], int] = {}
         self._incidents: list[tuple[Any, ...]] = []
         self._state_changes: list[tuple[Any, ...]] = []
@@ -314,6 +316,7 @@ class Transaction:
             self.session = self._database.session
         self._failed_by = None
         self._drop_collected()
+        self.checked_epoch = None
         self.came_back, self.cut = {}, []
         self._depth = 1
         try:
@@ -361,11 +364,14 @@ class Transaction:
             self._fault(point)
 
     def check_epoch(self, epoch: int) -> None:
-        """StaleEpoch unless this epoch leads. The first statement of every leader's verb."""
+        """StaleEpoch unless this epoch leads. The first statement of every leader's verb, once in a transaction."""
+        if epoch == self.checked_epoch:
+            return
         found = self.session.rows("epoch", (LEADER_SCOPE,))
         current, holder = found[0] if found else (0, "")
         if epoch != current:
             raise stale_epoch(epoch, current, holder)
+        self.checked_epoch = epoch
 
     # -- rows -----------------------------------------------------------------------------------------------------
     def rows(self, job_ids: Iterable[str], statement: str = "rows_to_judge") -> dict[str, JobRow]:

@@ -27,6 +27,7 @@ def take_over(tx: Transaction, holder: str, epoch: int) -> bool:
     if tx.session.change("take_over", (LEADER_SCOPE, epoch, holder, now)) != 1:
         return False
     tx.due_seen.clear()
+    tx.checked_epoch = None
     # This also makes leases outlive a restart: their times are of a clock that began again with the machine.
     tx.session.change("renew_all", (now + LEASE_MARGIN_S, earlier + LEASE_MARGIN_S + TAKEOVER_TIE_S))
     return True

@@ -156,6 +156,10 @@ class PostgresDatabase:
         self._control = psycopg.RawCursor(self.connection)
         self._session = ReadySession(self.connection, before_write=self._mark)
 
+    def rest(self) -> None:
+        """Close the connection between turns; the next turn connects again."""
+        self._drop_connection()
+
     def _drop_connection(self) -> None:
         from django.db import DatabaseError
 
@@ -290,10 +294,14 @@ class PostgresInDjango(InDjango):
 
 
 class PostgresReadOnly:
-    """A connection that cannot write, for the calling thread; connected again when it was lost."""
+    """A connection that is only read from, for the calling thread; connected again when it was lost.
 
-    def __init__(self, given: dict[str, Any]) -> None:
+    `shared` returns a connection that others use too, and close; without it there is one that cannot write.
+    """
+
+    def __init__(self, given: dict[str, Any], shared: Callable[[], psycopg.Connection[Any]] | None = None) -> None:
         self._given = given
+        self._shared = shared
         self._connection: psycopg.Connection[Any] | None = None
         self._session: PostgresSession | None = None
         with self.translated():
@@ -303,13 +311,20 @@ class PostgresReadOnly:
     def session(self) -> PostgresSession:
         if self._session is None:
             self.close()
-            self._connection = connection = psycopg.connect(**self._given, autocommit=True)
-            connection.prepared_max = PREPARED_MAX
-            apply_settings(
-                connection, {**PLANNING, "statement_timeout": f"{READ_TIMEOUT_S}s", "default_transaction_read_only": "on"}
-            )
+            self._connection = connection = self._connect()
             self._session = PostgresSession(connection, prepare=True)
         return self._session
+
+    def _connect(self) -> psycopg.Connection[Any]:
+        if self._shared is not None:
+            connection = self._shared()
+            apply_settings(connection, PLANNING)
+            return connection
+        connection = psycopg.connect(**self._given, autocommit=True)
+        connection.prepared_max = PREPARED_MAX
+        own = {"statement_timeout": f"{READ_TIMEOUT_S}s", "default_transaction_read_only": "on"}
+        apply_settings(connection, {**PLANNING, **own})
+        return connection
 
     def translated(self) -> Translated:
         return Translated(self._given, NOTHING_STORED, self._after_error)
@@ -323,7 +338,8 @@ class PostgresReadOnly:
     def close(self) -> None:
         self._session = None
         if self._connection is not None:
-            self._connection.close()
+            if self._shared is None:
+                self._connection.close()
             self._connection = None
 
 
@@ -400,7 +416,7 @@ _NOTIFY = b"SELECT pg_notify(%s, piece) FROM unnest(%s::text[]) AS piece"
 
 
 class PostgresWakeups(Wakeups["psycopg.AsyncConnection[tuple[Any, ...]]"]):
-    """Hints over LISTEN and NOTIFY: one connection listens, another one notifies, both apart from the store's.
+    """Hints over LISTEN and NOTIFY: one connection listens, another one notifies when needed, both apart from the store's.
 
     NOTIFY is not part of the store's own transactions: from there on until its end such a commit holds a lock that every other
     notifying commit of the database server waits for, fsync included, so the turns of all servers would queue up. Here a

@@ -365,6 +365,13 @@ class SqlStore(SqlReads):
         with wrapper.wrap_database_errors:
             return submit.enqueue(database.session, submissions)
 
+    def rest(self) -> None:
+        """Close a connection that the next turn opens again; see `StoreThread`."""
+        from tasuki.stores.sql.postgres import PostgresDatabase
+
+        if isinstance(self._database, PostgresDatabase):
+            self._database.rest()
+
     def held(self, holders: Sequence[tuple[str, str, str]]) -> list[list[Grant]]:
         now = self.clock.lease()
         return self._read(lambda session: held_leases(session, holders, now)) if holders else []
