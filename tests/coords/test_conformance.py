@@ -7,6 +7,7 @@ import pytest
 
 from tasuki.coords.coordination import Coordination, MemoryCoordination
 from tasuki.coords.redis import RedisCoordination
+from tasuki.coords.scheduler_redis import SchedulerCoordination
 from tasuki.coords.sql import SqlCoordination
 from tasuki.stores.redis.connection import connect
 from tasuki.testing.clocks import FakeClock
@@ -78,6 +79,36 @@ class TestRedisCoordination(CoordinationSuite):
                 raw.hincrbyfloat(scope, "expires_at", -seconds)
             for member_id in raw.zrange("zpe:beats", 0, -1):
                 raw.zincrby("zpe:beats", -seconds, member_id)
+
+        yield let_pass
+        raw.close()
+
+
+class TestSchedulerCoordination(CoordinationSuite):
+    """Likewise."""
+
+    @pytest.fixture
+    def make_coordination(self, redis_url: str) -> Iterator[Callable[[], Coordination]]:
+        opened: list[SchedulerCoordination] = []
+
+        def make() -> Coordination:
+            opened.append(SchedulerCoordination(connect(redis_url, 5.0), where="Redis"))
+            return opened[-1]
+
+        yield make
+        for coordination in opened:
+            coordination.close()
+
+    @pytest.fixture
+    def let_pass(self, redis_url: str) -> Iterator[Callable[[float], None]]:
+        raw: Any = connect(redis_url, 5.0)
+
+        def let_pass(seconds: float) -> None:
+            for key in raw.keys("scheduler:*"):
+                if raw.pttl(key) > 0:
+                    raw.pexpire(key, int(raw.pttl(key) - seconds * 1000))
+            for member_id in raw.zrange("scheduler:members", 0, -1):
+                raw.zincrby("scheduler:members", -seconds, member_id)
 
         yield let_pass
         raw.close()

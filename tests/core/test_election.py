@@ -22,6 +22,7 @@ from tasuki.core.election import (
     Awaiting,
     Busy,
     Command,
+    Degraded,
     Election,
     EpochFenced,
     Event,
@@ -72,6 +73,7 @@ NOT_RENEWED = "the lock could not be renewed in time"
 NOT_OURS = "the lock is not ours any more"
 OTHER = "the store has another epoch"
 AWAY = "the store was away for so long that leases may be over"
+TOLD = "it was told to"
 GOING = "this server is going down"
 
 LOCKED = Acquired(Locked(EPOCH), ASKED_AT)
@@ -105,6 +107,7 @@ TABLE: list[tuple[State, Event, list[Command] | type[Exception], State]] = [
     (FOLLOWING, Renewed(True, ASKED_AT), NOT_ASKED, FOLLOWING),
     (FOLLOWING, EpochFenced(EPOCH), [], FOLLOWING),
     (FOLLOWING, Lapsed(EPOCH), [], FOLLOWING),
+    (FOLLOWING, Degraded(), [], FOLLOWING),
     (FOLLOWING, Resign(), [], RESIGNED),
     (ACQUIRING, Ticked(), [], ACQUIRING),
     (ACQUIRING, LOCKED, [TakeOver(EPOCH)], TAKING_OVER),
@@ -116,6 +119,7 @@ TABLE: list[tuple[State, Event, list[Command] | type[Exception], State]] = [
     (ACQUIRING, Renewed(True, ASKED_AT), NOT_ASKED, ACQUIRING),
     (ACQUIRING, EpochFenced(EPOCH), [], ACQUIRING),
     (ACQUIRING, Lapsed(EPOCH), [], ACQUIRING),
+    (ACQUIRING, Degraded(), [], ACQUIRING),
     (ACQUIRING, Resign(), [], ACQUIRING),
     (TAKING_OVER, Ticked(), [], TAKING_OVER),
     (TAKING_OVER, LOCKED, NOT_ASKED, TAKING_OVER),
@@ -129,6 +133,7 @@ TABLE: list[tuple[State, Event, list[Command] | type[Exception], State]] = [
     (TAKING_OVER, EpochFenced(EPOCH), [Release(EPOCH)], PAUSE),
     (TAKING_OVER, EpochFenced(EPOCH - 1), [], TAKING_OVER),
     (TAKING_OVER, Lapsed(EPOCH), [], TAKING_OVER),
+    (TAKING_OVER, Degraded(), [], TAKING_OVER),
     (TAKING_OVER, Resign(), [], TAKING_OVER),
     (LEADING, Ticked(), [], LEADING),
     (LEADING_DUE, Ticked(), [Renew(EPOCH)], Leading(EPOCH, UNTIL, NOW, renewing=True)),
@@ -139,6 +144,7 @@ TABLE: list[tuple[State, Event, list[Command] | type[Exception], State]] = [
     (LEADING, EpochFenced(EPOCH - 1), [], LEADING),
     (LEADING, Lapsed(EPOCH), [StepDown(EPOCH, AWAY), Release(EPOCH)], FOLLOWING_DUE),
     (LEADING, Lapsed(EPOCH - 1), [], LEADING),
+    (LEADING, Degraded(), [StepDown(EPOCH, TOLD), Release(EPOCH)], Following(NOW + TTL_S)),
     (LEADING, Resign(), [StepDown(EPOCH, GOING), Release(EPOCH)], RESIGNED),
     (RENEWING, Ticked(), [], RENEWING),
     (RENEWING, LOCKED, NOT_ASKED, RENEWING),
@@ -149,6 +155,7 @@ TABLE: list[tuple[State, Event, list[Command] | type[Exception], State]] = [
     (RENEWING, EpochFenced(EPOCH), [StepDown(EPOCH, OTHER)], AWAITING),
     (RENEWING, EpochFenced(EPOCH + 1), [], RENEWING),
     (RENEWING, Lapsed(EPOCH), [StepDown(EPOCH, AWAY)], AWAITING),
+    (RENEWING, Degraded(), [StepDown(EPOCH, TOLD)], AWAITING),
     (RENEWING, Resign(), [StepDown(EPOCH, GOING)], AWAITING),
     (OVER, Ticked(), [StepDown(EPOCH, NOT_RENEWED)], PAUSE),
     (OVER, EpochFenced(EPOCH), [StepDown(EPOCH, NOT_RENEWED)], PAUSE),
@@ -166,6 +173,7 @@ TABLE: list[tuple[State, Event, list[Command] | type[Exception], State]] = [
     (AWAITING, Renewed(None, ASKED_AT), [Release(EPOCH)], PAUSE),
     (AWAITING, EpochFenced(EPOCH), [], AWAITING),
     (AWAITING, Lapsed(EPOCH), [], AWAITING),
+    (AWAITING, Degraded(), [], AWAITING),
     (AWAITING, Resign(), [], AWAITING),
     (RESIGNED, Ticked(), [], RESIGNED),
     (RESIGNED, LOCKED, NOT_ASKED, RESIGNED),
@@ -173,6 +181,7 @@ TABLE: list[tuple[State, Event, list[Command] | type[Exception], State]] = [
     (RESIGNED, Renewed(True, ASKED_AT), NOT_ASKED, RESIGNED),
     (RESIGNED, EpochFenced(EPOCH), [], RESIGNED),
     (RESIGNED, Lapsed(EPOCH), [], RESIGNED),
+    (RESIGNED, Degraded(), [], RESIGNED),
     (RESIGNED, Resign(), [], RESIGNED),
 ]
 

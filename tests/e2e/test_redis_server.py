@@ -240,7 +240,7 @@ def test_a_flushed_redis_gives_no_epoch_again_that_the_database_knows(
         first = leader_of(pair)
         assert first.led() == [1]
         raw = Raw(redis_service, redis_url)
-        assert raw.client.hget("tasuki-servers:lock:leader", "holder")
+        assert raw.client.get("scheduler:leader:lock")
 
         raw.client.flushdb()
 

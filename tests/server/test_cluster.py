@@ -12,12 +12,15 @@ from typing import Any
 import pytest
 
 from tasuki.blobs.folder import FolderBlobs
+from tasuki.cli.store import migrate_store
+from tasuki.config import DataFolder
 from tasuki.coords.coordination import ClusterMember, Coordination, MemoryCoordination
 from tasuki.core.cluster_messages import ServerInfo, everything
 from tasuki.core.election import Locked
 from tasuki.core.job import JobSpec
 from tasuki.core.protocol import AssignJobs, Claim, GiveCredit, Heartbeat, HeartbeatAnswer, Reply, Request, SubmitJobs
-from tasuki.errors import Unavailable
+from tasuki.errors import ConfigError, Unavailable
+from tasuki.server.assembly import StorageLocations, make_guest
 from tasuki.server.cluster import Cluster
 from tasuki.server.server import Server, ServerConfig
 from tasuki.stores.common import SystemClock
@@ -256,6 +259,63 @@ def test_a_leader_that_kept_its_lock_while_the_store_was_away_ends_no_lease_of_a
         assert (await runner.wait_for(HeartbeatAnswer)).lost == []
         assert server.broker.upkeep.counts.reaped == 0
         await server.stop()
+
+    run(work)
+
+
+async def start_on(folder: Path, store: str, coordination: str) -> int:
+    """Start a server on these, wait until it leads, and stop it; its epoch."""
+    config = ServerConfig(server_id="a", data=folder, disk_floor_bytes=0, disk_floor_inodes=0)
+    server, _ = make_guest(
+        StorageLocations(DataFolder(folder), store, coordination=coordination, lock_ttl_s=2.0), config, candidate=True
+    )
+    await server.start()
+    try:
+        await until_async(lambda: server.broker.epoch)
+        return server.broker.epoch
+    finally:
+        await server.stop()
+
+
+def test_a_server_with_another_coordination_than_the_first_one_does_not_start(
+    tmp_path: Path, postgres_url: str, redis_url: str
+) -> None:
+    assert asyncio.run(start_on(tmp_path, postgres_url, redis_url)) == 1
+
+    for other in ("", redis_url.rpartition("/")[0] + "/15"):
+        with pytest.raises(ConfigError, match=r"elect their leader in redis://.*: all need the same coordination"):
+            asyncio.run(start_on(tmp_path, postgres_url, other))
+    assert asyncio.run(start_on(tmp_path, postgres_url, redis_url)) == 2
+    migrate_store(postgres_url, forget_coordination=True)
+    assert asyncio.run(start_on(tmp_path, postgres_url, "")) == 3
+
+
+def test_a_leader_that_is_told_to_step_down_lets_another_lead(world: World) -> None:
+    async def work() -> None:
+        async with world.servers("a", "b") as servers:
+            await until_async(lambda: leaders(servers))
+            [first] = leaders(servers)
+            [second] = [server for server in servers if server is not first]
+            world.coordination.degrade()
+            await until_async(lambda: second.broker.epoch)
+            assert not first.broker.epoch
+
+    run(work)
+
+
+def test_a_server_whose_worker_is_detached_neither_leads_nor_stands(world: World) -> None:
+    async def work() -> None:
+        async with world.servers("a", "b") as servers:
+            await until_async(lambda: leaders(servers))
+            [first] = leaders(servers)
+            [second] = [server for server in servers if server is not first]
+            world.coordination.set_detached(first.config.server_id, True, actor="admin")
+            await until_async(lambda: second.broker.epoch)
+            await second.stop()
+            await asyncio.sleep(3 * LOCK_TTL_S)  # for as long as it would take to be elected, had it stood
+            assert not first.broker.epoch
+            world.coordination.set_detached(first.config.server_id, False, actor="admin")
+            await until_async(lambda: first.broker.epoch)
 
     run(work)
 

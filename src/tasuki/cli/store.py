@@ -175,12 +175,15 @@ def _folder_with_store(data: Path | None, way_out: str) -> DataFolder:
 )
 @data_option
 @option("--store", metavar="URL", envvar="TASUKI_STORE", help="postgresql://…, instead of a data folder.")
-def migrate(output: Output, data: Path | None, store: str | None) -> None:
+@flag("--forget-coordination", help="Servers on PostgreSQL may use another --coordination than before; stop all first.")
+def migrate(output: Output, data: Path | None, store: str | None, forget_coordination: bool) -> None:
     """No server may be running on a data folder.
 
     On PostgreSQL servers of the version before may go on, unless this says otherwise.
     """
-    name, applied = _migrate_store(store) if store else _migrate_folder(data_folder(data))
+    if forget_coordination and (not store or is_redis(store)):
+        raise InvalidInput("--forget-coordination is for servers on PostgreSQL: give --store postgresql://…")
+    name, applied = migrate_store(store, forget_coordination) if store else _migrate_folder(data_folder(data))
     done = f"applied {', '.join(applied)}" if applied else "already up to date"
     output.show({"database": name, "applied": applied}, lambda: [f"{name}: {done}"])
 
@@ -198,7 +201,8 @@ def _migrate_folder(folder: DataFolder) -> tuple[str, list[str]]:
         lock.release()
 
 
-def _migrate_store(url: str) -> tuple[str, list[str]]:
+def migrate_store(url: str, forget_coordination: bool) -> tuple[str, list[str]]:
+    """Return the name of the database, and the migrations that were applied."""
     check_store(url)
     if is_redis(url):
         return "Redis has no tables", []
@@ -210,7 +214,10 @@ def _migrate_store(url: str) -> tuple[str, list[str]]:
     standalone.configure()
     alias = standalone.register_postgresql(given)
     with Translated(given, "nothing was changed", lambda error: False):
-        return name_of(given), standalone.migrate(alias)
+        applied = standalone.migrate(alias)
+        if forget_coordination:
+            standalone.forget_coordination(alias)
+        return name_of(given), applied
 
 
 # ---------------------------------------------------------------------------------------------------- duties

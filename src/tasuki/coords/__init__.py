@@ -6,5 +6,6 @@ epoch in the store, which alone decides what it may write.
 
     coordination   the contract, and the implementation in memory
     sql            PostgreSQL (`statements/`)
-    redis          Redis (`lua/`)
+    redis          Redis, for servers whose store it is (`lua/`)
+    scheduler_redis  Redis beside a SQL store, on the keys `scheduler:…`
 """

@@ -41,6 +41,10 @@ class ClusterMember(msgspec.Struct, frozen=True, kw_only=True):
     whether they have read `info`. (Start at the wall clock in milliseconds.)"""
     info: bytes = b""
     """Facts for the other members."""
+    leads: bool = False
+    """It leads, and is to be told if somebody asked the leader to step down."""
+    workers: Mapping[str, Mapping[str, str | int]] = {}
+    """Facts about its workers by worker_id, for people and programs that read them; used if `shows_workers`."""
 
 
 class LiveMember(msgspec.Struct, frozen=True):
@@ -61,10 +65,15 @@ class View(msgspec.Struct, frozen=True):
     members: tuple[LiveMember, ...]
     """Live members by id, including the one that has just beaten."""
     detached: frozenset[str]
+    degraded: bool = False
+    """The leader, who asks, has to step down. Told once."""
 
 
 class Coordination(Protocol):
     """The verbs of the coordination. See the module's docstring for what holds for all of them."""
+
+    shows_workers: bool = False
+    """A beat also writes what `ClusterMember.workers` says."""
 
     # -- members --------------------------------------------------------------------------------------------------
     def beat(self, me: ClusterMember, *, seen: Mapping[str, int]) -> View:
@@ -99,6 +108,9 @@ class Coordination(Protocol):
 
     def _set_expiry(self, scope: str, holder: str, epoch: int, ttl_s: float) -> bool:
         """Let a lock that is held end ttl_s from now; False, and no change, if the holder does not hold it any more."""
+
+    def degrade(self) -> None:
+        """Have the leader step down: its next beat is told. Without a leader, the next one is told."""
 
     # -- workers that get no more work ----------------------------------------------------------------------------
     def set_detached(self, worker_id: str, detached: bool, *, actor: str, reason: str = "") -> bool:
@@ -139,6 +151,7 @@ class MemoryCoordination(Coordination):
         self._locks: dict[str, _Lock] = {}
         self._detached: dict[str, tuple[str, str]] = {}
         """worker_id → (actor, reason)"""
+        self._degraded = False
 
     def beat(self, me: ClusterMember, *, seen: Mapping[str, int]) -> View:
         with self._mutex:
@@ -147,7 +160,9 @@ class MemoryCoordination(Coordination):
             self._forget(now)
             rows = sorted(self._members.items())
             live = (_seen_by(member, seen) for _, (beat_at, member) in rows if abs(now - beat_at) < MEMBER_TIMEOUT_S)
-            return View(tuple(live), frozenset(self._detached))
+            degraded = me.leads and self._degraded
+            self._degraded = self._degraded and not me.leads
+            return View(tuple(live), frozenset(self._detached), degraded)
 
     def _with_stored_info(self, me: ClusterMember) -> ClusterMember:
         _, before = self._members.get(me.member_id, (0.0, me))
@@ -185,6 +200,10 @@ class MemoryCoordination(Coordination):
             self._locks[scope] = _Lock(epoch, holder, now + ttl_s)
             return True
 
+    def degrade(self) -> None:
+        with self._mutex:
+            self._degraded = True
+
     def set_detached(self, worker_id: str, detached: bool, *, actor: str, reason: str = "") -> bool:
         with self._mutex:
             if detached == (worker_id in self._detached):
@@ -205,7 +224,8 @@ class MemoryCoordination(Coordination):
 
 def _seen_by(member: ClusterMember, seen: Mapping[str, int]) -> LiveMember:
     is_known = seen.get(member.member_id) == member.version
-    return LiveMember(**{**msgspec.structs.asdict(member), "info": None if is_known else member.info})
+    known = {name: getattr(member, name) for name in LiveMember.__struct_fields__}
+    return LiveMember(**{**known, "info": None if is_known else member.info})
 
 
 def _is_held(lock: _Lock, now: float) -> bool:

@@ -4,7 +4,7 @@ Verbs that must be atomic are Lua (`lua/`, one file per verb, keys explained in 
 Redis may forget everything but the highest epoch; if it forgot even that, `floor` brings it back: the epoch that the store knows,
 which is SQL or this Redis itself.
 
-Touches the network, and of Redis the keys {app}:beats, member, lock and detached. The caller makes the client, as for the store.
+Touches the network, and of Redis the keys {app}:beats, member, lock, degrade and detached. The caller makes the client.
 """
 
 from __future__ import annotations
@@ -56,7 +56,8 @@ class RedisCoordination(Coordination):
         known = [part for item in seen.items() for part in item]
         live, detached = self._run("beat", *mine, MEMBER_TIMEOUT_S, FORGET_AFTER_S, FORGET_BATCH, *known)
         members = sorted((_live(row) for row in live), key=lambda member: member.member_id)
-        return View(tuple(members), _names(detached))
+        degraded = me.leads and bool(self._command("DEL", f"{self._app}:degrade"))
+        return View(tuple(members), _names(detached), degraded)
 
     def leave(self, member_id: str, incarnation: str) -> None:
         self._run("leave", member_id, incarnation)
@@ -69,6 +70,9 @@ class RedisCoordination(Coordination):
 
     def _set_expiry(self, scope: str, holder: str, epoch: int, ttl_s: float) -> bool:
         return bool(self._run("set_expiry", scope, holder, epoch, ttl_s, LOCK_TTL_MAX_S))
+
+    def degrade(self) -> None:
+        self._command("SET", f"{self._app}:degrade", "1")
 
     # -- workers that get no more work ----------------------------------------------------------------------------
     def set_detached(self, worker_id: str, detached: bool, *, actor: str, reason: str = "") -> bool:

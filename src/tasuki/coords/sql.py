@@ -56,7 +56,8 @@ class SqlCoordination(Coordination):
             self._change("beat_anew", {**mine, "kind": me.kind, "schema_version": me.schema_version, "info": me.info})
         self._change("forget", {"forget_after_s": FORGET_AFTER_S, "limit": FORGET_BATCH})
         known = {"seen_ids": list(seen), "seen_versions": list(seen.values()), "timeout_s": MEMBER_TIMEOUT_S}
-        return View(tuple(LiveMember(*row) for row in self._rows("live", known)), self.detached())
+        degraded = me.leads and self._change("degraded", {}) == 1
+        return View(tuple(LiveMember(*row) for row in self._rows("live", known)), self.detached(), degraded)
 
     def leave(self, member_id: str, incarnation: str) -> None:
         self._change("leave", {"member_id": member_id, "incarnation": incarnation})
@@ -74,6 +75,9 @@ class SqlCoordination(Coordination):
     def _set_expiry(self, scope: str, holder: str, epoch: int, ttl_s: float) -> bool:
         lock = {"scope": scope, "holder": holder, "epoch": epoch, "ttl_s": ttl_s, "lock_max_s": LOCK_TTL_MAX_S}
         return self._change("set_expiry", lock) == 1
+
+    def degrade(self) -> None:
+        self._change("degrade", {})
 
     # -- workers that get no more work ----------------------------------------------------------------------------
     def set_detached(self, worker_id: str, detached: bool, *, actor: str, reason: str = "") -> bool:

@@ -38,7 +38,8 @@ with exactly one event, however long it takes (TakeOver with TookOver or EpochFe
 `Leading` has a renewal under way or not. A leadership that ends with one under way becomes `Awaiting` that answer instead of
 `Following` or `Resigned`: a lock that may have been renewed after all is given back. Every event looks at the time first: a
 leader whose time is over steps down before it handles the event. `EpochFenced` of an epoch other than the present one changes
-nothing. `Lapsed` is to a leader as `EpochFenced`, except that it asks for the lock again at once; others ignore it.
+nothing. `Lapsed` and `Degraded` are to a leader as `EpochFenced`, except that it asks for the lock again at once, or
+after a ttl, in which another server may take it; others ignore both.
 """
 
 from __future__ import annotations
@@ -107,6 +108,10 @@ class Lapsed(msgspec.Struct, frozen=True):
     takeover under a new epoch renews them before any is ended."""
 
     epoch: int
+
+
+class Degraded(msgspec.Struct, frozen=True):
+    """Somebody asked the leader to step down, or its worker was detached. It stands again after a ttl."""
 
 
 class Resign(msgspec.Struct, frozen=True):
@@ -188,7 +193,7 @@ class Resigned(msgspec.Struct, frozen=True):
     """This server stands for election no more."""
 
 
-Event = Ticked | Acquired | TookOver | Renewed | EpochFenced | Lapsed | Resign
+Event = Ticked | Acquired | TookOver | Renewed | EpochFenced | Lapsed | Degraded | Resign
 Command = Acquire | TakeOver | Renew | Release | Lead | StepDown
 State = Following | Acquiring | TakingOver | Leading | Awaiting | Resigned
 
@@ -242,6 +247,8 @@ class Election:
                 commands += self._fenced(epoch, now)
             case Lapsed(epoch=epoch):
                 commands += self._lapsed(epoch, now)
+            case Degraded():
+                commands += self._degraded(now)
             case Resign():
                 commands += self._resign(now)
         return commands
@@ -315,6 +322,14 @@ class Election:
         commands = self._step_down(now, "the store was away for so long that leases may be over", release=True)
         if isinstance(self.state, Following):
             self.state = Following(now)
+        return commands
+
+    def _degraded(self, now: float) -> list[Command]:
+        if not isinstance(self.state, Leading):
+            return []
+        commands = self._step_down(now, "it was told to", release=True)
+        if isinstance(self.state, Following):
+            self.state = Following(now + self.ttl_s)
         return commands
 
     def _resign(self, now: float) -> list[Command]:

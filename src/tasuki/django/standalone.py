@@ -32,6 +32,8 @@ MIGRATING_TABLE = "tasuki_migrating"
 SCHEMA_VERSION = 11
 OLDEST_CODE = 4
 MIGRATION_POLL_S = 0.05
+COORDINATION_SCOPE = "coordination"
+"""Row of tasuki_scopeepoch whose holder is the coordination of the servers."""
 MEMBER_ALIVE_S = 30.0  # a server that beat within this time is taken to be alive
 
 _lock = threading.Lock()
@@ -198,6 +200,14 @@ def _has_locked(second: psycopg.Connection) -> bool:
         second.rollback()
         return False
     return True
+
+
+def forget_coordination(alias: str) -> None:
+    """Let the next server record its coordination, whatever was recorded before (`SqlStore.record_coordination`)."""
+    from django.db import connections
+
+    with connections[alias].cursor() as cursor:
+        cursor.execute("DELETE FROM tasuki_scopeepoch WHERE scope = %s", [COORDINATION_SCOPE])
 
 
 # ---------------------------------------------------------------------------------------------------- versions of the schema

@@ -54,7 +54,8 @@ BLOB_MAX_BYTES = 64 * 1024 * 1024 * 1024
 RESTS_AFTER_S = 5.0  # without anything to do: connecting again takes some milliseconds
 SHARED_READERS = 4  # read-only connections of a server to a database that it shares; SQLite's reader is quick enough alone
 REDIS_SCHEMES = ("redis://", "rediss://", "unix://", "redis+sentinel://", "rediss+sentinel://")
-COORDINATION_PREFIX = "tasuki-servers"  # of the keys in a Redis that coordinates the servers of a SQL store
+COORDINATION_PREFIX = "tasuki-servers"  # of the hints in a Redis that coordinates the servers of a SQL store
+IN_THE_STORE = "the database"  # name of a coordination
 TTL_SLACK_S = 86_400.0  # pruning by the leader comes first; a key's own end is for a Redis whose servers are all gone
 
 
@@ -160,7 +161,7 @@ def make_server(places: StorageLocations, config: ServerConfig, fault: Callable[
         logger.warning("the blobs of this server are in %s: other servers cannot reach them; give --blobs s3://…", folder.blobs)
     config = msgspec.structs.replace(config, readers=SHARED_READERS)
     store, reader = partial(_open_shared, places, config, folder, fault), partial(_open_shared_reader, places, config)
-    return Server(config, store, reader, blobs, _cluster_on(places, config.server_id), fault)
+    return Server(config, lambda: _agreed(store(), places), reader, blobs, _cluster_on(places, config.server_id), fault)
 
 
 def _open_shared(
@@ -175,6 +176,28 @@ def _open_shared(
         store = SqlStore.open_postgresql(places.store, fault=fault, lock_ttl_s=places.lock_ttl_s, migrates=places.migrates)
     if folder is not None:
         ensure_admin_token(store, folder.token_file)
+    return store
+
+
+def _agreed(store: Store, places: StorageLocations) -> Store:
+    """Return a store whose servers all use this coordination; ConfigError if they use another: two would elect two leaders, who
+    take the lead from each other again and again."""
+    if is_redis(places.store):
+        return store
+    from tasuki.stores.sql.store import SqlStore
+
+    assert isinstance(store, SqlStore)
+    mine = IN_THE_STORE
+    if places.coordination:
+        from tasuki.stores.redis.connection import place_of
+
+        mine = place_of(places.coordination)
+    if (recorded := store.record_coordination(mine)) != mine:
+        store.close()
+        raise ConfigError(
+            f"the servers of this store elect their leader in {recorded}, this one was given {mine}: all need the same "
+            "coordination. To change it, stop all of them and run: tasuki migrate --store URL --forget-coordination"
+        )
     return store
 
 
@@ -193,15 +216,18 @@ def _cluster_on(
     in_redis = is_redis(places.store)
     if in_redis or places.coordination:
         from tasuki.coords.redis import TIMEOUT_SHARE, RedisCoordination
+        from tasuki.coords.scheduler_redis import SchedulerCoordination
         from tasuki.stores.redis import store as redis_store
         from tasuki.stores.redis.connection import RedisWakeups, connect, name_of
 
         url, app = (places.store, places.app) if in_redis else (places.coordination, COORDINATION_PREFIX)
-        return cluster(
-            lambda: RedisCoordination(connect(url, TIMEOUT_SHARE * ttl_s), where=name_of(url), app=app),
-            RedisWakeups(url, app=app, server_id=server_id),
-            schema_version=redis_store.SCHEMA_VERSION,
-        )
+
+        def open_coordination() -> RedisCoordination:
+            client, where = connect(url, TIMEOUT_SHARE * ttl_s), name_of(url)
+            return RedisCoordination(client, where=where, app=app) if in_redis else SchedulerCoordination(client, where=where)
+
+        wakeups = RedisWakeups(url, app=app, server_id=server_id)
+        return cluster(open_coordination, wakeups, schema_version=redis_store.SCHEMA_VERSION)
     from tasuki.coords.sql import SqlCoordination
     from tasuki.stores.sql.postgres import PostgresWakeups
     from tasuki.stores.sql.store import SCHEMA_VERSION
@@ -230,7 +256,7 @@ def make_guest(places: StorageLocations, config: ServerConfig, *, candidate: boo
     config = msgspec.structs.replace(config, readers=SHARED_READERS, collects_blobs=bool(places.blobs))
     cluster = _cluster_on(places, config.server_id, candidate=candidate)
     reader = partial(_open_shared_reader, places, config)
-    return Server(config, partial(_open_shared, places, config, None), reader, blobs, cluster), cluster
+    return Server(config, lambda: _agreed(_open_shared(places, config, None), places), reader, blobs, cluster), cluster
 
 
 def make_node_guest(places: StorageLocations, config: ServerConfig) -> Server:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -18,6 +19,7 @@ import msgspec
 
 from tasuki.coords.coordination import BEAT_INTERVAL_S, ClusterMember, Coordination, View
 from tasuki.core import election
+from tasuki.core.broker.broker import Broker
 from tasuki.core.broker.events import ClusterView, Detach, Elected, Event, Hinted, Publish
 from tasuki.core.cluster_messages import Hint, ServerInfo, decode, split
 from tasuki.core.machine import Now, Ticked
@@ -43,6 +45,8 @@ class LocalServer(Protocol):
     def server_id(self) -> str: ...
     @property
     def info(self) -> ServerInfo: ...
+    @property
+    def broker(self) -> Broker: ...
     def now(self) -> Now: ...
     def tell(self, event: Event) -> None: ...
     async def ask(self, question: Callable[[Reader], T]) -> T: ...
@@ -124,6 +128,8 @@ class Cluster:
         self._highest_epoch = 0
         """Seen in the store, or held. A store that has less was emptied."""
         self._is_emptied = False
+        self._is_detached = False
+        """The worker of this process is detached, which has the same id: then it does not lead."""
         self._answered = asyncio.Event()
         self.on_hint: Callable[[Hint], None] = lambda hint: None
         """Called with every hint from another server."""
@@ -164,7 +170,7 @@ class Cluster:
     def tick(self, now: Now) -> None:
         if self._is_leaving:  # a heartbeat now could arrive after the message that this server leaves
             return
-        if self._candidate:
+        if self._candidate and (not self._is_detached or self._election.asking):
             self._decide(Ticked())
         if now.monotonic >= self._beat_at and not self._beating:
             self._beat_at = now.monotonic + BEAT_INTERVAL_S
@@ -202,6 +208,8 @@ class Cluster:
             schema_version=self._schema_version,
             version=self._version,
             info=info,
+            leads=bool(self._server.broker.epoch),
+            workers=_facts(self._server.broker) if self._coordination.shows_workers else {},
         )
         known = {member_id: version for member_id, (version, _) in self._seen.items()}
         self._update(await self._call(lambda: self._coordination.beat(me, seen=known)))
@@ -219,6 +227,9 @@ class Cluster:
             elif member.member_id in self._seen:
                 seen[member.member_id] = self._seen[member.member_id]
         self._seen = seen
+        self._is_detached = self._server.server_id in view.detached
+        if view.degraded or self._is_detached:
+            self._decide(election.Degraded())
         self._server.tell(ClusterView(tuple(info for _, info in seen.values()), view.detached))
 
     async def detach(self, command: Detach) -> bool:
@@ -316,3 +327,22 @@ class Cluster:
             return
         self._server.tell(Hinted(hint))
         self.on_hint(hint)
+
+
+def _facts(broker: Broker) -> dict[str, dict[str, str | int]]:
+    """Return what people and programs may read of the workers of this server."""
+    host, _, port = broker.grpc_address.rpartition(":")
+    facts: dict[str, dict[str, str | int]] = {}
+    for worker_id, session in broker.workers.items():
+        runs = [delivery.claim.job_id for delivery in session.deliveries.values()]
+        is_own = worker_id == broker.config.server_id
+        facts[worker_id] = {
+            "node_id": broker.config.node_id,
+            "pid": os.getpid() if is_own else "",
+            "grpc_host": host.strip("[]") if is_own else "",
+            "grpc_port": port if is_own else "",
+            "role": "leader" if is_own and broker.epoch else "worker",
+            "load": len(runs),
+            "current_job_run_id": ",".join(runs),
+        }
+    return facts

@@ -284,6 +284,20 @@ class LockCases(CoordinationCase):
             one.renew(SCOPE, "one", 1, ttl_s)
 
 
+class DegradeCases(CoordinationCase):
+    """A leader that is to step down."""
+
+    def test_only_the_leader_is_told_to_step_down_and_once(self, one: Coordination, two: Coordination) -> None:
+        leader = member("leads", leads=True)
+        assert not one.beat(leader, seen={}).degraded
+
+        two.degrade()
+        two.degrade()
+
+        assert not two.beat(member("follows"), seen={}).degraded
+        assert [one.beat(leader, seen={}).degraded for _ in range(2)] == [True, False]
+
+
 class DetachCases(CoordinationCase):
     """Cases of set_detached and detached."""
 
@@ -314,5 +328,5 @@ class DetachCases(CoordinationCase):
         assert one.detached() == {"w1", "w3"}
 
 
-class CoordinationSuite(MemberCases, LockCases, DetachCases):
+class CoordinationSuite(MemberCases, LockCases, DegradeCases, DetachCases):
     """All conformance cases of a coordination. pytest collects a subclass whose name begins with Test."""

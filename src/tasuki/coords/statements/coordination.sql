@@ -61,6 +61,13 @@ UPDATE tasuki_scopelease SET expires_at = {now} + %(ttl_s)s::float8
 WHERE scope = %(scope)s AND holder = %(holder)s AND epoch = %(epoch)s
     AND expires_at > {now} AND expires_at <= {now} + %(lock_max_s)s::float8
 
+-- name: degrade
+-- A row that is no lock: its presence tells the leader to step down.
+INSERT INTO tasuki_scopelease (scope, epoch, holder, expires_at) VALUES ('degrade', 0, '', 0) ON CONFLICT (scope) DO NOTHING
+
+-- name: degraded
+DELETE FROM tasuki_scopelease WHERE scope = 'degrade'
+
 -- name: detach
 INSERT INTO tasuki_detached (worker_id, at, actor, reason) VALUES (%(worker_id)s, {now}, %(actor)s, %(reason)s)
 ON CONFLICT (worker_id) DO NOTHING

@@ -124,6 +124,13 @@ def name_of(url: str) -> str:
     return f"Redis at {parts.netloc.rpartition('@')[2] or parts.path}"
 
 
+def place_of(url: str) -> str:
+    """Return address and database of a Redis, the same for all users and passwords, Sentinels in any order."""
+    parts = urlsplit(url)
+    hosts = ",".join(sorted(parts.netloc.rpartition("@")[2].lower().split(",")))
+    return f"redis://{hosts}{parts.path if parts.path.strip('/') else '/0'}"
+
+
 def translate(error: redis.RedisError, where: str, was_stored: Callable[[], bool] | None) -> TasukiError:
     """Return tasuki's error for one of the driver. `was_stored` finds out whether a turn without an answer was done."""
     text = " ".join(str(error).split()) or type(error).__name__

@@ -32,7 +32,7 @@ from tasuki.core.store_messages import (
     storable_text,
 )
 from tasuki.core.subject import literal_prefix
-from tasuki.django.standalone import SCHEMA_VERSION
+from tasuki.django.standalone import COORDINATION_SCOPE, SCHEMA_VERSION
 from tasuki.errors import ConfigError, InterruptCause, InvalidInput, TurnInterrupted
 from tasuki.stores.common import is_wanted
 from tasuki.stores.sql import blobs, fire, leader, lease, report, submit
@@ -371,6 +371,13 @@ class SqlStore(SqlReads):
 
         if isinstance(self._database, PostgresDatabase):
             self._database.rest()
+
+    def record_coordination(self, name: str) -> str:
+        """Record by which coordination the servers of this store elect their leader, and return what was recorded first."""
+        with self._tx:
+            self._tx.session.change("record_once", (COORDINATION_SCOPE, name))
+            ((_, recorded),) = self._select("epoch_seen", (COORDINATION_SCOPE,))
+        return str(recorded)
 
     def held(self, holders: Sequence[tuple[str, str, str]]) -> list[list[Grant]]:
         now = self.clock.lease()

@@ -428,6 +428,10 @@ VALUES ($1::text, $2::bigint, $3::text, $4::float8)
 ON CONFLICT (scope) DO UPDATE SET epoch = excluded.epoch, holder = excluded.holder, taken_over_at = excluded.taken_over_at
 WHERE known.epoch < excluded.epoch
 
+-- name: record_once
+-- A row of a scope that is no leader's: $2 what was recorded first stays.
+INSERT INTO tasuki_scopeepoch (scope, epoch, holder) VALUES ($1::text, 0, $2::text) ON CONFLICT (scope) DO NOTHING
+
 -- name: taken_over_at
 SELECT taken_over_at FROM tasuki_scopeepoch WHERE scope = $1::text
 

@@ -297,6 +297,9 @@ INSERT INTO tasuki_scopeepoch (scope, epoch, holder, taken_over_at) VALUES (?1, 
 ON CONFLICT (scope) DO UPDATE SET epoch = excluded.epoch, holder = excluded.holder, taken_over_at = excluded.taken_over_at
 WHERE epoch < excluded.epoch
 
+-- name: record_once
+INSERT INTO tasuki_scopeepoch (scope, epoch, holder) VALUES (?1, 0, ?2) ON CONFLICT (scope) DO NOTHING
+
 -- name: taken_over_at
 SELECT taken_over_at FROM tasuki_scopeepoch WHERE scope = ?1
 
