@@ -35,12 +35,13 @@ up: $(if $(wildcard $(STAMP)),$(STAMP),$(DEMO_STAMP)) ## Start a server and loca
 	@$(BIN)/tasuki up
 
 # Compiled once: where Python is told to write no bytecode, each of the thousand processes of the tests would do it for itself,
-# and each of pytest's own would rewrite all the assertions. Hypothesis' table of characters, too, takes each of them 2 s.
+# and each of pytest's own would rewrite all the assertions (here two do it). Hypothesis' table of characters, too, takes each of them 2 s.
 test: export PYTHONDONTWRITEBYTECODE =
 test: $(STAMP) ## Run the tests (TESTARGS='tests/core -x' for some of them)
 	@$(BIN)/python -m compileall -q src
 	@$(BIN)/python -c 'from hypothesis import strategies; strategies.text().validate()'
-	@test -d tests/__pycache__ || $(BIN)/python -m pytest --collect-only -qq $(TESTARGS) >/dev/null 2>&1 || true
+	@test -d tests/__pycache__ || ls -d $(or $(filter tests/%,$(TESTARGS)),tests/*/) | \
+		xargs -n 11 -P 2 $(BIN)/python -m pytest --collect-only -qq >/dev/null 2>&1 || true
 	@$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder --durations=25 $(TESTARGS)
 
 sim: $(STAMP) ## Run SEEDS=2000 seeds of the simulator on all cores (docs/simulator.md)

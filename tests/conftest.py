@@ -19,6 +19,7 @@ pytest.register_assert_rewrite("tasuki.testing")
 from tests.support.postgres_service import PostgresService, postgres_folder  # noqa: E402
 from tests.support.redis_service import RedisService, other_redis_program, redis_program  # noqa: E402
 from tests.support.s3_service import S3Service, weed_program  # noqa: E402
+from tests.support.sqlite_files import memory_folder  # noqa: E402
 
 IN_CI = os.environ.get("CI", "").lower() in {"1", "true", "yes"}
 
@@ -39,6 +40,13 @@ WAITING = ("e2e", "examples")
 """Folders whose tests mostly wait for processes of their own."""
 
 Require = Callable[[str, bool, str], None]
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Keep the tests' folders in memory; those of the soak are larger, and their disk is a part of what is measured."""
+    folder = memory_folder()
+    if folder is not None and config.getoption("markexpr") == "not soak":
+        os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", os.fspath(folder))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -49,8 +49,9 @@ def python(require: Require) -> str:
     program = os.fspath(PLACE / "bin" / "python")
     if not made.exists() or made.read_text("utf-8") != wanted:
         shutil.rmtree(PLACE, ignore_errors=True)
-        subprocess.run([found, "-m", "venv", PLACE], check=True)
-        subprocess.run([program, "-m", "pip", "install", "-q", *wanted.split("\n")], check=True)
+        subprocess.run([found, "-m", "venv", "--without-pip", PLACE], check=True)
+        install = [sys.executable, "-m", "pip", "--python", program, "install", "--quiet", "--no-compile"]
+        subprocess.run([*install, *wanted.split("\n")], check=True)
         made.write_text(wanted, "utf-8")
     return program
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import subprocess
+import os
 import sys
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +18,7 @@ from tasuki.stores.sql.postgres import PostgresDatabase
 from tasuki.stores.sql.store import SqlStore
 from tasuki.testing.clocks import FakeClock
 from tasuki.testing.store_stage import PAST_LEASE_S, Stage
+from tests.support import nursery
 from tests.support.postgres_service import PostgresService
 
 PROCESSES = 8
@@ -90,25 +90,13 @@ def test_no_job_is_leased_twice_by_eight_processes(postgres: PostgresService, jo
     url = postgres.database()
     store = SqlStore.open_postgresql(url)
     add_jobs(store, jobs)
-    claimers = [
-        subprocess.Popen(
-            [sys.executable, "-c", CLAIMER, url, f"w{number}"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            cwd=Path(__file__).parents[2],
-            text=True,
-        )
-        for number in range(PROCESSES)
-    ]
+    blocked, gate = os.pipe()
+    claimers = [nursery.start([sys.executable, "-c", CLAIMER, url, f"w{number}"], stdin=blocked) for number in range(PROCESSES)]
     for claimer in claimers:
         assert claimer.stdout is not None
         assert claimer.stdout.readline() == "ready\n"
 
-    for claimer in claimers:
-        assert claimer.stdin is not None
-        claimer.stdin.write("go\n")
-        claimer.stdin.flush()
+    os.close(gate)  # all read the end of their input at the same time
     said = [claimer.communicate(timeout=500) for claimer in claimers]
     assert [claimer.returncode for claimer in claimers] == [0] * PROCESSES, [errors for _, errors in said]
     got = [json.loads(answer) for answer, _ in said]
@@ -122,6 +110,7 @@ def test_no_job_is_leased_twice_by_eight_processes(postgres: PostgresService, jo
     assert sum(count.active for count in store.counts().values()) == jobs
     store.close()
     postgres.drop(url)
+    os.close(blocked)
 
 
 # -- not in each other's way --------------------------------------------------------------------------------------

@@ -104,7 +104,7 @@ def mend(zpe: Zpe, url: str) -> None:
             zpe.raw.execute_command(*command.group().split())
 
 
-@pytest.mark.parametrize("seconds", [10, pytest.param(60, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("seconds", [5, pytest.param(60, marks=pytest.mark.soak)])
 def test_honest_jobs_are_done_beside_anything_that_outsiders_write(redis_service: RedisService, seconds: float) -> None:
     """Series of examples from the same seeds in each run, as many as the time allows."""
 

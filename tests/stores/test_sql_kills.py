@@ -11,6 +11,8 @@ import pytest
 from tasuki.core.job import State
 from tasuki.core.store_messages import Filter
 from tasuki.stores.sql.store import FAULT_POINTS, SqlStore
+from tests.support import nursery
+from tests.support.sqlite_files import with_tables
 
 # The second turn of this program passes through all fault points; at the armed one the process is killed as by a power cut
 # of the machine that it runs on: nothing is flushed, nothing is closed.
@@ -50,11 +52,11 @@ print("acked 2", flush=True)
 @pytest.mark.parametrize("point", [point for point in FAULT_POINTS if point != "fire.written"])
 @pytest.mark.parametrize("vendor", ["sqlite", "postgresql"])
 def test_a_kill_leaves_whole_turns_only(vendor: str, point: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    path = tmp_path / "tasuki.sqlite3"
+    path = with_tables(tmp_path / "tasuki.sqlite3")
     place = str(path) if vendor == "sqlite" else request.getfixturevalue("postgres_url")
-    victim = subprocess.run([sys.executable, "-c", VICTIM, vendor, place, point], capture_output=True, timeout=60)
-    assert victim.returncode == -9, victim.stderr.decode()
-    assert victim.stdout == b"acked 1\n"
+    victim = nursery.run([sys.executable, "-c", VICTIM, vendor, place, point])
+    assert victim.returncode == -9, victim.stderr
+    assert victim.stdout == "acked 1\n"
 
     store = SqlStore.open_sqlite(path) if vendor == "sqlite" else SqlStore.open_postgresql(place)
     # Whoever touches the rows next waits until PostgreSQL has noticed that its client is gone.
@@ -111,15 +113,15 @@ print("fired", flush=True)
 def test_a_leader_killed_while_it_fires_leaves_all_runs_or_none(
     vendor: str, point: str, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    path = tmp_path / "tasuki.sqlite3"
+    path = with_tables(tmp_path / "tasuki.sqlite3")
     place = str(path) if vendor == "sqlite" else request.getfixturevalue("postgres_url")
 
-    def fire(armed: str) -> subprocess.CompletedProcess[bytes]:
-        return subprocess.run([sys.executable, "-c", FIRING_VICTIM, vendor, place, armed], capture_output=True, timeout=60)
+    def fire(armed: str) -> subprocess.CompletedProcess[str]:
+        return nursery.run([sys.executable, "-c", FIRING_VICTIM, vendor, place, armed])
 
     assert fire(point).returncode == -9
     again = fire("nowhere")
-    assert again.stdout == b"fired\n", again.stderr.decode()
+    assert again.stdout == "fired\n", again.stderr
 
     store = SqlStore.open_sqlite(path) if vendor == "sqlite" else SqlStore.open_postgresql(place)
     runs = [job.job_id for job in store.find(Filter()).jobs]

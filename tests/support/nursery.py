@@ -147,13 +147,14 @@ class Nursery:
 def start(
     command: Sequence[str | os.PathLike[str]],
     *,
-    env: Mapping[str, str],
+    env: Mapping[str, str] | None = None,
     cwd: Path | None = None,
     stdin: int = subprocess.DEVNULL,
     stdout: int = subprocess.PIPE,
     stderr: int = subprocess.PIPE,
 ) -> ForkedProcess | subprocess.Popen[str]:
     """Start a command of this Python in a session of its own, forked if it may be. `stdin` is a descriptor or DEVNULL."""
+    env = clean_environment() if env is None else env
     words = [os.fspath(part) for part in command]
     options = {"stdin": stdin, "stdout": stdout, "stderr": stderr, "errors": "surrogateescape", "start_new_session": True}
     if words[0] != sys.executable or not _may_fork(env):
@@ -164,7 +165,11 @@ def start(
 
 
 def run(
-    command: Sequence[str | os.PathLike[str]], *, env: Mapping[str, str], cwd: Path | None = None, timeout: float = 60.0
+    command: Sequence[str | os.PathLike[str]],
+    *,
+    env: Mapping[str, str] | None = None,
+    cwd: Path | None = None,
+    timeout: float = 60.0,
 ) -> subprocess.CompletedProcess[str]:
     """Run a command of this Python to its end, with nothing to read."""
     process = start(command, env=env, cwd=cwd)

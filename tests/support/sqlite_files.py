@@ -10,12 +10,15 @@ import functools
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from shutil import disk_usage
+
+MEMORY_MIN_BYTES = 4 * 1024**3  # all processes of `make test` use less than half of it
 
 
 def memory_folder() -> Path | None:
-    """Return a folder in memory where there is one: tests of what a store answers need not wait for a disk."""
+    """Return a folder in memory where there is one with enough room: tests that cut no power need not wait for a disk."""
     shared_memory = Path("/dev/shm")
-    return shared_memory if shared_memory.is_dir() else None
+    return shared_memory if shared_memory.is_dir() and disk_usage(shared_memory).free >= MEMORY_MIN_BYTES else None
 
 
 def with_tables(path: Path) -> Path:
