@@ -20,6 +20,7 @@ from tasuki.core.store_messages import FiredRuns, JobKind, Requeued
 from tasuki.errors import ConfigError, StaleEpoch
 from tasuki.stores.memory.store import MemoryStore
 from tasuki.stores.redis.store import RedisStore
+from tasuki.stores.sql import leader
 from tasuki.stores.sql.store import SqlStore
 from tasuki.testing.clocks import FakeClock
 from tasuki.testing.store_stage import Stage
@@ -327,6 +328,24 @@ def test_a_clock_that_jumps_and_comes_back_fires_no_time_twice_and_none_never(fi
     assert ids(firing.at(60.5)) == [d(60)]
 
 
+@pytest.mark.parametrize("seconds", [3600, 86_400])
+def test_a_clock_that_is_set_back_and_put_right_fires_no_time_twice_and_no_burst(firing: Firing, seconds: int) -> None:
+    firing.define(MINUTELY)
+    looks = [firing.at(0.5), firing.at(60.5)]
+    firing.clock.jump_wall(-seconds)
+    looks += [firing.fire(), firing.at(120.5 - seconds)]
+    firing.clock.jump_wall(seconds)
+    looks += [firing.fire(), firing.at(180.5)]
+
+    fired = [ids(look) for look in looks]
+    assert fired[:4] == [[d(0)], [d(60)], [], [d(120 - seconds)]]
+    assert fired[5] == [d(180)]
+    assert [str(run.state) for run in looks[4].runs].count("SKIPPED") == 1
+    assert len(fired[4]) <= 6
+    every = [job_id for look in fired for job_id in look]
+    assert len(every) == len(set(every))
+
+
 def test_a_clock_that_is_set_back_fires_known_times_no_second_time(firing: Firing) -> None:
     firing.define(MINUTELY)
     for seconds in (0.5, 60.5, 120.5):
@@ -603,7 +622,11 @@ def test_a_delayed_job_that_cannot_be_promoted_yet_makes_no_look_come_at_once(fi
 
 
 def test_three_hours_without_a_leader_and_600_definitions_leave_600_skipped_runs(firing: Firing) -> None:
-    count = 600 if isinstance(firing.store, MemoryStore) else 120
+    leave_for_three_hours(firing, 600 if isinstance(firing.store, MemoryStore) else 120)
+
+
+def leave_for_three_hours(firing: Firing, count: int) -> None:
+    """Let so many definitions of every minute be without a leader; check that old times are SKIPPED, and the others have runs."""
     firing.define(*(replace(MINUTELY, id=number, name=f"n{number}") for number in range(1, count + 1)))
     while firing.at(0.5).wait_s == 0.0:
         pass
@@ -637,11 +660,14 @@ def test_a_turn_makes_a_bounded_number_of_runs_and_the_next_one_goes_on(firing: 
 
 
 def test_around_its_time_a_definition_that_is_changed_runs_as_the_old_or_the_new_one_once(firing: Firing) -> None:
+    edit_around_its_times(firing, 1_000 if isinstance(firing.store, MemoryStore) else 100)
+
+
+def edit_around_its_times(firing: Firing, minutes: int) -> None:
     """At a random moment of each minute the command or the schedule is changed, or the definition is disabled and enabled."""
     chance = random.Random(7)
     definition = MINUTELY
     firing.define(definition)
-    minutes = 1_000 if isinstance(firing.store, MemoryStore) else 100
     firing.window(1e6)
     expected: dict[float, set[str]] = {}
     for minute in range(minutes):
@@ -666,6 +692,33 @@ def test_around_its_time_a_definition_that_is_changed_runs_as_the_old_or_the_new
     assert {at: command for at, command in ran.items() if at is None or command not in expected.get(at, set())} == {}
     assert [at for at, allowed in expected.items() if "" not in allowed and at not in ran] == []
     assert len(ran) > minutes / 4
+
+
+@pytest.mark.parametrize("firing", ["sqlite", "postgresql"], indirect=True)
+def test_the_leader_deletes_old_events_logs_and_notes_of_deleted_definitions(firing: Firing, monkeypatch: Any) -> None:
+    models, using = firing._models, firing._alias
+    firing.define(MINUTELY, replace(MINUTELY, id=7, name="gone"), ON_PAID)
+    firing.at(0.5)
+    firing.undefine(7)
+    events = [firing.emit("order.paid") for _ in range(4)]
+    firing.fire()
+    rows = models.Event.objects.using(using)
+    rows.filter(pk__in=events[:2]).update(processed_at=T0 - 1)
+    rows.filter(pk=events[3]).update(processed_at=None)
+    job = models.JobRun.objects.using(using).get(idempotency_key=d(0))
+    for days in (8, 6):
+        chunk = models.LogChunk(job=job, attempt=1, stream="stdout", offset=days, at=T0 - days * 86_400, data=b"")
+        chunk.save(using=using)
+    monkeypatch.setattr(leader, "PRUNE_ROWS_MAX", 1)
+
+    left = []
+    for _ in range(3):
+        assert firing.store.prune(before=T0, epoch=firing.epoch) == 0
+        left.append(sorted(rows.values_list("pk", flat=True)))
+
+    assert left == [events[1:], events[2:], events[2:]]
+    assert list(models.LogChunk.objects.using(using).values_list("offset", flat=True)) == [6]
+    assert sorted(models.DefinitionState.objects.using(using).values_list("definition_id", flat=True)) == [1, 2]
 
 
 def test_redis_has_no_definitions_and_says_so(redis_url: str) -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import fcntl
 import os
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ from tasuki.core.store_messages import Filter, Page
 from tasuki.core.subject import check_pattern
 from tasuki.django.conf import project_settings
 from tasuki.django.enqueueing import hint_after_commit, patterns_of, project_store
-from tasuki.django.models import DefinitionState, Event, JobDefinition, LogChunk
+from tasuki.django.models import Event, LogChunk
 from tasuki.errors import InvalidInput, NotFound, quoted
 from tasuki.server.queries import describe
 
@@ -142,13 +141,12 @@ def rerun(job_ids: Sequence[str], *, actor: str, reason: str = "") -> None:
 def prune(*, days: float, logs_days: float) -> dict[str, int]:
     """Delete jobs that ended, events that were processed, and logs that were written longer ago than so many days."""
     alias, store = project_settings().database, project_store()
-    before = store.clock.wall() - days * DAY_S
+    now = store.clock.wall()
+    before = now - days * DAY_S
+    events, _ = Event.objects.using(alias).filter(processed_at__lt=before).delete()
+    logs, _ = LogChunk.objects.using(alias).filter(at__lt=now - logs_days * DAY_S).delete()
     runs = 0
     # Under the epoch of whoever leads now: only rows of ended jobs are deleted, each once, whoever does it.
     while count := store.prune(before=before, epoch=store.epoch()[0]):
         runs += count
-    events, _ = Event.objects.using(alias).filter(processed_at__lt=before).delete()
-    definitions = JobDefinition.objects.using(alias).values("id")
-    DefinitionState.objects.using(alias).filter(waits_for="").exclude(definition_id__in=definitions).delete()
-    logs, _ = LogChunk.objects.using(alias).filter(at__lt=time.time() - logs_days * DAY_S).delete()
     return {"runs": runs, "events": events, "log_chunks": logs}

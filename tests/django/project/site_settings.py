@@ -3,7 +3,7 @@
 import os
 
 from settings import *  # noqa: F403
-from settings import INSTALLED_APPS, TASKS
+from settings import DATABASES, INSTALLED_APPS, TASKS
 
 INSTALLED_APPS = [*INSTALLED_APPS, "probes"]
 TASKS = {**TASKS, "retrying": {"BACKEND": "tasuki.django.TasukiBackend", "OPTIONS": {"max_retries": 2, "backoff_s": 0.01}}}
@@ -13,6 +13,12 @@ if "SITE_TASUKI" in os.environ:
     import json
 
     TASUKI = json.loads(os.environ["SITE_TASUKI"])
+if "SITE_DIRECT_PORT" in os.environ:  # DATABASE_URL is a pooler's
+    DATABASES = {
+        "default": {**DATABASES["default"], "DISABLE_SERVER_SIDE_CURSORS": True},
+        "direct": {**DATABASES["default"], "PORT": os.environ["SITE_DIRECT_PORT"]},
+    }
+    TASUKI = {"worker_database": "direct"}
 if "SITE_THREADS" in os.environ:  # as monitoring libraries do
     import threading
 

@@ -14,6 +14,7 @@ from tasuki.stores.sql.rows import JobRow, outcome_of
 
 PRUNE_SCAN_MAX = 20_000  # rows that one prune looks at, some 20 ms; the next call goes on where it stopped
 _PRUNE_STEP = 1_000
+PRUNE_ROWS_MAX = 2_000  # of a project's events, and parts of logs, that one prune looks at, the oldest first
 FOLD_MAX = 20_000  # counters that transactions of users left, added up by one prune, some 50 ms; the next call goes on
 DUE_SLACK_S = 5.0  # for turns of other servers that began earlier than the look that did not see them
 DUE_ALL_INTERVAL_S = 10.0  # for clocks that were set back, and locks that were held for longer
@@ -105,6 +106,9 @@ def promote(tx: Transaction, *, epoch: int, limit: int = 1024) -> int:
 def prune(tx: Transaction, *, before: float, epoch: int, limit: int = 256) -> int:
     tx.check_epoch(epoch)
     _add_up(tx, "take_deltas", FOLD_MAX)
+    tx.session.change("prune_events", (PRUNE_ROWS_MAX, before))
+    tx.session.change("prune_old_logs", (PRUNE_ROWS_MAX, tx.clock.wall()))
+    tx.session.change("prune_notes")
     found = {row_id: (group, state) for row_id, group, state in _find_old(tx, before, limit)}
     if not found:
         return 0

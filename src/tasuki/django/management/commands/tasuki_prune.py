@@ -14,7 +14,7 @@ from tasuki.errors import TasukiError
 
 
 class Command(ActionCommand):
-    help = "Delete ended jobs, processed events and logs that are old. The leading worker deletes old jobs by itself."
+    help = "Delete ended jobs, processed events and logs that are old, at once. The leading worker does it in small steps."
 
     def add_arguments(self, parser: CommandParser) -> None:
         parser.add_argument("--days", type=float, help="Jobs and events older than this. Default: TASUKI['retention_days'].")

@@ -478,6 +478,23 @@ DELETE FROM tasuki_incident WHERE job_id = ANY($1::bigint[])
 -- name: prune_logs
 DELETE FROM tasuki_logchunk WHERE job_id = ANY($1::bigint[])
 
+-- name: prune_events
+DELETE FROM tasuki_event WHERE id IN (
+    SELECT id FROM tasuki_event WHERE id IN (SELECT id FROM tasuki_event ORDER BY id LIMIT $1::bigint) AND processed_at < $2::float8
+    FOR UPDATE SKIP LOCKED)
+
+-- name: prune_old_logs
+DELETE FROM tasuki_logchunk WHERE id IN (
+    SELECT id FROM tasuki_logchunk WHERE id IN (SELECT id FROM tasuki_logchunk ORDER BY id LIMIT $1::bigint)
+    AND at < $2::float8 - 86400 * coalesce((SELECT log_retention_days_db FROM tasuki_schedulersettings WHERE id = 1), 7)
+    FOR UPDATE SKIP LOCKED)
+
+-- name: prune_notes
+DELETE FROM tasuki_definitionstate WHERE definition_id IN (
+    SELECT definition_id FROM tasuki_definitionstate AS state
+    WHERE waits_for = '' AND NOT EXISTS (SELECT 1 FROM tasuki_jobdefinition WHERE id = state.definition_id)
+    FOR UPDATE SKIP LOCKED)
+
 -- name: prune_blobs
 DELETE FROM tasuki_jobblob WHERE job_id = ANY($1::bigint[])
 

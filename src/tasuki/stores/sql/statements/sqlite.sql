@@ -337,6 +337,19 @@ DELETE FROM tasuki_incident WHERE job_id IN (SELECT value FROM json_each(?1))
 -- name: prune_logs
 DELETE FROM tasuki_logchunk WHERE job_id IN (SELECT value FROM json_each(?1))
 
+-- name: prune_events
+-- The oldest ones are looked at: all that are older than the others may be deleted, and are soon.
+DELETE FROM tasuki_event WHERE id IN (SELECT id FROM tasuki_event ORDER BY id LIMIT ?1) AND processed_at < ?2
+
+-- name: prune_old_logs
+DELETE FROM tasuki_logchunk WHERE id IN (SELECT id FROM tasuki_logchunk ORDER BY id LIMIT ?1)
+    AND at < ?2 - 86400 * coalesce((SELECT log_retention_days_db FROM tasuki_schedulersettings WHERE id = 1), 7)
+
+-- name: prune_notes
+-- Of definitions that were deleted, unless a run of one still waits.
+DELETE FROM tasuki_definitionstate
+WHERE waits_for = '' AND NOT EXISTS (SELECT 1 FROM tasuki_jobdefinition WHERE id = definition_id)
+
 -- name: prune_blobs
 DELETE FROM tasuki_jobblob WHERE job_id IN (SELECT value FROM json_each(?1))
 

@@ -1,5 +1,6 @@
 """A command that does what its arguments say."""
 
+import fcntl
 import os
 import signal
 import subprocess
@@ -38,6 +39,19 @@ class Command(BaseCommand):
         while not (folder / "go").exists():
             time.sleep(0.01)
         print("ended")
+
+    def alone(self, folder):
+        """Hold a lock, also by a child in a session of its own, and ignore SIGTERM; tell if another one still holds it."""
+        lock = (folder / "lock").open("w")
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            (folder / "overlap").touch()
+            return
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        subprocess.Popen(["sleep", "300"], start_new_session=True, pass_fds=[lock.fileno()])
+        (folder / f"began-{os.environ['TASUKI_JOB_ID']}").touch()
+        time.sleep(300)
 
     def stubborn(self, folder):
         """Leave a grandchild, and ignore SIGTERM."""
