@@ -111,9 +111,9 @@ def test_a_job_that_another_databases_transaction_would_not_hold_back_is_warned_
     monkeypatch.setattr(enqueueing, "project_settings", lambda: ProjectSettings(database=alias))
     specs = [JobSpec(job_id=name, subject="mail.send") for name in "ab"]
     with transaction.atomic(using=other), pytest.warns(RuntimeWarning, match="this one is committed at once"):
-        enqueueing.enqueue_jobs(specs[:1])
+        enqueueing.enqueue_job(specs[0])
     with transaction.atomic(using=other), transaction.atomic(using=alias), warnings.catch_warnings(action="error"):
-        enqueueing.enqueue_jobs(specs[1:])
+        enqueueing.enqueue_job(specs[1])
     connections[other].close()
     standalone.forget(other)
 
