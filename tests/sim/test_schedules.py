@@ -118,7 +118,7 @@ class ScheduledStore(MemoryStore):
 def with_reruns(record: Callable[..., None]) -> Callable[..., None]:
     """Return a recorder's `turn` that first tells what an operator did to the store without any server."""
 
-    def turn(self: Recorder, *given: Any) -> None:
+    def turn(self: Recorder, *given: Any, **named: Any) -> None:
         assert isinstance(self.store, ScheduledStore)
         chosen, self.store.run_again = self.store.run_again, []
         for job_id, job in zip(chosen, self.store.get(chosen), strict=True):
@@ -127,7 +127,7 @@ def with_reruns(record: Callable[..., None]) -> Callable[..., None]:
             self.world.tell(history.AskedEvent(at=at, verb="requeue", job_ids=(job_id,), **who))
             self.world.tell(history.RequeuedEvent(at=at, job_id=job_id, done=True, generation=generation))
             self.world.tell(history.AnsweredEvent(at=at, answer="ok", accepted=(job_id,), **who))
-        record(self, *given)
+        record(self, *given, **named)
 
     return turn
 
