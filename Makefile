@@ -83,7 +83,7 @@ clean: ## Remove what the targets above made (not tasuki-data)
 
 # An environment whose Python was removed or upgraded away is made anew; otherwise only what pyproject.toml asks for changes.
 # Who only wants to see tasuki run gets half of the packages: `make demo` and `make up` need no test tools.
-$(STAMP): EXTRAS := django,server,s3,test
+$(STAMP): EXTRAS := server,s3,test
 $(DEMO_STAMP): EXTRAS := server
 $(STAMP) $(DEMO_STAMP): pyproject.toml
 	@if ! $(BIN)/python -c '' 2>/dev/null; then \

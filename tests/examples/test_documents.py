@@ -183,7 +183,7 @@ def test_make_targets_in_the_documents_exist() -> None:
     assert used <= targets
 
 
-@pytest.mark.parametrize(("target", "extras"), [("demo", "server"), ("test", "django,server,s3,test")])
+@pytest.mark.parametrize(("target", "extras"), [("demo", "server"), ("test", "server,s3,test")])
 def test_a_fresh_clone_installs_only_what_its_first_target_needs(tmp_path: Path, target: str, extras: str) -> None:
     shutil.copy(ROOT / "Makefile", tmp_path)
     (tmp_path / "pyproject.toml").touch()
