@@ -55,9 +55,20 @@ class ProjectSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """Orders between nodes, for `tasuki_worker --grpc`."""
 
 
+_checked: tuple[object, object, ProjectSettings] | None = None
+"""The setting TASUKI and the databases that were checked last, and what they say: asked with each enqueue."""
+
+
 def project_settings() -> ProjectSettings:
     """Return the project's settings, or raise ConfigError that names the wrong key."""
-    given = getattr(settings, "TASUKI", {})
+    global _checked
+    given, databases = getattr(settings, "TASUKI", None), connections.databases
+    if _checked is None or _checked[0] is not given or _checked[1] is not databases:
+        _checked = given, databases, _check({} if given is None else given)
+    return _checked[2]
+
+
+def _check(given: object) -> ProjectSettings:
     if not isinstance(given, Mapping):
         raise ConfigError(f"TASUKI in the settings must be a dict, got {type(given).__name__}")
     try:

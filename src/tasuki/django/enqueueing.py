@@ -17,6 +17,7 @@ import warnings
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from contextvars import ContextVar
+from functools import lru_cache
 from typing import Any, TypeVar
 
 from django.db import connections, transaction
@@ -67,11 +68,13 @@ def new_ids(count: int) -> list[str]:
     return _own.new_ids.many(count)
 
 
+@lru_cache(1024)
 def task_subject(queue: str, function: str) -> str:
     """Return the subject of a task."""
     return f"{_checked(queue)}.task.{function}"
 
 
+@lru_cache(1024)
 def command_subject(queue: str, command: str) -> str:
     """Return the subject of a management command."""
     return f"{_checked(queue)}.{command}"

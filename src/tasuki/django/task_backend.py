@@ -16,6 +16,7 @@ import traceback
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from functools import lru_cache
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -48,6 +49,11 @@ Status: Any = _base.TaskResultStatus
 FAILED_ATTEMPTS = ("failed", "lost", "dead_lettered", "orphaned")  # kinds of incidents that end an attempt
 # Django's priorities, -100 to 100, in the ten bands of a store: the highest of each band, and the band.
 _BANDS = ((-80, 0), (-60, 1), (-40, 2), (-20, 3), (-1, 4), (0, 5), (25, 6), (50, 7), (75, 8), (100, 9))
+
+
+@lru_cache
+def _band_of(priority: int) -> int:
+    return next(band for most, band in _BANDS if priority <= most)
 
 
 class TaskCall(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -97,6 +103,8 @@ class TasukiBackend(_backends.BaseTaskBackend):
     def __init__(self, alias: str, params: dict[str, Any]) -> None:
         super().__init__(alias, params)
         unknown = set(self.options) - set(OPTIONS)
+        self._valid: Any = None
+        """The task that was checked last; a task does not change."""
         if unknown:
             raise ConfigError(f"TASKS[{alias!r}]: unknown OPTIONS {', '.join(sorted(unknown))}; known are {', '.join(OPTIONS)}")
 
@@ -109,7 +117,9 @@ class TasukiBackend(_backends.BaseTaskBackend):
 
     def enqueue(self, task: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Insert the task's job in the calling thread's transaction."""
-        self.validate_task(task)
+        if task is not self._valid:
+            self.validate_task(task)
+            self._valid = task
         [job_id] = new_ids(1)
         result = _base.TaskResult(
             task=task,
@@ -137,13 +147,15 @@ class TasukiBackend(_backends.BaseTaskBackend):
     def _spec(self, result: Any) -> JobSpec:
         task = result.task
         call = TaskCall(task.module_path, result.args, result.kwargs, self.alias, task.priority, task.takes_context)
-        options = {name: getattr(task, name, None) for name in OPTIONS}
-        chosen = {"max_retries": 0, **self.options, **{name: value for name, value in options.items() if value is not None}}
+        chosen = {"max_retries": 0, **self.options}
+        for name in OPTIONS:
+            if (value := getattr(task, name, None)) is not None:
+                chosen[name] = value
         return JobSpec(
             job_id=result.id,
             subject=task_subject(task.queue_name, task.module_path),
             payload=_encode(call),
-            priority=next(band for most, band in _BANDS if task.priority <= most),
+            priority=_band_of(task.priority),
             not_before=task.run_after.timestamp() if task.run_after is not None else None,
             **chosen,
         )

@@ -34,7 +34,8 @@ def submit(tx: Transaction, submissions: Sequence[Submission], *, on_failed: str
 def enqueue(session: SqlSession, submissions: Sequence[Submission]) -> list[Answered]:
     """Insert jobs without input files in one statement of the caller's transaction; a second one reads ids that were known."""
     rows = [(*_plain_values(submission), *_further_values(submission)) for submission in submissions]
-    new_ids = {row_id for (row_id,) in session.rows("enqueue", list(zip(*rows, strict=True)))}
+    found = session.rows("enqueue_one", rows[0]) if len(rows) == 1 else session.rows("enqueue", list(zip(*rows, strict=True)))
+    new_ids = {row_id for (row_id,) in found}
     if len(new_ids) == len(submissions):
         return [Submitted(submission.spec.job_id, True) for submission in submissions]
     names = [submission.spec.job_id for submission in submissions]

@@ -56,6 +56,22 @@ WITH created AS (
 )
 SELECT id FROM created
 
+-- name: enqueue_one
+-- One job: half of the planning. A project's connections prepare nothing, so each enqueue is planned.
+WITH created AS (
+    INSERT INTO tasuki_jobrun (created_at, idempotency_key, subject, "group", submitter, body_hash, spec,
+                               exec, kind, priority, ready, not_before, not_after, max_retries, max_losses, backoff_s, array_id)
+    VALUES (extract(epoch FROM clock_timestamp())::float8, $1::text, $2::text, $3::text, $4::text, $5::bytea, $6::bytea,
+            $7::text, $8::smallint, $9::smallint,
+            CASE WHEN $10::float8 > extract(epoch FROM clock_timestamp())::float8 THEN 2 ELSE 1 END,
+            $10::float8, $11::float8, $12::integer, $13::integer, $14::float8, $15::text)
+    ON CONFLICT (idempotency_key) DO NOTHING
+    RETURNING id, "group"
+), counted AS (
+    INSERT INTO tasuki_counter ("group", state, n, shard) SELECT "group", 'pending', 1, NULL FROM created
+)
+SELECT id FROM created
+
 -- name: add_blob
 INSERT INTO tasuki_jobblob (job_id, sha256, role)
 SELECT id, $2::text, $3::text FROM tasuki_jobrun WHERE idempotency_key = $1::text

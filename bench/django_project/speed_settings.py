@@ -1,0 +1,7 @@
+"""The settings of examples/django_site, and the app that bench/django.py measures."""
+
+from settings import *  # noqa: F403
+from settings import INSTALLED_APPS
+
+INSTALLED_APPS = [*INSTALLED_APPS, "speed"]
+DEBUG = False
