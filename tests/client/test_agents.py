@@ -204,7 +204,7 @@ def test_a_node_that_answers_with_something_else_is_left_out_of_a_list() -> None
         async with StandIn() as odd, StandIn() as good, AsyncAgentsClient([odd.url, good.url], token="") as client:
             odd.job, good.job = {"jobs": [{"job_id": 7}]}, {"jobs": [{"job_id": "a", "state": "done", "node": "n1"}]}
 
-            found = await AgentJobsClient(client).request("find", limit=10, cursor=None)
+            found = await AgentJobsClient(client).call("find", limit=10, cursor=None)
 
             assert [(job["job_id"], job["state"]) for job in found["jobs"]] == [("a", "SUCCEEDED")]
 

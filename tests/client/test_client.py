@@ -127,7 +127,7 @@ def test_payload_of_a_program_that_is_too_large_is_refused_with_the_way_out(clie
 
 def test_question_that_is_too_large_is_refused_and_not_sent_for_ever(client: Client) -> None:
     with pytest.raises(TooLarge, match="ask for less"):
-        client.wait(asyncio.wait_for(client.aio.request("get", job_ids=["x" * 100] * 120_000), 5))
+        client.wait(asyncio.wait_for(client.aio.call("get", job_ids=["x" * 100] * 120_000), 5))
     assert client.submit(subject="math.square", payload=b"3").result(timeout=10) == b"9"
 
 
@@ -352,7 +352,7 @@ def test_token_that_is_revoked_ends_every_wait_with_the_reason(server: ServerPro
         # Given somebody who waits for a result
         job = client.submit(subject="nobody.takes")
         # When the token is revoked
-        admin.wait(admin.aio.request("token.revoke", token_id=token_id))
+        admin.wait(admin.aio.call("token.revoke", token_id=token_id))
         # Then the wait ends, and later questions are refused as well
         with pytest.raises(Unauthorized, match="revoked"):
             job.result(timeout=5)

@@ -173,7 +173,7 @@ def test_answers_are_structs_with_the_names_of_the_json(server: ServerProcess) -
         assert (status.state, status.ended, status.attempt, status.headers) == (State.SUCCEEDED, True, 1, {"who": "me"})
         assert status.outcome is not None
         assert (status.outcome.error_code, status.outcome.result_bytes) == (None, 2)
-        [raw] = client.request("get", job_ids=["typed"])
+        [raw] = client.call("get", job_ids=["typed"])
         assert set(raw) == set(status.__struct_fields__)
         assert {name: getattr(status, name) for name in ("subject", "created_at", "priority")} == {
             name: raw[name] for name in ("subject", "created_at", "priority")
@@ -190,7 +190,7 @@ def test_answers_are_structs_with_the_names_of_the_json(server: ServerProcess) -
         assert isinstance(client.explain("typed").story[0], JobIncident)
         assert client.counts()["math"].succeeded >= 1
         [worker] = [worker for worker in client.workers() if "math.square" in worker.patterns]
-        assert set(client.request("workers")[0]) - set(worker.__struct_fields__) == {"addressed", "owner"}
+        assert set(client.call("workers")[0]) - set(worker.__struct_fields__) == {"addressed", "owner"}
 
 
 def test_a_handle_is_awaited_decoded_asked_and_canceled(server: ServerProcess) -> None:

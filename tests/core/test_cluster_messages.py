@@ -7,7 +7,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tasuki.core.cluster_messages import DECODE_MAX_BYTES, PIECE_MAX_BYTES, PIECES_MAX, Hint, decode, everything, split
+from tasuki.core.cluster_messages import (
+    DECODE_MAX_BYTES,
+    PIECE_MAX_BYTES,
+    PIECES_MAX,
+    RELAY_SENDERS_MAX,
+    Hint,
+    RelayedMessage,
+    RelayedPieces,
+    RelayPiece,
+    decode,
+    everything,
+    relay,
+    split,
+)
+from tasuki.core.protocol import PublishedMessage
 from tasuki.errors import InvalidInput, TooLarge
 
 LISTS = ("tokens", "canceled", "moved", "ended", "ready")
@@ -151,3 +165,51 @@ def test_no_bytes_raise_anything_else(data: bytes) -> None:
         decode(data)
     except InvalidInput:
         pass
+
+
+# --- relayed messages
+
+payloads = st.lists(st.binary(max_size=3000), min_size=1, max_size=8)
+
+
+@given(payloads, st.sampled_from([600, PIECE_MAX_BYTES]), texts)
+def test_relayed_messages_are_whole_again_after_any_number_of_pieces(sent: list[bytes], max_bytes: int, server_id: str) -> None:
+    server_id = server_id[:20]
+    messages = [RelayedMessage(PublishedMessage("a.ü", payload, "r", {"h": "i"}), {"q": "s-2"}) for payload in sent]
+    collected = RelayedPieces()
+
+    pieces = relay(server_id, 7, messages, max_bytes)
+
+    assert all(len(piece) <= max_bytes + 6 * len(server_id.encode()) for piece in pieces)
+    got = [collected.take(hint.server_id, hint.relay) for hint in map(decode, pieces) if hint.relay is not None]
+    assert got == [[]] * (len(pieces) - 1) + [messages]
+
+
+def test_a_lost_piece_takes_its_own_messages_with_it_and_no_others() -> None:
+    def cut(server_id: str, number: int) -> list[RelayPiece]:
+        large = RelayedMessage(PublishedMessage("a", b"%d" % number * 5000))
+        return [hint.relay for hint in map(decode, relay(server_id, number, [large], 1000)) if hint.relay is not None]
+
+    collected = RelayedPieces()
+    first, second, other = cut("s-1", 1), cut("s-1", 2), cut("s-2", 1)
+    pieces = [("s-1", piece) for piece in first[:3] + first[4:] + second] + [("s-2", piece) for piece in other[:1]]
+    pieces += [("s-1", second[-1])] + [("s-2", piece) for piece in other[1:]]
+
+    got = [message for server_id, piece in pieces for message in collected.take(server_id, piece)]
+
+    assert [relayed.message.payload[:1] for relayed in got] == [b"2", b"1"]
+    with pytest.raises(InvalidInput, match="relayed messages of server 's-9'"):
+        collected.take("s-9", RelayPiece(1, 0, 1, b"\xc1"))
+    for number in range(1000):  # senders that never end what they begin
+        collected.take(f"s-{number}", RelayPiece(1, 0, 2, b"x"))
+    assert len(collected._begun) <= RELAY_SENDERS_MAX
+
+
+def test_an_older_server_takes_a_piece_of_messages_for_a_hint_of_nothing() -> None:
+    class OlderHint(msgspec.Struct):
+        server_id: str = ""
+        everything: bool = False
+
+    [piece] = relay("s-1", 1, [RelayedMessage(PublishedMessage("a", b"1"))])
+
+    assert msgspec.json.decode(piece, type=OlderHint) == OlderHint("s-1", False)

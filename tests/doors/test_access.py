@@ -84,7 +84,7 @@ def test_revoked_token_is_refused_and_its_connections_end(server: ServerProcess,
         peer.as_client(token)
         # When it is revoked
         with server.client() as admin:
-            admin.wait(admin.aio.request("token.revoke", token_id=token_id))
+            admin.wait(admin.aio.call("token.revoke", token_id=token_id))
         # Then its connection ends with that reason, and nobody comes in with it any more
         error = peer.farewell()
         assert error.code == "UNAUTHORIZED"
@@ -155,7 +155,7 @@ def pending(owner: Client) -> str:
 
 VERBS: dict[str, Callable[[Client, str], object]] = {
     "status": lambda client, job_id: client.status(job_id),
-    "result-in-status": lambda client, job_id: client.request("get", job_ids=[job_id], result=True),
+    "result-in-status": lambda client, job_id: client.call("get", job_ids=[job_id], result=True),
     "explain": lambda client, job_id: client.explain(job_id),
     "watch": lambda client, job_id: client.job(job_id).result(timeout=5),
     "cancel": lambda client, job_id: client.cancel(job_id),
@@ -199,7 +199,7 @@ def test_find_shows_only_what_a_client_may_see(
     owner: Client, stranger: Client, overseer: Client, admin: Client, finished: str, pending: str
 ) -> None:
     def seen(client: Client, **filter: object) -> set[str]:
-        return {job["job_id"] for job in client.request("find", limit=1000, **filter)["jobs"]}
+        return {job["job_id"] for job in client.call("find", limit=1000, **filter)["jobs"]}
 
     assert {finished, pending} <= seen(owner)
     assert {finished, pending} <= seen(admin)
@@ -251,11 +251,11 @@ def test_scope_of_a_worker_token_limits_what_it_may_take(server: ServerProcess) 
 @pytest.mark.parametrize("verb", ["counts", "workers", "token.list", "token.create", "token.revoke"])
 def test_operators_verbs_need_an_admin_token(stranger: Client, admin: Client, verb: str) -> None:
     with pytest.raises(Forbidden, match="admin"):
-        stranger.wait(stranger.aio.request(verb, token_id="x", kind="admin", sha256="5" * 64))
+        stranger.wait(stranger.aio.call(verb, token_id="x", kind="admin", sha256="5" * 64))
 
 
 def test_token_list_shows_no_hashes(admin: Client) -> None:
-    rows = admin.wait(admin.aio.request("token.list"))
+    rows = admin.wait(admin.aio.call("token.list"))
     assert rows
     assert all("sha256" not in row for row in rows)
 

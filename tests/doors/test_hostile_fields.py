@@ -26,6 +26,7 @@ from tasuki.core.protocol import (
     CancelLeases,
     Chunk,
     Claim,
+    DeliverMessages,
     Ending,
     ErrorMessage,
     GiveCredit,
@@ -40,6 +41,8 @@ from tasuki.core.protocol import (
     LogPiece,
     Message,
     OnDisconnect,
+    PublishedMessage,
+    PublishMessages,
     ReadLog,
     Reply,
     Request,
@@ -56,6 +59,7 @@ from tests.support.processes import ServerProcess
 
 AT_ONCE = 32  # connections: the answers of the server come together
 FROM_SERVER = (Welcome, Accepted, Results, Reply, ErrorMessage, AssignJobs, JobsRecorded, CancelLeases, HeartbeatAnswer, ReadLog)
+FROM_SERVER += (DeliverMessages,)
 LAST = 9_000_000  # msg_id of the last message on a connection
 GROWTH_MAX_BYTES = 200 * 1024 * 1024
 OTHERS_WAIT_MAX_S = 3.0
@@ -105,6 +109,9 @@ MESSAGES: dict[str, list[Message]] = {
         Request(5, "find", {"limit": 5, "text": "x", "states": ["PENDING"], "cursor": "1"}),
         Request(5, "logs", {"job_id": "x", "offset": 1, "wait_s": 0.0}),
         Heartbeat(5),
+        PublishMessages(5, [PublishedMessage("a.b", b"p", "a.reply", {"h": "i"})], confirm=True),
+        Request(5, "subscribe", {"pattern": "a.>", "queue": "q"}),
+        Request(5, "unsubscribe", {"pattern": "a.>", "queue": "q"}),
         BlobPut(5, "0" * 64, 5, resume=True, direct=True),
         BlobGet(5, "0" * 64, "x", 1),
         Chunk(5, 0, b"x", last=True),
@@ -133,6 +140,7 @@ MESSAGES: dict[str, list[Message]] = {
         BlobGet(5, "0" * 64, "x", 1),
         Chunk(5, 0, b"x", last=True),
         LogPiece(5, 0, b"x", 1, 1, cut_bytes=1, ended=True),
+        PublishMessages(5, [PublishedMessage("a.b", b"p")], confirm=True),
     ],
 }
 COMMON: dict[str, Any] = {"msg_id": 5, "version": 2, "oldest": 2, "codecs": ("zstd",), "agent": "x"}

@@ -210,7 +210,7 @@ def test_job_over_tls(tls_server: ServerProcess, certificates: Certificates, tmp
         from tasuki.server.assembly import make_secret
 
         token = make_secret("worker")
-        local.wait(local.aio.request("token.create", token_id="tls", kind="worker", sha256=token_sha256(token)))
+        local.wait(local.aio.call("token.create", token_id="tls", kind="worker", sha256=token_sha256(token)))
     arguments = ("--tls-ca", certificates.ca)
     with start_worker(tls_server, *arguments, token=token), tls_client(tls_server, certificates) as client:
         assert client.submit(subject="math.square", payload=b"9").result(timeout=10) == b"81"

@@ -81,7 +81,7 @@ def command_worker(server: Servers, ledger: Ledger, *arguments: str, **options: 
 
 def servers_seen(client: Client) -> list[dict[str, Any]]:
     """Return all live servers, as the one that answers knows them; it comes first."""
-    seen: list[dict[str, Any]] = client.wait(client.aio.request("servers"))
+    seen: list[dict[str, Any]] = client.wait(client.aio.call("servers"))
     return seen
 
 

@@ -51,7 +51,7 @@ class Place:
 
     def ask(self, verb: str, **params: Any) -> Any:
         with self.client() as client:
-            return client.wait(client.aio.request(verb, **params))
+            return client.wait(client.aio.call(verb, **params))
 
     def gate(self, name: str) -> Path:
         return self.folder / f"gate-{name}"

@@ -239,7 +239,7 @@ class TestWithOneWorker:
     )
     def test_impossible_questions_are_refused(self, shared_client: Client, params: dict[str, object], named: str) -> None:
         with pytest.raises(InvalidInput, match=named):
-            shared_client.wait(shared_client.aio.request("logs", job_id="any", **params))
+            shared_client.wait(shared_client.aio.call("logs", job_id="any", **params))
 
     def test_a_job_of_a_handler_has_no_logs(self, shared_client: Client) -> None:
         shared_client.submit(job_id="handled", subject="nobody.takes.this")

@@ -71,7 +71,7 @@ def bound_token(server: ServerProcess, worker_id: str, scope: str) -> str:
     secret = f"tsk_w_{secrets.token_hex(16)}"
     row = {"token_id": worker_id, "kind": "worker", "sha256": token_sha256(secret), "scope": [scope], "worker_id": worker_id}
     with server.client() as client:
-        client.wait(client.aio.request("token.create", **row))
+        client.wait(client.aio.call("token.create", **row))
     return secret
 
 
@@ -460,7 +460,7 @@ def test_an_administrator_frees_the_jobs_that_a_worker_took_and_keeps(victims: V
         states_are(victims.client, names, "ASSIGNED")
 
     with here.client() as client:
-        client.wait(client.aio.request(verb, token_id=token_id, worker_id="hoarder", now=True))
+        client.wait(client.aio.call(verb, token_id=token_id, worker_id="hoarder", now=True))
 
     states_are(victims.client, names, "PENDING")
     assert {victims.client.status(name).losses for name in names} == {0}

@@ -174,7 +174,7 @@ def test_a_job_that_is_pushed_while_a_worker_waits_reaches_it_soon(server: Serve
     worker = Worker(server)
     with server.client() as client, ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(worker.lease)
-        until(lambda: any(seen["credit"] for seen in client.wait(client.aio.request("workers"))), SOON_S, "it waits")
+        until(lambda: any(seen["credit"] for seen in client.wait(client.aio.call("workers"))), SOON_S, "it waits")
 
         raw.push("awaited")
 

@@ -75,6 +75,25 @@ def test_a_job_submitted_at_one_runs_at_another_and_its_result_comes_back_at_onc
         assert statistics.median(times) < POLLED_S / 2
 
 
+def test_messages_reach_subscribers_at_every_server_and_answers_find_their_way_back(shared_pair: list[ServerProcess]) -> None:
+    here, there = shared_pair
+    large = bytes(range(256)) * 1200  # more than one notification of the database carries
+    with here.client() as publisher, there.client() as subscriber, subscriber.subscribe("across.news.>") as messages:
+        for number in range(20):
+            publisher.publish("across.news.1", b"%d" % number, headers={"n": str(number)})
+        publisher.publish("across.news.2", large)
+
+        got = [next(messages) for _ in range(21)]
+
+        assert [message.payload for message in got] == [*(b"%d" % number for number in range(20)), large]
+        assert got[3].headers == {"n": "3"}
+        with subscriber.subscribe("across.echo") as questions:
+            answering = threading.Thread(target=lambda: subscriber.publish(next(questions).reply_to, b"yes"))
+            answering.start()
+            assert publisher.request("across.echo", timeout=SOON_S).payload == b"yes"
+            answering.join()
+
+
 def test_without_hints_jobs_results_and_cancels_are_found_all_the_same(
     tmp_path: Path, ledger: Ledger, postgres: PostgresService, postgres_url: str
 ) -> None:
@@ -173,7 +192,7 @@ def test_the_audit_tells_at_any_server_who_made_and_revoked_a_token(shared_pair:
     here, there = shared_pair
     token_id, secret = here.create_named_token("client")
     with here.client() as client:
-        client.wait(client.aio.request("token.revoke", token_id=token_id))
+        client.wait(client.aio.call("token.revoke", token_id=token_id))
 
     rows = [row for row in _json(there, "token", "audit", "--json") if row["target"] == token_id]
 
@@ -204,7 +223,7 @@ def test_a_token_revoked_at_one_server_ends_its_connections_at_the_other(
         # when: the other server revokes them
         revoked_at = time.monotonic()
         for token_id in (worker_token_id, client_token_id):
-            admin.wait(admin.aio.request("token.revoke", token_id=token_id))
+            admin.wait(admin.aio.call("token.revoke", token_id=token_id))
 
         # then: both connections end within two seconds, and the worker with its own
         until(lambda: not client.aio.connected, REVOKED_WITHIN_S, "the client's connection is cut")
@@ -230,6 +249,7 @@ def test_peers_of_a_killed_server_go_on_at_another_with_what_they_run(
     gate = tmp_path / "gate"
     with (
         doomed.client() as client,
+        client.subscribe("news") as messages,
         jobs_worker(doomed, ledger, "--subject", "hold.>") as handlers,
         command_worker(doomed, ledger, "--subject", "step.>", "--slots", "1") as commands,
     ):
@@ -260,6 +280,10 @@ def test_peers_of_a_killed_server_go_on_at_another_with_what_they_run(
             assert story(other, "handled") == story(other, "command") == []
             assert (handlers.running, commands.running) == (True, True)
             assert_one_finish_each(other, ["handled", "next"], "hold")
+
+            # and: its subscription has moved with the client
+            other.publish("news", b"from the other one")
+            assert next(messages).payload == b"from the other one"
 
 
 def test_peers_of_a_frozen_server_go_on_at_another_before_their_leases_are_over(

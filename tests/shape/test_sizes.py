@@ -21,6 +21,7 @@ LONG_FILES: dict[str, str] = {
     "core/store_messages.py": "requests, answers and the table of verbs, which must agree",
     "core/worker/machine.py": "one machine, with its records of leases and slots",
     "django/models.py": "all tables of the SQL store, the one source of its schema",
+    "doors/http/virtual_connection.py": "connections to the server: of tokens, of transfers, and the waits on them",
     "server/server.py": "the broker's driver: its doors, turns and reads, with the settings of the process",
     "server/transfers.py": "uploads, downloads, deletions and presigned URLs, which share threads and rules",
     "stores/memory/store.py": "each verb that changes jobs, in the model that other stores are compared with",

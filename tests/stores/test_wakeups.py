@@ -12,11 +12,12 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from tasuki.core.cluster_messages import PIECE_MAX_BYTES, Hint, decode, everything, split
+from tasuki.core.cluster_messages import PIECE_MAX_BYTES, Hint, RelayedMessage, RelayedPieces, decode, everything, relay, split
+from tasuki.core.protocol import PublishedMessage
 from tasuki.errors import ConfigError
 from tasuki.stores.redis.connection import RedisWakeups
 from tasuki.stores.sql.postgres import PostgresWakeups
-from tasuki.stores.wakeups import BATCH_MAX, QUEUE_MAX, Wakeups
+from tasuki.stores.wakeups import BATCH_MAX, MESSAGES_MAX, QUEUE_MAX, Wakeups
 from tests.stores.hearing import LISTENING, RUNNERS, TIMEOUT_S, Ear, hint, listening
 from tests.support.postgres_service import PASSWORD, PostgresService
 from tests.support.redis_service import RedisService
@@ -200,6 +201,26 @@ def test_more_than_the_queue_holds_becomes_one_everything(carrier: Carrier) -> N
 
             await b.hears(lambda heard: len(heard) >= 2)
             assert b.heard[1:] == [decode(everything("a"))]
+
+    asyncio.run(scenario())
+
+
+def test_messages_of_any_size_follow_the_hints_and_too_many_are_dropped(carrier: Carrier) -> None:
+    large = RelayedMessage(PublishedMessage("a.ü", bytes(range(256)) * 1200, "r", {"h": "i"}), {"q": "b"})
+
+    async def scenario() -> None:
+        async with server(carrier, "a") as (sender, _), server(carrier, "b") as (_, b):
+            pieces = relay("a", 1, [large], sender.piece_max_bytes)
+            sender.publish_messages(pieces)
+            sender.publish(split(hint("a", "job-1")))  # in the same turn of the loop: it comes first
+            sender.publish_messages([b"{}"] * MESSAGES_MAX)
+            assert sender.messages_dropped == MESSAGES_MAX
+
+            await b.hears(lambda heard: len(heard) == 2 + len(pieces))
+            assert b.heard[1] == hint("a", "job-1")
+            collected = RelayedPieces()
+            got = [collected.take("a", one.relay) for one in b.heard[2:] if one.relay is not None]
+            assert got[-1] == [large]
 
     asyncio.run(scenario())
 

@@ -268,7 +268,7 @@ class ServerProcess(ChildProcess):
             "expires_at": expires_at,
         }
         with self.client() as client:
-            client.wait(client.aio.request("token.create", **row))
+            client.wait(client.aio.call("token.create", **row))
         return token_id, secret
 
 

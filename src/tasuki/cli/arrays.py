@@ -57,11 +57,11 @@ async def look_up(client: AsyncClient, ids: Sequence[str]) -> tuple[dict[str, di
 
 async def is_array(client: AsyncClient, named: str) -> bool:
     """Return whether there is a job of this array."""
-    return bool((await client.request("find", limit=1, array_id=named))["jobs"])
+    return bool((await client.call("find", limit=1, array_id=named))["jobs"])
 
 
 async def _get(client: AsyncClient, job_ids: list[str]) -> list[dict[str, Any]]:
-    views: list[dict[str, Any]] = await client.request("get", job_ids=job_ids)
+    views: list[dict[str, Any]] = await client.call("get", job_ids=job_ids)
     return views
 
 
@@ -69,7 +69,7 @@ async def pages(client: AsyncClient, filter: dict[str, Any]) -> AsyncIterator[li
     """Yield the jobs page by page, newest first: a job that fails again meanwhile is not met twice."""
     cursor = None
     while True:
-        page = await client.request("find", limit=PAGE, cursor=cursor, **filter)
+        page = await client.call("find", limit=PAGE, cursor=cursor, **filter)
         yield page["jobs"]
         cursor = page["cursor"]
         if cursor is None:
@@ -210,7 +210,7 @@ async def wait_all(
                     raise DeadlineExceeded(f"{late}; they go on")
                 if array_id is not None and output.shows_progress and now - last_look > RUNNING_S and client.connected:
                     last_look = now
-                    page = await client.request("find", states=["RUNNING"], array_id=array_id, limit=PAGE)
+                    page = await client.call("find", states=["RUNNING"], array_id=array_id, limit=PAGE)
                     running = len(page["jobs"])
                 output.progress(_progress(len(ends) - len(pending), len(ends), failed, running, now - began, ended_before))
                 look_s = min(PROGRESS_S, left_s)

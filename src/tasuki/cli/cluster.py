@@ -44,7 +44,7 @@ worker_id_argument = argument("worker_id", metavar="WORKER", help="As tasuki wor
 @command("servers", examples=["tasuki servers", "tasuki servers --to tcp://a:7000 --json"])
 @connection_options()
 def servers(output: Output, place: Destination) -> None:
-    rows = with_client(place, lambda client: client.request("servers"), embedded=False)
+    rows = with_client(place, lambda client: client.call("servers"), embedded=False)
 
     def cells(row: dict[str, Any]) -> tuple[object, ...]:
         addresses = " ".join(row["addresses"]) or "unix socket only"
@@ -56,7 +56,7 @@ def servers(output: Output, place: Destination) -> None:
 @command("workers", examples=["tasuki workers", "tasuki workers --json"])
 @connection_options()
 def workers(output: Output, place: Destination) -> None:
-    rows = with_client(place, lambda client: client.request("workers"), embedded=False)
+    rows = with_client(place, lambda client: client.call("workers"), embedded=False)
     output.show(rows, lambda: _worker_lines(rows))
 
 
@@ -80,8 +80,8 @@ def _worker_lines(rows: list[dict[str, Any]]) -> list[str]:
 def stats(output: Output, watch: bool, interval: float, groups: int, place: Destination) -> None:
     async def work(client: AsyncClient) -> None:
         while True:
-            counts, workers = await asyncio.gather(client.request("counts", limit=groups), client.request("workers"))
-            running = (await client.request("find", states=["RUNNING"], limit=PROGRESS_JOBS_MAX))["jobs"] if output.json else []
+            counts, workers = await asyncio.gather(client.call("counts", limit=groups), client.call("workers"))
+            running = (await client.call("find", states=["RUNNING"], limit=PROGRESS_JOBS_MAX))["jobs"] if output.json else []
             progress = [{name: view[name] for name in PROGRESS_FIELDS} for view in running if view["progress"] is not None]
             if watch:
                 output.clear_screen()
@@ -123,11 +123,11 @@ def attach(output: Output, worker_id: str, place: Destination) -> None:
 
 def _change(verb: str, worker_id: str, place: Destination, output: Output, **params: Any) -> None:
     async def work(client: AsyncClient) -> dict[str, Any]:
-        names = [row["worker_id"] for row in await client.request("workers")]
+        names = [row["worker_id"] for row in await client.call("workers")]
         if verb == "detach" and worker_id not in names:
             there = f"there are {', '.join(names[:10])}" if names else "there is none"
             raise NotFound(f"no worker {worker_id[:80]!r} is connected; {there}: tasuki workers")
-        answer: dict[str, Any] = await client.request(verb, worker_id=worker_id, **params)
+        answer: dict[str, Any] = await client.call(verb, worker_id=worker_id, **params)
         if not answer["changed"] and worker_id not in names:
             raise NotFound(f"no worker {worker_id[:80]!r} is detached or connected; see: tasuki workers")
         return answer
@@ -153,7 +153,11 @@ label_option = option("--label", metavar="TEXT", default="", help="For people.")
 )
 @option("--kind", metavar="|".join(TOKEN_KINDS), default="client", help="What its bearer may be.")
 @label_option
-@several("--scope", metavar="PATTERN", help="Subjects that it may use, * and > allowed. Several times.")
+@several(
+    "--scope",
+    metavar="PATTERN",
+    help="Subjects that it may use, * and > allowed; publish:… and subscribe:… for messages alone. Several times.",
+)
 @duration("--expires", type=Duration(above=True, with_unit=True), help="Valid so long. Default: until revoked.")
 @connection_options()
 def create(output: Output, kind: str, label: str, scope: tuple[str, ...], expires: float | None, place: Destination) -> None:
@@ -204,7 +208,7 @@ def _make(output: Output, place: Destination, kind: str, valid_s: float | None, 
         "expires_at": None if valid_s is None else now + valid_s,
         **fields,
     }
-    with_client(place, lambda client: client.request("token.create", **row), embedded=False)
+    with_client(place, lambda client: client.call("token.create", **row), embedded=False)
     output.show({"token_id": token_id, "kind": kind, "token": secret, "expires_at": row["expires_at"]}, lambda: [secret])
     return token_id
 
@@ -213,7 +217,7 @@ def _make(output: Output, place: Destination, kind: str, valid_s: float | None, 
 @connection_options()
 def list_tokens(output: Output, place: Destination) -> None:
     """List all tokens, without their secrets."""
-    rows = with_client(place, lambda client: client.request("token.list"), embedded=False)
+    rows = with_client(place, lambda client: client.call("token.list"), embedded=False)
 
     def cells(row: dict[str, Any]) -> tuple[object, ...]:
         is_expired = row["expires_at"] is not None and row["expires_at"] <= time.time()
@@ -235,7 +239,7 @@ def revoke(output: Output, token_id: str | None, worker_id: str | None, place: D
     if (token_id is None) == (worker_id is None):
         raise InvalidInput("say which: a token's ID, or --worker-id ID")
     verb, params = ("token.revoke", {"token_id": token_id}) if token_id else ("worker.revoke", {"worker_id": worker_id})
-    answer = with_client(place, lambda client: client.request(verb, **params), embedded=False)
+    answer = with_client(place, lambda client: client.call(verb, **params), embedded=False)
     revoked = [token_id] if token_id else answer["revoked"]
     output.show(answer, lambda: [f"token {one} is revoked" for one in revoked])
 
@@ -245,7 +249,7 @@ def revoke(output: Output, token_id: str | None, worker_id: str | None, place: D
 @connection_options()
 def audit(output: Output, limit: int, place: Destination) -> None:
     """List who made and revoked which token, and when. The newest first."""
-    rows = with_client(place, lambda client: client.request("token.audit", limit=limit), embedded=False)
+    rows = with_client(place, lambda client: client.call("token.audit", limit=limit), embedded=False)
 
     def cells(row: dict[str, Any]) -> tuple[object, ...]:
         return shown_time(row["at"]), row["actor"], row["action"], row["target"], row["detail"]

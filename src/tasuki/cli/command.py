@@ -46,6 +46,11 @@ SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
         "retry": ("jobs.retry", "Run jobs again that have ended."),
         "dead": ("jobs.dead", "List, show and retry dead letters."),
     },
+    "Messages, which are not stored": {
+        "pub": ("messages.pub", "Publish a message to all who are subscribed now."),
+        "sub": ("messages.sub", "Print messages as they come."),
+        "request": ("messages.request", "Publish a message and print the answer to it."),
+    },
     "Servers and workers": {
         "up": ("up.up", "Start a server and local workers here."),
         "server": ("server.server", "Start a server; with --store, one of several."),

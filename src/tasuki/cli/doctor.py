@@ -233,7 +233,7 @@ def _server(place: Destination, folder: DataFolder) -> Finding:
                 kind = client.welcome.kind
                 whom = "as its own user, without a token" if kind == "node" else f"with a token of kind {kind}"
                 began = time.perf_counter()
-                await client.request("find", limit=1)
+                await client.call("find", limit=1)
                 return f"{client.welcome.server_id}, {whom}", time.perf_counter() - began
 
         who, took_s = asyncio.run(look())

@@ -157,7 +157,7 @@ def _find(
         jobs: list[dict[str, Any]] = []
         following = cursor
         while len(jobs) < limit:
-            page = await client.request("find", limit=min(PAGE, limit - len(jobs)), cursor=following, **filter)
+            page = await client.call("find", limit=min(PAGE, limit - len(jobs)), cursor=following, **filter)
             jobs += page["jobs"]
             following = page["cursor"]
             if following is None:
@@ -225,7 +225,7 @@ def explain(output: Output, named: str, place: cli.Destination) -> None:
         found, _ = await look_up(client, [named])
         summary = await ArraySummary.of(client, named, output) if found[named] is None else None
         chosen = [named] if summary is None else list(summary.examples().values())
-        return summary, [await client.request("explain", job_id=job_id) for job_id in chosen]
+        return summary, [await client.call("explain", job_id=job_id) for job_id in chosen]
 
     summary, explained = with_client(place, work)
     data = explained[0] if summary is None else {**summary.view(), "examples": explained}
@@ -288,7 +288,7 @@ def retry(output: Output, ids: tuple[str, ...], array: str | None, only_failed: 
                     chosen.append(named)
         answers: dict[str, Any] = {}
         for start in range(0, len(chosen), ASK_MAX):
-            answers.update(await client.request("requeue", job_ids=chosen[start : start + ASK_MAX], reason=reason))
+            answers.update(await client.call("requeue", job_ids=chosen[start : start + ASK_MAX], reason=reason))
             output.progress(f"{len(answers)} of {len(chosen)} jobs queued again")
         return answers
 
@@ -346,10 +346,10 @@ def show_dead(output: Output, job_id: str, place: cli.Destination) -> None:
     """Show why a job failed for good, and what became of each attempt."""
 
     async def work(client: AsyncClient) -> dict[str, Any]:
-        [view] = await client.request("get", job_ids=[job_id])
+        [view] = await client.call("get", job_ids=[job_id])
         if view["state"] not in UNSUCCESSFUL:
             raise NotFound(f"job {job_id[:128]!r} is {view['state']}, not a dead letter; see: tasuki explain {job_id[:128]}")
-        explanation = await client.request("explain", job_id=job_id)
+        explanation = await client.call("explain", job_id=job_id)
         explanation["facts"].pop("traceback", None)  # it stands in for stderr
         return _letter(view) | explanation | {"stderr": await _stderr_tail(client, job_id)}
 
@@ -424,7 +424,7 @@ def retry_dead(
         async for views in _named(client, job_ids) if job_ids else pages(client, filter):
             left |= {view["job_id"]: view["state"] for view in views if view["state"] not in UNSUCCESSFUL}
             chosen = [view["job_id"] for view in views if view["state"] in UNSUCCESSFUL]
-            answers = await client.request("requeue", job_ids=chosen, reason=reason) if chosen and not dry_run else {}
+            answers = await client.call("requeue", job_ids=chosen, reason=reason) if chosen and not dry_run else {}
             done += [job_id for job_id in chosen if dry_run or answers[job_id]["done"]]
             left |= {job_id: what["state"] for job_id, what in answers.items() if not what["done"]}
             overlaps.update({job_id: _overlap(what) for job_id, what in answers.items()})
@@ -457,7 +457,7 @@ def _dead_filter(subject: str | None, app: str | None) -> dict[str, Any]:
 async def _named(client: AsyncClient, job_ids: Iterable[str]) -> AsyncIterator[list[dict[str, Any]]]:
     unique = list(dict.fromkeys(job_ids))
     for start in range(0, len(unique), ASK_MAX):
-        yield await client.request("get", job_ids=unique[start : start + ASK_MAX])
+        yield await client.call("get", job_ids=unique[start : start + ASK_MAX])
 
 
 def _letter(view: dict[str, Any]) -> dict[str, Any]:

@@ -56,6 +56,7 @@ from tasuki.core.client_machine import (
 )
 from tasuki.core.job import BODY_INLINE_MAX_BYTES, PAYLOAD_FILE, BlobRef, IdMaker, InputFile, JobSpec, Progress, State
 from tasuki.core.machine import Closed, Hangup, Opened, Received, Send, Ticked
+from tasuki.core.message_requests import MessagesArrived, PublishRefused, SubscriptionAnswered
 from tasuki.core.protocol import (
     BATCH_BYTES,
     FRAME_MAX_BYTES,
@@ -65,6 +66,7 @@ from tasuki.core.protocol import (
     HelloClient,
     JobResult,
     Message,
+    PublishedMessage,
     Request,
     SubmitJobs,
     Welcome,
@@ -83,6 +85,7 @@ from tasuki.errors import (
     from_wire,
 )
 from tasuki.event_loop import BackgroundTasks
+from tasuki.net.messages import AsyncMessageSubscription, MessageExchange, check_subscription
 from tasuki.net.server_connection import ServerConnection
 from tasuki.net.tls import client_tls
 from tasuki.version import __version__
@@ -140,6 +143,7 @@ class AsyncClient:
         self._tls_ca = tls_ca
         self._connection = ServerConnection(self._on_event, client_tls(tls_ca))
         self._blobs = self._connection.blobs
+        self._messages = MessageExchange(self._connection, self._apply, self._ask, connect_timeout_s)
         self._submits = asyncio.Semaphore(SUBMITS_AT_ONCE)
         self.welcome: Welcome | None = None
         self.hinted = False
@@ -191,6 +195,7 @@ class AsyncClient:
 
     async def close(self) -> None:
         """Close the connection. Jobs go on; their results can be asked for later by id."""
+        self._messages.close()
         self._closed = True
         await self._connection.close()
         await self._tasks.close()
@@ -226,6 +231,8 @@ class AsyncClient:
                     job = jobs.pop(item.job_id, None)
                     if job is not None:
                         job.settle(item)
+            case MessagesArrived():
+                self._messages.arrived(command.delivery)
             case CallAnswered():
                 self._answer(command.ticket, command.answer, command.error)
             case Connect():
@@ -234,6 +241,7 @@ class AsyncClient:
                 self._connection.hang_up(command.error)
             case Welcomed():
                 self.welcome = command.welcome
+                self._messages.welcomed()
                 if not self._ready.done():
                     self._ready.set_result(None)
             case WatchRefused():
@@ -241,6 +249,10 @@ class AsyncClient:
                     job = self._jobs.pop(job_id, None)
                     if job is not None:
                         job.settle(None, command.error)
+            case SubscriptionAnswered():
+                self._messages.answered(command)
+            case PublishRefused():
+                self._messages.refused(command.error)
             case Failed():
                 self._blobs.close(command.error)
                 if not self._ready.done():
@@ -275,6 +287,7 @@ class AsyncClient:
     def _on_event(self, event: Opened | Received | Closed) -> None:
         if type(event) is Closed:
             self._last_problem = event.reason
+            self._messages.lost()
         self._apply(event)
 
     def _ask(self, make: Callable[[int], Message], *, watch: tuple[str, ...] = ()) -> asyncio.Future[Any]:
@@ -296,9 +309,49 @@ class AsyncClient:
         else:
             future.set_result(body)
 
-    async def request(self, verb: str, /, **params: Any) -> Any:
+    async def call(self, verb: str, /, **params: Any) -> Any:
         """Make a request of the protocol by name (docs/wire.md lists them), and return the answer as it came."""
         return await self._ask(lambda msg_id: Request(msg_id, verb, params))
+
+    # ------------------------------------------------------------------------------------------------ messages
+
+    async def publish(
+        self, subject: str, payload: bytes = b"", *, headers: Mapping[str, str] | None = None, reply_to: str = ""
+    ) -> None:
+        """Send a message to all who are subscribed to its subject now; it is stored nowhere, and delivered at most once.
+
+            await client.publish("prices.fx.eurusd", b"1.0931", headers={"source": "ecb"})
+
+        Returns when the message is on its way to the server. One that the server refuses raises at the next `publish` or `flush`.
+        """
+        await self._messages.publish(PublishedMessage(subject, payload, reply_to, dict(check_texts("headers", headers))))
+
+    async def flush(self) -> None:
+        """Wait until the server has taken all published messages; raises the refusal of one of them."""
+        await self._messages.flush()
+
+    def subscribe(self, pattern: str, *, queue: str = "") -> AsyncMessageSubscription:
+        """Return the messages whose subjects match, from now on, for `async for`.
+
+            async for message in client.subscribe("prices.>"):
+                print(message.subject, message.payload)
+
+        Of all subscribers with the same `queue`, one gets a message. After a lost connection the subscription goes on, at another
+        server if there is one; messages of the meantime are lost. A slow reader loses messages too: `dropped` counts them.
+        """
+        check_subscription(pattern, queue)
+        return AsyncMessageSubscription(self._messages, pattern, queue)
+
+    async def request(
+        self, subject: str, payload: bytes = b"", timeout: float = 5.0, *, headers: Mapping[str, str] | None = None
+    ) -> PublishedMessage:
+        """Publish a message, and return the first answer to it: a subscriber publishes that to the `reply_to` of the message.
+
+            answer = await client.request("time.now", timeout=2.0)
+
+        NotFound if nobody is subscribed there, DeadlineExceeded (a TimeoutError) if nobody answers in time.
+        """
+        return await self._messages.request(subject, payload, check_texts("headers", headers), timeout)
 
     # ------------------------------------------------------------------------------------------------ submitting
 
@@ -516,7 +569,7 @@ class AsyncClient:
 
     async def statuses(self, *job_ids: str) -> list[JobStatus]:
         """Return up to 1,000 jobs in the order of the ids; NotFound if one is unknown."""
-        return read_answer(await self.request("get", job_ids=check_job_ids(job_ids)), list[JobStatus])
+        return read_answer(await self.call("get", job_ids=check_job_ids(job_ids)), list[JobStatus])
 
     async def list_jobs(
         self,
@@ -540,7 +593,7 @@ class AsyncClient:
         chosen = [states] if isinstance(states, str) else states
         filter = {"subject": subject, "array_id": array_id, "worker_id": worker_id, "text": text}
         given = {name: value for name, value in filter.items() if value is not None}
-        page = await self.request("find", states=[str(state) for state in chosen], limit=limit, cursor=cursor, **given)
+        page = await self.call("find", states=[str(state) for state in chosen], limit=limit, cursor=cursor, **given)
         return read_answer(page, JobPage)
 
     async def cancel(self, *job_ids: str, reason: str = "") -> dict[str, CancelAnswer]:
@@ -557,13 +610,13 @@ class AsyncClient:
         Never repeated: if the connection is lost before the answer, Unavailable is raised and the jobs may run again or not; read
         their status before another try.
         """
-        answer = await self.request("requeue", job_ids=check_job_ids(job_ids), reason=reason)
+        answer = await self.call("requeue", job_ids=check_job_ids(job_ids), reason=reason)
         return read_answer(answer, dict[str, RetryAnswer])
 
     async def explain(self, job_id: str) -> Explanation:
         """Return why a job waits, where it runs, or how it ended, and what happened to it: `print(await client.explain(id))`."""
         [named] = check_job_ids([job_id])
-        return read_answer(await self.request("explain", job_id=named), Explanation)
+        return read_answer(await self.call("explain", job_id=named), Explanation)
 
     async def logs(
         self, job_id: str, stream: str = "stdout", *, offset: int = 0, follow: bool = True
@@ -594,11 +647,11 @@ class AsyncClient:
 
     async def counts(self, limit: int = 1000) -> dict[str, GroupCounts]:
         """Count jobs by group and state: of the groups with the most jobs, and of all others as "(other)". For admins."""
-        return read_answer(await self.request("counts", limit=limit), dict[str, GroupCounts])
+        return read_answer(await self.call("counts", limit=limit), dict[str, GroupCounts])
 
     async def workers(self) -> list[WorkerStatus]:
         """Return the connected workers. For admins."""
-        return read_answer(await self.request("workers"), list[WorkerStatus])
+        return read_answer(await self.call("workers"), list[WorkerStatus])
 
     def beside(self, url: str, connect_timeout_s: float) -> AsyncClient | None:
         """Return a second client, not open yet, for a server that this one named; None if its address is not to be trusted."""

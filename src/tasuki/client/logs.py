@@ -53,7 +53,7 @@ class LogClient(Protocol):
     def connected(self) -> bool: ...
     async def open(self) -> None: ...
     async def close(self) -> None: ...
-    async def request(self, verb: str, /, **params: Any) -> Any: ...
+    async def call(self, verb: str, /, **params: Any) -> Any: ...
     async def save_result(self, ended: JobResult, path: str | os.PathLike[str]) -> int: ...
     def job(self, job_id: str) -> WatchedJob: ...
     def beside(self, url: str, connect_timeout_s: float) -> LogClient | None: ...
@@ -232,7 +232,7 @@ class LogFollower:
             "wait_s": 0.0 if ending is None or measuring else self._wait_s,
             "max_bytes": 1 if measuring else LOG_PIECE_MAX_BYTES,
         }
-        asking = asyncio.ensure_future((beside or self._client).request("logs", **params))
+        asking = asyncio.ensure_future((beside or self._client).call("logs", **params))
         waited_for = {asking} if ending is None else {asking, ending}
         timeout_s = None if beside is None else BESIDE_LOOK_S
         try:
@@ -310,7 +310,7 @@ class LogFollower:
 
     async def _ended_with(self) -> JobResult | None:
         """Return the end of the latest attempt by the job's row; None: it has no result, or another attempt runs."""
-        [view] = await self._client.request("get", job_ids=[self.job_id], result=True)
+        [view] = await self._client.call("get", job_ids=[self.job_id], result=True)
         outcome = view["outcome"]
         if outcome is None:
             return None

@@ -21,6 +21,7 @@ from tasuki.core.protocol import JobResult
 from tasuki.core.units import shown_duration
 from tasuki.errors import DeadlineExceeded, Unavailable
 from tasuki.event_loop import loop_factory
+from tasuki.net.messages import MessageSubscription
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -355,6 +356,9 @@ class Client:
     explain = _blocking(AsyncClient.explain)
     counts = _blocking(AsyncClient.counts)
     workers = _blocking(AsyncClient.workers)
+    call = _blocking(AsyncClient.call)
+    publish = _blocking(AsyncClient.publish)
+    flush = _blocking(AsyncClient.flush)
     request = _blocking(AsyncClient.request)
     put_file = _blocking(AsyncClient.put_file)
     with_payload_uploaded = _blocking(AsyncClient.with_payload_uploaded)
@@ -377,6 +381,16 @@ class Client:
             return self._async.job(job_id)
 
         return JobHandle(self.wait(watch()), self)
+
+    def subscribe(self, pattern: str, *, queue: str = "") -> MessageSubscription:
+        """Return the messages whose subjects match, from now on, for `for`.
+
+            for message in client.subscribe("prices.>"):
+                print(message.subject, message.payload)
+
+        Of all subscribers with the same `queue`, one gets a message. A slow reader loses messages: `dropped` counts them.
+        """
+        return MessageSubscription(self._async.subscribe(pattern, queue=queue), self.wait)
 
     def logs(self, job_id: str, stream: str = "stdout", *, offset: int = 0, follow: bool = True) -> Iterator[bytes]:
         """Yield the output of a command as it comes, to the job's end; follow=False: the output so far.

@@ -1,5 +1,8 @@
 """Access rules: an identity and a job in, a yes or no out. Pure.
 
+A token's scope is a list of patterns. One with `publish:` or `subscribe:` before it is for messages of publish/subscribe alone,
+any other for jobs and for messages in both directions; a token without a scope may use all subjects.
+
 A job's status, result, logs and cancel belong to its submitter, to admins, and to tokens whose scope covers its subject. A
 worker sees the jobs that it holds, through the leases it was granted, and nothing else.
 """
@@ -9,17 +12,21 @@ from __future__ import annotations
 import enum
 import hashlib
 from collections.abc import Collection, Sequence
+from functools import lru_cache
 
 import msgspec
 
 from tasuki.core.job import check_name
+from tasuki.core.message_routes import INBOX
 from tasuki.core.store_messages import TokenRow
 from tasuki.core.subject import DEFAULT_SUBJECT, check_pattern, matches
-from tasuki.errors import Forbidden, InvalidInput, Unauthorized
+from tasuki.errors import Forbidden, InvalidInput, Unauthorized, quoted
 
 TOKEN_PREFIXES = {"admin": "tsk_a_", "client": "tsk_c_", "worker": "tsk_w_", "enrol": "tsk_e_"}
 ENROL_TOKEN_S = 15 * 60.0
 WORKER_TOKEN_S = 7 * 86400.0  # of one that a worker got by registering; it asks for the next one in time
+PUBLISH, SUBSCRIBE = "publish:", "subscribe:"  # before a pattern of a scope
+NO_SUBJECT = " "  # a pattern that matches nothing: of a scope that has entries, none of which is for this right
 INCARNATION_CHARS = 16  # hex digits: 64 bits, as many as other workers draw at their start
 
 
@@ -58,6 +65,11 @@ class Identity(msgspec.Struct, frozen=True, gc=False):
         return self.expires_at is not None and self.expires_at <= now_wall
 
     @property
+    def job_scope(self) -> tuple[str, ...]:
+        """Patterns of the jobs that it may submit, see or take; none: no limit."""
+        return patterns_for("", self.scope)
+
+    @property
     def admin(self) -> bool:
         return self.kind in (PeerKind.ADMIN, PeerKind.NODE)
 
@@ -65,12 +77,12 @@ class Identity(msgspec.Struct, frozen=True, gc=False):
         """Return True if the peer may read the job's state, result and logs, cancel it, and retry it."""
         if self.admin or (self.kind is PeerKind.CLIENT and submitter == self.name):
             return True
-        return self.kind is PeerKind.CLIENT and any(matches(pattern, subject) for pattern in self.scope)
+        return self.kind is PeerKind.CLIENT and any(matches(pattern, subject) for pattern in self.job_scope)
 
     def check_submit(self, subject: str) -> None:
         if self.kind is PeerKind.WORKER:
             raise Forbidden("a worker token cannot submit jobs; make one with: tasuki token create --kind client")
-        if self.kind is PeerKind.CLIENT and self.scope and not any(matches(pattern, subject) for pattern in self.scope):
+        if self.kind is PeerKind.CLIENT and self.scope and not any(matches(pattern, subject) for pattern in self.job_scope):
             raise Forbidden(f"this token may not submit to subject {subject!r}; its scope is {', '.join(self.scope)}")
 
     def check_worker(self) -> None:
@@ -85,8 +97,23 @@ class Identity(msgspec.Struct, frozen=True, gc=False):
         """Refuse patterns outside the token's scope."""
         for pattern in patterns:
             check_pattern(pattern)
-            if self.scope and not any(covers(allowed, pattern) for allowed in self.scope):
+            if self.scope and not any(covers(allowed, pattern) for allowed in self.job_scope):
                 raise Forbidden(f"this token may not subscribe to {pattern!r}; its scope is {', '.join(self.scope)}")
+
+    def check_publish(self, subject: str) -> None:
+        if self.admin or not self.scope or subject.startswith(INBOX):  # whoever asked waits there for the answer
+            return
+        if not any(matches(pattern, subject) for pattern in patterns_for(PUBLISH, self.scope)):
+            raise Forbidden(f"this token may not publish to {quoted(subject)}; its scope is {', '.join(self.scope)}")
+
+    def check_subscribe(self, pattern: str) -> None:
+        check_pattern(pattern)
+        if self.admin or not self.scope or pattern.startswith(INBOX):  # an inbox is named by a secret
+            return
+        if not any(covers(allowed, pattern) for allowed in patterns_for(SUBSCRIBE, self.scope)):
+            raise Forbidden(
+                f"this token may not subscribe to messages of {quoted(pattern)}; its scope is {', '.join(self.scope)}"
+            )
 
     def check_admin(self, what: str) -> None:
         if not self.admin:
@@ -104,7 +131,21 @@ def check_worker_id(worker_id: str, apps: Collection[str]) -> None:
 
 def in_scope(scope: Sequence[str], subject: str) -> bool:
     """Return True if a worker with this scope may take jobs of the subject; an empty scope is for all."""
-    return not scope or any(matches(pattern, subject) for pattern in scope)
+    return not scope or any(matches(pattern, subject) for pattern in patterns_for("", tuple(scope)))
+
+
+@lru_cache(1024)
+def patterns_for(right: str, scope: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the patterns of a scope for PUBLISH or SUBSCRIBE, or with "" for jobs; an empty scope has none and no limit."""
+    other = tuple(prefix for prefix in (PUBLISH, SUBSCRIBE) if prefix != right)
+    found = tuple(entry.removeprefix(right) for entry in scope if not entry.startswith(other))
+    return found or ((NO_SUBJECT,) if scope else ())
+
+
+def check_scope(scope: Sequence[str]) -> None:
+    """Refuse an entry of a new token's scope that is no pattern, with or without a right before it."""
+    for entry in scope:
+        check_pattern(entry.removeprefix(PUBLISH).removeprefix(SUBSCRIBE))
 
 
 def covers(wide: str, narrow: str) -> bool:

@@ -20,6 +20,7 @@ import msgspec
 from tasuki.core import protocol
 from tasuki.core.address import Address
 from tasuki.core.machine import Closed, Hangup, Now, Opened, Received, Send, Ticked
+from tasuki.core.message_requests import MessageCommand, MessageEvent, MessageRequests, MessagesArrived, PublishNow
 from tasuki.core.reconnect import HELLO_QUICK_S, Connect, Redial
 from tasuki.errors import TasukiError, Unavailable, VersionMismatch, from_wire
 
@@ -95,8 +96,8 @@ class Failed(msgspec.Struct, frozen=True):
     error: TasukiError
 
 
-Event = Opened | Received | Closed | Ticked | Call | Watch | Unwatch | Unsendable
-Command = Connect | Send | Hangup | CallAnswered | ResultsArrived | Welcomed | WatchRefused | Failed
+Event = Opened | Received | Closed | Ticked | Call | Watch | Unwatch | Unsendable | MessageEvent
+Command = Connect | Send | Hangup | CallAnswered | ResultsArrived | Welcomed | WatchRefused | Failed | MessageCommand
 
 
 class _Waiting(msgspec.Struct):
@@ -115,6 +116,8 @@ def safe_to_repeat(message: protocol.Message) -> bool:
             return message.on_failed == "return"
         case protocol.Request():
             return message.verb not in ONCE_VERBS
+        case protocol.PublishMessages():
+            return not message.items
         case _:
             return True
 
@@ -132,6 +135,7 @@ class ClientMachine:
         self._watching: dict[str, None] = {}
         self._watches: dict[int, list[str]] = {}
         self._watch_again: list[tuple[float, list[str]]] = []
+        self._messages = MessageRequests(self._next_id)
         self._beat_at = 0.0
         self._idle_timeout_s = 60.0
         self._heard_at = 0.0
@@ -167,6 +171,20 @@ class ClientMachine:
                 return [Send(event.conn, msgspec.structs.replace(self._hello, **ours))]
             case Closed():
                 return self._offline(event, now)
+            case _:
+                return self._about_messages(event)
+
+    def _next_id(self) -> int:
+        self._msg_id += 1
+        return self._msg_id
+
+    def _about_messages(self, event: MessageEvent) -> list[Command]:
+        if self._error is not None and not isinstance(event, PublishNow):
+            return [*self._messages.refused((event.pattern, event.queue), self._error)]
+        return self._sends(self._messages.take(event, online=self.online))
+
+    def _sends(self, messages: Sequence[protocol.Message]) -> list[Command]:
+        return [Send(self._conn, message) for message in messages if self._conn is not None]
 
     # ------------------------------------------------------------------------------------------------ calls
 
@@ -193,6 +211,8 @@ class ClientMachine:
         waiting = self._calls.pop(event.msg_id, None)
         if waiting is not None:
             return [CallAnswered(waiting.ticket, error=event.error)]
+        if (refused := self._messages.unsendable(event.msg_id, event.error)) is not None:
+            return [*refused]
         job_ids = self._watches.pop(event.msg_id, None)
         if job_ids is not None:
             return self._watch_refused(job_ids, event.error)
@@ -221,6 +241,8 @@ class ClientMachine:
                 return [ResultsArrived(message.items)]
             case protocol.Accepted():
                 return self._accepted(message)
+            case protocol.DeliverMessages():
+                return [MessagesArrived(message)]
             case protocol.Reply():
                 return self._replied(message)
             case protocol.Welcome():
@@ -249,7 +271,9 @@ class ClientMachine:
         if self._watches.pop(reply.corr_id, None) is not None:
             return []
         waiting = self._calls.pop(reply.corr_id, None)
-        return [CallAnswered(waiting.ticket, reply.body)] if waiting is not None else []
+        if waiting is None:
+            return [*(self._messages.answered(reply) or ())]
+        return [CallAnswered(waiting.ticket, reply.body)]
 
     def _welcomed(self, welcome: protocol.Welcome, now: Now) -> list[Command]:
         assert self._conn is not None
@@ -267,7 +291,7 @@ class ClientMachine:
         self._watches.clear()
         self._watch_again.clear()
         commands += self._ask_results(list(self._watching))
-        return commands
+        return commands + self._sends(self._messages.welcomed())
 
     def _beat_every_s(self) -> float:
         every_s = self._idle_timeout_s / 3
@@ -288,7 +312,7 @@ class ClientMachine:
             return self._watch_refused(job_ids, error)
         waiting = self._calls.get(message.corr_id)
         if waiting is None:
-            return []
+            return [*(self._messages.answered(message) or ())]
         if waiting.lasting and message.code in AGAIN_CODES:
             waiting.again_at = now.monotonic + RETRY_AFTER_S
             return []
@@ -311,6 +335,7 @@ class ClientMachine:
         calls, self._calls = self._calls, {}
         watching, self._watching = list(self._watching), {}
         commands: list[Command] = [Failed(error), *(CallAnswered(waiting.ticket, error=error) for waiting in calls.values())]
+        commands += self._messages.fail(error)
         return [*commands, WatchRefused(watching, error)] if watching else commands
 
     # ------------------------------------------------------------------------------------------------ time, connection

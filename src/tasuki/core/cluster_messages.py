@@ -1,4 +1,5 @@
-"""Messages between servers that share a store: hints after a commit, and descriptions of live servers and workers. Pure.
+"""Messages between servers that share a store: hints after a commit, published messages that are relayed, and descriptions of
+live servers and workers. Pure.
 
 A hint makes the other servers look at the store at once instead of a little later. It may be lost, doubled, late, or outdated:
 a server that receives one asks the store, and a server that receives none asks too, at its own interval. So a sender may always
@@ -7,16 +8,21 @@ give fewer details: `everything` means "look at everything that you wait for".
 On the wire a hint is JSON, because the narrowest carrier (a payload of PostgreSQL's NOTIFY) is text of less than 8000
 bytes. `split` cuts a hint into pieces of such a size. Each piece is a hint of its own. Descriptions of servers travel through the
 coordination as msgpack.
+
+Messages of publish/subscribe travel as pieces of such hints. They need no order among hints, and a piece that is lost takes its
+messages with it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated
 
 import msgspec
 from msgspec.structs import replace
 
 from tasuki.core.job import OnDisconnect
+from tasuki.core.protocol import PublishedMessage
 from tasuki.core.store_messages import Takes
 from tasuki.core.subject import SUBJECT_MAX_BYTES
 from tasuki.errors import InvalidInput, TooLarge
@@ -24,9 +30,28 @@ from tasuki.errors import InvalidInput, TooLarge
 PIECE_MAX_BYTES = 7_900  # NOTIFY takes less than 8000
 PIECES_MAX = 8  # some 1,500 ids; reading more of them one by one is dearer than looking at everything
 DECODE_MAX_BYTES = 64 * 1024
+RELAY_PIECES_MAX = 512  # of one batch of messages: 2 MiB in pieces for NOTIFY are 366
+RELAY_SENDERS_MAX = 64  # with a batch under way
 
 _Id = Annotated[str, msgspec.Meta(max_length=128)]
 _Subject = Annotated[str, msgspec.Meta(max_length=SUBJECT_MAX_BYTES)]
+
+
+class RelayedMessage(msgspec.Struct, frozen=True, gc=False, array_like=True):
+    """A published message on its way to the subscribers of other servers."""
+
+    message: PublishedMessage
+    queues: dict[str, str] = {}
+    """By queue group: the server that gives it to one of the members."""
+
+
+class RelayPiece(msgspec.Struct, frozen=True, array_like=True):
+    """Piece number `place` of `count`, from 0 on, of the messages with this number of their sender."""
+
+    number: int
+    place: int
+    count: int
+    data: bytes
 
 
 class Hint(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -48,6 +73,8 @@ class Hint(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Subjects that have new ready jobs."""
     ready_jobs: int = 0
     """Number of these jobs; 0: not known, as in a hint that was cut into pieces."""
+    relay: RelayPiece | None = None
+    """A piece of messages for subscribers; then the hint has nothing else."""
 
     @property
     def empty(self) -> bool:
@@ -112,6 +139,49 @@ def _pieces(hint: Hint, max_bytes: int) -> list[bytes] | None:
     return [*pieces, _encode(replace(head, **taken))]
 
 
+# ---------------------------------------------------------------------------------------------------- relayed messages
+
+_RELAY_HEAD_BYTES = 200  # of a piece beside its data
+_encode_relayed = msgspec.msgpack.Encoder().encode
+_decode_relayed = msgspec.msgpack.Decoder(list[RelayedMessage]).decode
+
+
+def relay(server_id: str, number: int, messages: Sequence[RelayedMessage], max_bytes: int = PIECE_MAX_BYTES) -> list[bytes]:
+    """Return messages in pieces of at most `max_bytes`; `number` is different from that of all others of this sender."""
+    data = _encode_relayed(messages)
+    size = (max_bytes - _RELAY_HEAD_BYTES - len(server_id)) * 3 // 4  # base64
+    parts = [data[start : start + size] for start in range(0, len(data), size)]
+    pieces = (RelayPiece(number, place, len(parts), part) for place, part in enumerate(parts))
+    return [_encode(Hint(server_id=server_id, relay=piece)) for piece in pieces]
+
+
+class RelayedPieces:
+    """Puts the pieces of each sender together again. Pieces of one sender come in order, or some are lost."""
+
+    def __init__(self) -> None:
+        self._begun: dict[str, tuple[RelayPiece, list[bytes]]] = {}
+
+    def take(self, server_id: str, piece: RelayPiece) -> list[RelayedMessage]:
+        """Return the messages that are complete with this piece, or none; InvalidInput if they make no sense."""
+        last, parts = self._begun.pop(server_id, (None, []))
+        if piece.place:
+            is_next = last is not None and (last.number, last.place + 1, last.count) == (piece.number, piece.place, piece.count)
+            if not is_next:  # one was lost, and with it the whole
+                return []
+        else:
+            parts = []
+        parts.append(piece.data)
+        if piece.place + 1 < min(piece.count, RELAY_PIECES_MAX):
+            if len(self._begun) >= RELAY_SENDERS_MAX:
+                self._begun.clear()
+            self._begun[server_id] = piece, parts
+            return []
+        try:
+            return _decode_relayed(b"".join(parts))
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            raise InvalidInput(f"the relayed messages of server {server_id!r} cannot be read: {error}") from None
+
+
 # ---------------------------------------------------------------------------------------------------- servers and workers
 
 
@@ -155,3 +225,5 @@ class ServerInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Epoch under which the server leads; 0: it does not lead."""
     blob_problem: str = ""
     """Reason why the leader takes no new blobs; then no server does."""
+    queues: tuple[tuple[str, str], ...] = ()
+    """(pattern, queue group) of the subscribers of this server that are in groups."""

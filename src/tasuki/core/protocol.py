@@ -3,11 +3,12 @@
 Every request has a `msg_id`, chosen by its sender and unique on its connection; every answer carries it back as `corr_id`.
 Directions:
 
-    client → server   HelloClient SubmitJobs CancelJobs Request BlobPut BlobGet Chunk Heartbeat
-    server → client   Welcome Accepted Results Reply Chunk HeartbeatAnswer ErrorMessage
+    client → server   HelloClient SubmitJobs CancelJobs Request BlobPut BlobGet Chunk Heartbeat PublishMessages
+    server → client   Welcome Accepted Results Reply Chunk HeartbeatAnswer ErrorMessage DeliverMessages
     worker → server   HelloWorker GiveCredit Subscribe JobsStarted JobsFinished JobsReleased Heartbeat BlobPut BlobGet Chunk
-                      LogPiece Request
+                      LogPiece Request PublishMessages
     server → worker   Welcome AssignJobs JobsRecorded CancelLeases HeartbeatAnswer Reply Chunk ErrorMessage ReadLog
+                      DeliverMessages
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 
 from tasuki.core.job import (
+    HEADERS_MAX,
     RESULT_INLINE_MAX_BYTES,
     TIMEOUT_MAX_S,
     JobSpec,
@@ -28,6 +30,7 @@ from tasuki.core.job import (
     is_sha256,
 )
 from tasuki.core.store_messages import Grant, Takes
+from tasuki.core.subject import check_subject
 from tasuki.errors import InvalidInput, TasukiError, TooLarge, VersionMismatch, quoted
 
 PROTOCOL_VERSION = 2
@@ -50,6 +53,9 @@ LOG_PIECE_MAX_BYTES = 256 * 1024
 LOG_WAIT_MAX_S = 25.0  # how long a question about a log may wait for something new: below every idle time-out on the way
 PROGRESS_MAX = 64  # of one Heartbeat, whose header has 64 KiB; the rest goes with the next
 HANDSHAKE_TIMEOUT_S = 10.0
+MESSAGE_PAYLOAD_MAX_BYTES = 1024 * 1024  # of a published message
+MESSAGE_HEADERS_MAX_CHARS = 16 * 1024
+PUBLISH_MAX_BYTES = 2 * 1024 * 1024  # messages of one frame after decompression: one of the largest, or many small ones
 
 # Names of the protocol over HTTP, where frames travel in the bodies of requests and answers.
 FRAMES_PATH = "/v1/frames"
@@ -410,12 +416,70 @@ class LogPiece(msgspec.Struct, frozen=True):
     """Nothing more comes from this attempt, or nothing is known of it here."""
 
 
+# ---------------------------------------------------------------------------------------------------- publish/subscribe
+
+
+NO_RECEIVERS = {"Tasuki-Status": "no-receivers"}
+"""Headers of the answer to a message with a `reply_to` that nobody is subscribed to."""
+
+
+class PublishedMessage(msgspec.Struct, frozen=True, gc=False, array_like=True):
+    """One message of publish/subscribe: [subject, payload, reply_to, headers]. It is not stored anywhere."""
+
+    subject: str
+    payload: bytes = b""
+    reply_to: str = ""
+    """Subject to which an answer may be published; empty: none is expected."""
+    headers: dict[str, str] = {}
+
+
+class PublishMessages(msgspec.Struct, frozen=True):
+    """Messages for all that are subscribed to their subjects now. Answered by an Error if some were refused, or with `confirm`
+    by a Reply when all are on their way."""
+
+    msg_id: MsgId
+    items: list[PublishedMessage]
+    confirm: bool = False
+
+
+class DeliverMessages(msgspec.Struct, frozen=True):
+    """Messages for a subscriber; with `queue`, for one of its subscriptions in that queue group."""
+
+    items: list[PublishedMessage]
+    queue: str = ""
+    dropped: int = 0
+    """Number of messages before these that were dropped, because this subscriber did not read fast enough."""
+
+
+def published_bytes(message: PublishedMessage) -> int:
+    """Return the size of the large parts of a message, for `batches`."""
+    return len(message.payload) + sum(len(name) + len(value) for name, value in message.headers.items())
+
+
+def check_published(message: PublishedMessage) -> None:
+    """Refuse a message that is too large, or whose subjects cannot be published to."""
+    check_subject(message.subject)
+    if message.reply_to:
+        check_subject(message.reply_to)
+    if len(message.payload) > MESSAGE_PAYLOAD_MAX_BYTES:
+        raise TooLarge(
+            f"a message to {quoted(message.subject)} has {len(message.payload)} bytes, the limit is {MESSAGE_PAYLOAD_MAX_BYTES}; "
+            "send a large thing as a job's input file"
+        )
+    if message.headers:
+        size = sum(len(name) + len(value) for name, value in message.headers.items())
+        if len(message.headers) > HEADERS_MAX or size > MESSAGE_HEADERS_MAX_CHARS:
+            raise TooLarge(
+                f"a message to {quoted(message.subject)} has {len(message.headers)} headers of {size} characters, the limits are "
+                f"{HEADERS_MAX} and {MESSAGE_HEADERS_MAX_CHARS}"
+            )
+
+
 FirstMessage = HelloClient | HelloWorker | Welcome
 ClientMessage = SubmitJobs | Accepted | Results | CancelJobs | Request | Reply | ErrorMessage
 WorkerMessage = GiveCredit | Subscribe | AssignJobs | JobsStarted | JobsFinished | JobsReleased | JobsRecorded | CancelLeases
-Message = (
-    FirstMessage | ClientMessage | WorkerMessage | Heartbeat | HeartbeatAnswer | BlobPut | BlobGet | Chunk | ReadLog | LogPiece
-)
+OtherMessage = Heartbeat | HeartbeatAnswer | BlobPut | BlobGet | Chunk | ReadLog | LogPiece | PublishMessages | DeliverMessages
+Message = FirstMessage | ClientMessage | WorkerMessage | OtherMessage
 
 
 # ---------------------------------------------------------------------------------------------------- limits of reports

@@ -20,7 +20,14 @@ from typing import Any, cast
 
 from tasuki.core.address import Address
 from tasuki.core.machine import Peer
-from tasuki.core.protocol import FRAME_MAX_BYTES, UNAUTHENTICATED_FRAME_MAX_BYTES, ErrorMessage, Message, Reply
+from tasuki.core.protocol import (
+    FRAME_MAX_BYTES,
+    UNAUTHENTICATED_FRAME_MAX_BYTES,
+    DeliverMessages,
+    ErrorMessage,
+    Message,
+    Reply,
+)
 from tasuki.core.reconnect import CONNECT_TIMEOUT_S
 from tasuki.errors import Overloaded, ProtocolError, RefusedRequest, TasukiError, TooLarge, Unavailable, UnknownFrame
 from tasuki.net.tls import CUT_SHORT, handshake_words, warn_of_clear_text
@@ -30,6 +37,8 @@ WRITE_SOFT_BYTES = 1024 * 1024
 WRITE_HARD_BYTES = 64 * 1024 * 1024
 FRAME_TIMEOUT_S = 30.0  # from the first byte of a frame to its last
 STALL_TIMEOUT_S = 30.0  # a peer that does not read anything for so long is cut off
+_delivered: dict[str | None, tuple[DeliverMessages, bytes]] = {}
+"""The last delivered message and its frame, by codec."""
 LINGER_S = 5.0  # how long a peer may take to read the last messages of a closed link
 
 
@@ -174,6 +183,14 @@ class TcpLink(asyncio.Protocol):
         """Send several messages in one write, for a peer that should know all of them before it acts on the first."""
         if data := b"".join([encode_answer(message, self.codec) for message in messages]):
             self.send_bytes(data)
+
+    def deliver(self, message: DeliverMessages) -> None:
+        """Send a message that other links send as well: it is encoded once for all that follow one another."""
+        last, data = _delivered.get(self.codec, (None, b""))
+        if message is not last:
+            data = encode(message, self.codec)
+            _delivered[self.codec] = message, data
+        self.send_bytes(data)
 
     def send_bytes(self, data: bytes) -> None:
         if self._closed or self.transport is None:

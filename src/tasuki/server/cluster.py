@@ -8,6 +8,7 @@ whose store has no other user.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import os
 from collections.abc import Callable
@@ -20,8 +21,8 @@ import msgspec
 from tasuki.coords.coordination import BEAT_INTERVAL_S, ClusterMember, Coordination, View
 from tasuki.core import election
 from tasuki.core.broker.broker import Broker
-from tasuki.core.broker.events import ClusterView, Detach, Elected, Event, Hinted, Publish
-from tasuki.core.cluster_messages import Hint, ServerInfo, decode, split
+from tasuki.core.broker.events import ClusterView, Detach, Elected, Event, Hinted, Publish, Relay, Relayed
+from tasuki.core.cluster_messages import Hint, RelayedPieces, RelayPiece, ServerInfo, decode, relay, split
 from tasuki.core.machine import Now, Ticked
 from tasuki.errors import TasukiError
 from tasuki.event_loop import BackgroundTasks
@@ -33,7 +34,7 @@ LEAVE_TIMEOUT_S = 2.0  # for a coordination that does not answer: others notice 
 SCOPE = "leader"
 
 T = TypeVar("T")
-ClusterCommand = election.TookOver | election.EpochFenced | election.Lapsed | Publish
+ClusterCommand = election.TookOver | election.EpochFenced | election.Lapsed | Publish | Relay
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(ServerInfo).decode
 
@@ -131,6 +132,8 @@ class Cluster:
         self._is_detached = False
         """The worker of this process is detached, which has the same id: then it does not lead."""
         self._answered = asyncio.Event()
+        self._relays = itertools.count(1)
+        self._relayed = RelayedPieces()
         self.on_hint: Callable[[Hint], None] = lambda hint: None
         """Called with every hint from another server."""
 
@@ -247,6 +250,9 @@ class Cluster:
         match command:
             case Publish():
                 self._wakeups.publish(split(command.hint))
+            case Relay():
+                pieces = relay(self._server.server_id, next(self._relays), command.messages, self._wakeups.piece_max_bytes)
+                self._wakeups.publish_messages(pieces)
             case election.TookOver() | election.Lapsed():
                 self._decide(command)
             case election.EpochFenced():
@@ -322,11 +328,19 @@ class Cluster:
     def _received(self, piece: bytes) -> None:
         try:
             hint = decode(piece)
+            if hint.relay is not None:
+                self._take(hint.server_id, hint.relay)
+                return
         except TasukiError as error:
             logger.warning("%s", error)
             return
         self._server.tell(Hinted(hint))
         self.on_hint(hint)
+
+    def _take(self, server_id: str, piece: RelayPiece) -> None:
+        """Take a piece of messages of another server."""
+        if server_id != self._server.server_id and (messages := self._relayed.take(server_id, piece)):
+            self._server.tell(Relayed(messages))
 
 
 def _facts(broker: Broker) -> dict[str, dict[str, str | int]]:

@@ -20,7 +20,7 @@ from tasuki.core.broker.events import Query
 from tasuki.core.explain import ExplainContext, explain
 from tasuki.core.job import TERMINAL, Job, State
 from tasuki.core.machine import Peer
-from tasuki.core.protocol import Message
+from tasuki.core.protocol import DeliverMessages, Message
 from tasuki.core.store_messages import Filter, largest_groups
 from tasuki.core.subject import check_pattern
 from tasuki.errors import InvalidInput, NotFound, TasukiError, TooLarge, Unavailable
@@ -104,7 +104,7 @@ def _find(reader: Reader, query: Query) -> Any:
     if filter.subject is not None:
         check_pattern(filter.subject)
     if not query.identity.admin:
-        filter = msgspec.structs.replace(filter, submitter=query.identity.name, scope=query.identity.scope)
+        filter = msgspec.structs.replace(filter, submitter=query.identity.name, scope=query.identity.job_scope)
     views: list[dict[str, Any]] = []
     size = 0
     while len(views) < limit and size < PAGE_BYTES:
@@ -279,6 +279,10 @@ class Connection(Protocol):
 
     def send(self, message: Message) -> None: ...
     def send_together(self, messages: Iterable[Message]) -> None: ...
+
+    def deliver(self, message: DeliverMessages) -> None:
+        """Send a message that other connections get as well."""
+
     def trust(self, max_bytes: int, owner: str) -> None: ...
     def close(self, error: TasukiError | None = None) -> None: ...
     def abort(self, reason: str) -> None: ...

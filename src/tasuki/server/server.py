@@ -30,11 +30,23 @@ from tasuki.core.broker.turn_builder import OWNER_PER_TURN
 from tasuki.core.cluster_messages import ServerInfo
 from tasuki.core.election import EpochFenced, Lapsed, TookOver
 from tasuki.core.machine import Closed, Hangup, Opened, Received, Send, Ticked
-from tasuki.core.protocol import AssignJobs, ErrorMessage, Message, Reply, Results, Welcome, batches, error_message, outcome_bytes
+from tasuki.core.protocol import (
+    AssignJobs,
+    ErrorMessage,
+    Message,
+    PublishMessages,
+    Reply,
+    Results,
+    Welcome,
+    batches,
+    error_message,
+    outcome_bytes,
+)
 from tasuki.core.store_messages import Answers, Turn
 from tasuki.errors import DiskFull, Fenced, InternalError, InvalidInput, TasukiError, Unavailable, discreet, from_wire
 from tasuki.event_loop import BackgroundTasks
 from tasuki.server.cluster import Cluster, SingleServer
+from tasuki.server.message_delivery import MessageDelivery
 from tasuki.server.queries import (
     QUICK_READS,
     UNREAD_MIN_BYTES,
@@ -111,6 +123,7 @@ class Server:
         """By the identity that asks: it has one slow read at a time, over all its connections."""
         self._download_slots: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()  # by owner
         self._unread = UnreadAnswers()
+        self.messages = MessageDelivery(self._links, lambda conn: self.broker.sessions[conn].owner)
         self._tasks = BackgroundTasks()
         self._questions = PerConnectionQueue(self._query, self._tasks.spawn, at_once=config.readers, size_of=query_bytes)
         self._downloads = PerConnectionQueue(self._send_blob, self._tasks.spawn, at_once=DOWNLOADS_AT_ONCE)
@@ -175,6 +188,7 @@ class Server:
                     self.tell(events.BlobsUnderWay(puts))
                 self._transfers.sweep()
             self.tell(Ticked())
+            self.messages.tick()
             self._cluster.tick(now)
 
     def tell(self, event: events.Event) -> None:
@@ -215,6 +229,9 @@ class Server:
         if self._stopping:
             return
         self._apply(Received(conn, message))
+        if type(message) is PublishMessages:  # nothing for the store
+            self.messages.published(conn)
+            return
         self._throttle()
         much = self.broker.paced.waiting or len(self.broker.builder) > OWNER_PER_TURN
         if much and conn not in self._behind and self.broker.is_behind(conn):
@@ -250,7 +267,7 @@ class Server:
         """Drop the work for a connection; return the connection, if it was not dropped before."""
         link = self._links.pop(conn, None)
         if link is not None:
-            for part in (self._transfers, self._questions, self._downloads, self._late):
+            for part in (self._transfers, self._questions, self._downloads, self._late, self.messages):
                 part.forget(conn)
         return link
 
@@ -338,6 +355,8 @@ class Server:
                     if not _goes_with(command, following):
                         self._send(command.conn, together)
                         together = []
+                case events.Deliver():
+                    self.messages.add(command)
                 case Hangup():
                     if (link := self._forget(command.conn)) is not None:
                         self._refused(link, command.error)
@@ -359,7 +378,7 @@ class Server:
                     self._tasks.spawn(self._delete_blobs(command))
                 case events.AskEnded() | events.AskRevoked() | events.AskReady():
                     self._tasks.spawn(self._ask(command))
-                case TookOver() | EpochFenced() | Lapsed() | events.Publish():
+                case TookOver() | EpochFenced() | Lapsed() | events.Publish() | events.Relay():
                     self._cluster.carry_out(command)
                 case events.Detach():
                     self._tasks.spawn(self._detach(command))

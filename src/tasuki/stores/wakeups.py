@@ -4,6 +4,8 @@ A carrier promises little, because a hint is never the only way to learn somethi
 reaches the other servers soon, or not at all. `publish` neither blocks nor raises nor grows without bound, and a server that may
 have missed a hint is told to look at everything. A carrier belongs to one event loop, and is used on its thread alone.
 
+Messages of publish/subscribe travel the same way, behind the hints, and those that cannot be sent in time are dropped.
+
 `Wakeups` keeps a connection that listens and, while there are hints to send, one that notifies. It decides what all carriers
 share: the queue of hints to send, when details become an `everything`, how long to wait before the next try, and that an outage
 is logged once. Its subclasses (`sql/postgres.py`, `redis/connection.py`) talk to their service.
@@ -18,17 +20,19 @@ import math
 import random
 import time
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from typing import Generic, TypeVar
 
 from tasuki.core.backoff import Backoff
-from tasuki.core.cluster_messages import everything
+from tasuki.core.cluster_messages import PIECE_MAX_BYTES, everything
 
 logger = logging.getLogger("tasuki.wakeups")
 
 TIMEOUT_S = 5.0  # for connecting, and for one statement
 QUEUE_MAX = 256  # pieces, some 2 MB; details do not help a service that is so far behind
+MESSAGES_MAX = 1024  # pieces of messages
 BATCH_MAX = 32  # pieces that are sent at once
 BACKOFF_FIRST_S = 0.2
 BACKOFF_MAX_S = 5.0
@@ -43,10 +47,16 @@ Connection = TypeVar("Connection")
 class Wakeups(ABC, Generic[Connection]):
     """A carrier of hints over two connections. `server_id` is the sender of the hint that replaces lost details."""
 
+    piece_max_bytes = PIECE_MAX_BYTES
+    """Size of the largest piece that the service carries."""
+
     def __init__(self, *, server_id: str, jitter: Callable[[], float] = random.random) -> None:
         self._server_id = server_id
         self._jitter = jitter
         self._queue: list[bytes] = []
+        self._messages: deque[bytes] = deque()
+        self.messages_dropped = 0
+        """Number of pieces of messages that were not sent."""
         self._filled = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
         self._down: set[str] = set()
@@ -99,6 +109,14 @@ class Wakeups(ABC, Generic[Connection]):
             self._queue = [everything(self._server_id)]
         self._filled.set()
 
+    def publish_messages(self, pieces: Sequence[bytes]) -> None:
+        """Send pieces of messages to all servers, all of them or none, after the hints that wait."""
+        if len(self._messages) + len(pieces) > MESSAGES_MAX:
+            self.messages_dropped += len(pieces)
+            return
+        self._messages.extend(pieces)
+        self._filled.set()
+
     async def close(self) -> None:
         """Stop. Pieces that were not sent yet are lost."""
         left = set(self._tasks)
@@ -122,7 +140,9 @@ class Wakeups(ABC, Generic[Connection]):
         self._is_up("notifying")
         while await self._is_filled_soon():
             batch, self._queue = self._queue[:BATCH_MAX], self._queue[BATCH_MAX:]
-            if not self._queue:
+            while self._messages and len(batch) < BATCH_MAX:
+                batch.append(self._messages.popleft())
+            if not self._queue and not self._messages:
                 self._filled.clear()
             try:
                 async with asyncio.timeout(TIMEOUT_S):
@@ -132,6 +152,8 @@ class Wakeups(ABC, Generic[Connection]):
                 # Whether it was sent is unknown, and more may pile up until there is a connection again.
                 self._queue = [everything(self._server_id)]
                 self._filled.set()
+                self.messages_dropped += len(self._messages)
+                self._messages.clear()
                 raise
 
     async def _is_filled_soon(self) -> bool:

@@ -125,7 +125,7 @@ class Type(enum.IntEnum):
     HEARTBEAT = 12
     CHUNK = 13
     CANCEL = 14
-    PUBLISH = 15  # reserved: publish/subscribe
+    PUBLISH = 15
     SUBSCRIBE = 16
     WELCOME = 17
     REQUEST = 18
@@ -134,6 +134,7 @@ class Type(enum.IntEnum):
     BLOB_GET = 21
     READ_LOG = 22
     LOG_PIECE = 23
+    DELIVER = 24
 
 
 class _SubmitHeader(msgspec.Struct, omit_defaults=True):
@@ -188,6 +189,16 @@ class _PieceHeader(msgspec.Struct, omit_defaults=True):
     end: int
     cut_bytes: int = 0
     ended: bool = False
+
+
+class _PublishHeader(msgspec.Struct, omit_defaults=True):
+    msg_id: protocol.MsgId
+    confirm: bool = False
+
+
+class _DeliverHeader(msgspec.Struct, omit_defaults=True):
+    queue: str = ""
+    dropped: int = 0
 
 
 class _BeatAnswer(msgspec.Struct, omit_defaults=True):
@@ -253,6 +264,9 @@ _params = _decoder(_limited(dict[str, protocol.Parameter], protocol.PARAMS_MAX))
 _meta = _decoder(dict[str, Any])
 _anything = _decoder(Any)
 _piece_header = _decoder(_PieceHeader)
+_published = _items(protocol.PublishedMessage)
+_publish_header = _decoder(_PublishHeader)
+_deliver_header = _decoder(_DeliverHeader)
 
 
 def decode(frame: Frame, max_bytes: int, *, from_server: bool = True) -> protocol.Message:
@@ -400,6 +414,16 @@ def _read_piece(frame: Frame) -> protocol.Message:
     )
 
 
+def _read_publish(frame: Frame) -> protocol.Message:
+    header = _publish_header(frame.header)
+    return protocol.PublishMessages(header.msg_id, _published(frame), header.confirm)
+
+
+def _read_deliver(frame: Frame) -> protocol.Message:
+    header = _deliver_header(frame.header)
+    return protocol.DeliverMessages(_published(frame), header.queue, header.dropped)
+
+
 _READERS: dict[int, Callable[[Frame], protocol.Message]] = {
     Type.SUBMIT_JOB: _read_submit,
     Type.ASSIGN_JOB: lambda frame: protocol.AssignJobs(_assign_header(frame.header).ttl_s, _grants(frame)),
@@ -413,9 +437,12 @@ _READERS: dict[int, Callable[[Frame], protocol.Message]] = {
         _id_header(frame.header).corr_id, _anything(frame.payload) if frame.payload else None
     ),
     Type.LOG_PIECE: _read_piece,
+    Type.PUBLISH: _read_publish,
+    Type.DELIVER: _read_deliver,
 }
-_FROM_SERVER: set[int] = {Type.ASSIGN_JOB, Type.RESULT, Type.REPLY, Type.WELCOME}
+_FROM_SERVER: set[int] = {Type.ASSIGN_JOB, Type.RESULT, Type.REPLY, Type.WELCOME, Type.DELIVER}
 _TO_SERVER_MAX_BYTES: dict[int, int] = {
+    Type.PUBLISH: protocol.PUBLISH_MAX_BYTES,
     Type.REQUEST: protocol.REQUEST_MAX_BYTES,
     Type.SUBMIT_JOB: protocol.SUBMIT_MAX_BYTES,
     Type.CHUNK: protocol.CHUNK_MAX_BYTES,
@@ -454,6 +481,8 @@ _WRITERS: dict[type, Callable[[Any], _Parts]] = {
         m.data,
         0,
     ),
+    protocol.PublishMessages: lambda m: (Type.PUBLISH, _PublishHeader(m.msg_id, m.confirm), *_batch(m.items)),
+    protocol.DeliverMessages: lambda m: (Type.DELIVER, _DeliverHeader(m.queue, m.dropped), *_batch(m.items)),
 }
 
 

@@ -112,7 +112,7 @@ class AgentJobsClient:
 
     # ------------------------------------------------------------------------------------------------ questions
 
-    async def request(self, verb: str, /, **params: Any) -> Any:
+    async def call(self, verb: str, /, **params: Any) -> Any:
         """Answer the requests `get`, `find` and `logs` as a server does."""
         match verb:
             case "get":

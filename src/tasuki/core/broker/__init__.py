@@ -9,6 +9,7 @@ the state. Nothing here imports more than the rest of `tasuki.core`, and each mo
     cluster           hints from other servers, polls in case one was lost
     worker_messages   conversations with workers: credit, leases, deliveries, reports
     client_messages   conversations with clients: submits, watches, cancels, requests; blob transfers
+    publish_subscribe messages that are not stored: subscribing, publishing, queue groups
     log_reads         a client's reads of a log that a worker has
     authentication    Hello, tokens, enrolment of workers
     state             the state that these share: sessions, credit, watchers, other servers

@@ -35,7 +35,7 @@ from tasuki.errors import Forbidden, InvalidInput, NotFound, ProtocolError, Tasu
 IDLE_TIMEOUT_S = 60.0  # a client that says nothing for so long is gone; it beats every third of it
 PATTERNS_MAX = 200  # of 255 bytes each: a Hello's header has room for 64 KiB
 CODECS = ("zstd", "gzip")  # in the order of preference; a codec that the peer does not offer is not used
-FEATURES = ("batch", "blobs", "logs", "watch")
+FEATURES = ("batch", "blobs", "logs", "messages", "watch")
 CREATE, REGISTER, ROTATE, REVOKE = "token.create", "worker.register", "worker.rotate", "worker.revoke"
 LABEL_MAX_CHARS = 200
 SECRET_FIELDS = ("sha256", "incarnation")  # of a token: not listed
@@ -259,7 +259,7 @@ def _checked_row(state: BrokerState, request: protocol.Request, identity: Identi
     _check_new_token(request, row.token_id, row.sha256)
     if row.worker_id:
         access.check_worker_id(row.worker_id, state.config.apps)
-    identity.check_patterns(row.scope)
+    access.check_scope(row.scope)
     return replace(row, created_at=now_wall, created_by=identity.name, revoked_at=None, revoked_by="", incarnation="")
 
 

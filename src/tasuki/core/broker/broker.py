@@ -8,7 +8,7 @@ assigned, canceled) is sent from there, that is, after the commit.
 
 from __future__ import annotations
 
-from tasuki.core.broker import authentication, client_messages, cluster, events, log_reads, worker_messages
+from tasuki.core.broker import authentication, client_messages, cluster, events, log_reads, publish_subscribe, worker_messages
 from tasuki.core.broker.state import CHOICE_MIN, BrokerState, ClientSession, Session, TransferSession, WorkerSession
 from tasuki.core.broker.subscriptions import PAGE_QUEUES
 from tasuki.core.broker.turn_builder import TurnBuilder, TurnEffects
@@ -88,6 +88,8 @@ class Broker(BrokerState):
                 if event.hint.everything:
                     self.upkeep.look_for_events()
                 return cluster.heard(self, event.hint)
+            case events.Relayed():
+                return publish_subscribe.relayed(self, event.messages)
             case events.SomeEnded():
                 client_messages.ask_ends(self, event.job_ids)
             case events.SomeRevoked():

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from tasuki.core import protocol
 from tasuki.core.access import Identity, PeerKind
-from tasuki.core.broker import authentication, events
+from tasuki.core.broker import authentication, events, publish_subscribe
 from tasuki.core.broker.log_reads import question_of
 from tasuki.core.broker.state import BrokerState, ClientSession, Session, TransferSession, WorkerSession
 from tasuki.core.broker.turn_builder import TurnEffects, ignore
@@ -56,6 +56,8 @@ def received(state: BrokerState, client: ClientSession, message: protocol.Messag
             return [Send(client.conn, protocol.HeartbeatAnswer(message.msg_id, servers=servers))]
         case protocol.Request():
             return request(state, client, identity, message, now)
+        case protocol.PublishMessages():
+            return publish_subscribe.publish(state, client, message)
         case protocol.CancelJobs():
             return _cancel(state, client, identity, message)
         case protocol.BlobPut() | protocol.Chunk() | protocol.BlobGet():
@@ -418,11 +420,12 @@ def request(
     if verb == "servers":
         identity.check_admin("the list of servers")
         return [Send(conn, protocol.Reply(msg_id, state.describe_servers()))]
+    if verb in publish_subscribe.VERBS:
+        return publish_subscribe.request(state, client, request)
     if verb in authentication.TOKEN_VERBS:
         return authentication.token_request(state, conn, request, identity, now)
-    verbs = sorted(
-        {"logs", "watch", "requeue", "workers", "servers", "detach", "attach", *READ_VERBS, *authentication.TOKEN_VERBS}
-    )
+    others = ("logs", "watch", "requeue", "workers", "servers", "detach", "attach", *publish_subscribe.VERBS)
+    verbs = sorted({*others, *READ_VERBS, *authentication.TOKEN_VERBS})
     raise NotFound(f"there is no request {verb[:40]!r}; there are {', '.join(verbs)}")
 
 

@@ -10,12 +10,12 @@ from typing import Any
 import msgspec
 
 from tasuki.core.access import Identity, PeerKind
-from tasuki.core.cluster_messages import Hint, ServerInfo
+from tasuki.core.cluster_messages import Hint, RelayedMessage, ServerInfo
 from tasuki.core.election import EpochFenced, Lapsed, TakeOver, TookOver
 from tasuki.core.job import Job
 from tasuki.core.lifecycle import BLOB_GRACE_S, GRACE_MAX_S, LEASE_TTL_MAX_S, LEASE_TTL_S, RETENTION_DAYS
 from tasuki.core.machine import Closed, Hangup, Opened, Received, Send, Ticked
-from tasuki.core.protocol import FRAME_MAX_BYTES, LOG_PIECE_MAX_BYTES, BlobGet, BlobPut, Chunk
+from tasuki.core.protocol import FRAME_MAX_BYTES, LOG_PIECE_MAX_BYTES, BlobGet, BlobPut, Chunk, DeliverMessages
 from tasuki.core.store_messages import Answers, BlobPlace, ReadyPage, Turn
 from tasuki.errors import TasukiError
 
@@ -99,6 +99,12 @@ class Hinted(msgspec.Struct, frozen=True):
     """A hint of another server about its last commit."""
 
     hint: Hint
+
+
+class Relayed(msgspec.Struct, frozen=True):
+    """Messages of another server's publishers."""
+
+    messages: list[RelayedMessage]
 
 
 class SomeEnded(msgspec.Struct, frozen=True):
@@ -241,6 +247,19 @@ class Detach(msgspec.Struct, frozen=True):
     """End the worker's leases as well; WorkerDetached."""
 
 
+class Deliver(msgspec.Struct, frozen=True):
+    """Send messages to each of these subscribers that reads fast enough; the driver drops and counts those of others."""
+
+    conns: tuple[int, ...]
+    message: DeliverMessages
+
+
+class Relay(msgspec.Struct, frozen=True):
+    """Send messages to the other servers, for their subscribers."""
+
+    messages: list[RelayedMessage]
+
+
 class Publish(msgspec.Struct, frozen=True):
     """Send a hint to the other servers."""
 
@@ -266,13 +285,14 @@ class AskReady(msgspec.Struct, frozen=True):
     limit: int
 
 
-ClusterEvent = Elected | TakeOver | ClusterView | Hinted | SomeEnded | SomeRevoked | ReadyFound | WorkerDetached | StartAssigned
+HintEvent = Hinted | Relayed | SomeEnded | SomeRevoked | ReadyFound
+ClusterEvent = Elected | TakeOver | ClusterView | HintEvent | WorkerDetached | StartAssigned
 BlobEvent = BlobArrived | BlobsUnderWay | BlobsDeleted
 DriverEvent = DiskSpace | ClusterEvent | BlobEvent
 """Events that concern neither a connection nor a turn."""
 
 Event = Opened | Received | Closed | Ticked | TurnDone | TurnFailed | JobSeen | DriverEvent
 
-ClusterCommand = TookOver | EpochFenced | Lapsed | Publish | Detach | AskEnded | AskRevoked | AskReady
+ClusterCommand = TookOver | EpochFenced | Lapsed | Publish | Relay | Detach | AskEnded | AskRevoked | AskReady
 BlobCommand = ReceiveBlob | BlobPiece | SendBlob | DeleteBlobs
-Command = Send | Hangup | Query | LogFenced | ClusterCommand | BlobCommand
+Command = Send | Deliver | Hangup | Query | LogFenced | ClusterCommand | BlobCommand

@@ -22,6 +22,7 @@ from tasuki.core.cluster_messages import Hint, ServerInfo, WorkerInfo
 from tasuki.core.job import OnDisconnect
 from tasuki.core.lifecycle import LEASE_TTL_S
 from tasuki.core.machine import Hangup, Peer
+from tasuki.core.message_routes import MessageRoutes
 from tasuki.core.protocol import Claim, JobResult, ReadLog, Reply, error_message
 from tasuki.core.shares import Shares
 from tasuki.core.store_messages import OWN_PROGRAMS, JobKind, Offer, ReadyQueue
@@ -33,6 +34,7 @@ WORKERS_MAX = 4096  # of one token at this server; a worker with a token of its 
 # Of one token at this server, each counted once: all of them may match one subject (`a.*.b`, `*.a.b`, …), and a new subject then
 # costs the event loop 2 µs for each. Workers with different lists of programs are subscribed apart.
 MIXED_PATTERNS_MAX = 256
+SUBSCRIBERS_MAX = 16_384  # subscriptions to messages of one token at this server
 CHOICE_MIN = 8  # idle workers beyond two for each new job, among which the least busy are asked
 NEWS_AT_ONCE = 32  # subjects that a worker looks for in one request; for more its patterns are cheaper, unless they match little
 READY_SUBJECTS_MAX = 512  # more subjects in one turn are told to other servers as "everything"; reading these takes them 2 ms
@@ -337,6 +339,10 @@ class BrokerState:
         self.builder = TurnBuilder()
         self.paced = PacedQuestions()
         self.cluster = OtherServers()
+        self.messages = MessageRoutes()
+        self.next_member = 0
+        """Turn of the members of queue groups."""
+        self._message_shares = Shares(SUBSCRIBERS_MAX, "subscriptions to messages at this server")
         self.log_reads: dict[int, PendingLogRead] = {}
         self.last_log_read = 0
         self.disk_problem = ""
@@ -406,6 +412,9 @@ class BrokerState:
     def forget(self, conn: int) -> None:
         """Remove a connection and everything that is kept for it."""
         session = self.sessions.pop(conn, None)
+        if session is not None and (subscribed := self.messages.of(conn)):
+            self.messages.forget(conn)
+            self._message_shares.give_back(session.owner, subscribed)
         if isinstance(session, WorkerSession):
             self._subscribe(session, ())
             self._worker_shares.give_back(session.owner)
@@ -418,6 +427,23 @@ class BrokerState:
         elif isinstance(session, ClientSession):
             for job_id in session.watching:
                 self._unwatch(job_id, conn)
+
+    def subscribe(self, session: Session, pattern: str, queue: str) -> None:
+        """Send this peer the messages whose subjects match."""
+        before = self.messages.of(session.conn)
+        self._message_shares.take(session.owner)
+        try:
+            self.messages.add(session.conn, pattern, queue)
+        finally:
+            if self.messages.of(session.conn) == before:
+                self._message_shares.give_back(session.owner)
+
+    def unsubscribe(self, session: Session, pattern: str, queue: str) -> bool:
+        """Undo `subscribe`; return whether there was such a subscription."""
+        removed = self.messages.remove(session.conn, pattern, queue)
+        if removed:
+            self._message_shares.give_back(session.owner)
+        return removed
 
     def is_behind(self, conn: int) -> bool:
         """Return whether so much of this peer's owner waits for its turn that no more should be read from it."""
@@ -617,6 +643,7 @@ class BrokerState:
             workers=tuple(worker.info() for worker in self.workers.values()),
             epoch=self.epoch,
             blob_problem=self.over_budget,
+            queues=self.messages.queues,
         )
 
     def describe_servers(self) -> list[dict[str, object]]:

@@ -17,7 +17,7 @@ from msgspec.structs import replace
 
 from tasuki.core import protocol
 from tasuki.core.apps import is_hash_of_all
-from tasuki.core.broker import authentication, log_reads
+from tasuki.core.broker import authentication, log_reads, publish_subscribe
 from tasuki.core.broker.client_messages import ask_ends, transferred
 from tasuki.core.broker.events import Command, LogFenced
 from tasuki.core.broker.state import CHOICE_MIN, Account, BrokerState, Delivery, WorkerSession
@@ -78,7 +78,11 @@ def received(state: BrokerState, worker: WorkerSession, message: protocol.Messag
             return [Send(worker.conn, protocol.Reply(message.msg_id, {"patterns": list(worker.patterns)}))]
         case protocol.BlobPut() | protocol.Chunk() | protocol.BlobGet():
             return transferred(state, worker, message)
+        case protocol.PublishMessages():
+            return publish_subscribe.publish(state, worker, message)
         case protocol.Request():
+            if message.verb in publish_subscribe.VERBS:
+                return publish_subscribe.request(state, worker, message)
             assert worker.identity is not None
             return authentication.rotate(state, worker.conn, message, worker.identity, now)
         case protocol.LogPiece():

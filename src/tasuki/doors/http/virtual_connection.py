@@ -255,6 +255,8 @@ class VirtualConnection:
         elif not answer.done():
             answer.set_result(message)
 
+    deliver = send
+
     def send_together(self, messages: Iterable[protocol.Message]) -> None:
         for message in messages:
             self.send(message)

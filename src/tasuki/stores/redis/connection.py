@@ -225,6 +225,8 @@ class RedisWakeups(Wakeups[redis.asyncio.Redis]):
     The channel names app and database: unlike keys, channels are the same in all databases of a Redis. Touches no key.
     """
 
+    piece_max_bytes = 60_000  # below DECODE_MAX_BYTES of the receiver
+
     def __init__(
         self, url: str, *, app: str, server_id: str, idle_s: float = IDLE_S, jitter: Callable[[], float] = random.random
     ) -> None:
