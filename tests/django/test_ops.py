@@ -149,10 +149,12 @@ page = viewer.get(address).content.decode()
 run = post(operator, "/ops/definitions/", id=nightly.pk).headers["Location"]
 emitted = post(operator, "/ops/events/", event_type="order.paid", payload='{"order": 17}').status_code
 unreadable = post(operator, "/ops/events/", event_type="order.paid", payload="{").content.decode()
+Event.objects.update(problem="definition mail: it is wrong")
+told = ["definition mail: it is wrong" in viewer.get(address).content.decode() for address in ("/ops/", "/ops/events/")]
 limits = {field.name: 60 for field in SchedulerSettings._meta.fields if field.name != "id"}
 late = [post(browser, "/ops/settings/", **limits).status_code for browser in (operator, admin)]
 print(json.dumps([wrong.status_code, "schedule_value" in wrong.content.decode(), refused, saved, "03:30" in page, run, emitted,
-                  "is not JSON" in unreadable, Event.objects.count(), late,
+                  "is not JSON" in unreadable, Event.objects.count(), told, late,
                   SchedulerSettings.objects.get().skip_late_runs_after_seconds]))
 """,
     )
@@ -160,7 +162,7 @@ print(json.dumps([wrong.status_code, "schedule_value" in wrong.content.decode(),
     assert found[:5] == [200, True, 403, 302, True]
     assert found[5].startswith("/ops/jobs/e1-")
     assert found[6:9] == [302, True, 2]
-    assert found[9:] == [[403, 302], 60.0]
+    assert found[9:] == [[True, True], [403, 302], 60.0]
 
 
 def test_output_is_shown_as_text_whatever_it_is(tmp_path: Path) -> None:

@@ -82,6 +82,8 @@ def _alerts(workers: list[Any]) -> Iterator[str]:
             yield f"Job {oldest.job_id} has waited for {age_s:.0f} s."
     for state in DefinitionState.objects.using(_alias()).exclude(problem="").select_related("definition")[:10]:
         yield f"Definition {state.definition.name} cannot be run: {state.problem}"
+    for event in Event.objects.using(_alias()).exclude(problem="").order_by("-id")[:10]:
+        yield f"Event {event.pk} has no run of {event.problem}; mend it, then: python manage.py tasuki_events retry {event.pk}"
 
 
 @screen("list")
@@ -317,10 +319,12 @@ def events(request: HttpRequest) -> HttpResponse | dict[str, Any]:
             "dedupe_key": row.dedupe_key,
             "created": row.created_at,
             "processed": row.processed_at,
+            "problem": row.problem,
         }
         for row in page
     ]
     columns = {"id": "Event", "event_type": "Type", "payload": "Payload", "created": "Created", "processed": "Processed"}
+    columns["problem"] = "Problem"
     cursor = str(page[-1].pk) if len(page) == PAGE else None
     return {"table": Table(columns, rows, cursor=cursor, empty="No event yet."), "title": "Events"}
 
