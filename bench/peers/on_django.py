@@ -1,4 +1,4 @@
-"""Measures other schedulers and task queues of Django projects beside tasuki, for bench/django.py.
+"""Measures other schedulers and task queues of Django projects beside tasuki, for bench/in_django.py.
 
 They live in the peers' environment, as a project of their own (`django_peers/`). Each choice favours the peer: Celery and
 APScheduler keep their schedule in memory, django-q2 looks for tasks five times as often as by default. It may touch the
@@ -85,7 +85,7 @@ class Peers:
 
 
 def measure(postgres_urls: Iterator[str], size: Any, venv: Path | None, figures_ms: Any, lateness: Any) -> dict[str, Any]:
-    """Return the figures of all peers, under the names of the parts of bench/django.py."""
+    """Return the figures of all peers, under the names of the parts of bench/in_django.py."""
     venv = (venv or DEFAULT_VENV).absolute()
     ensure_environment(venv, HERE / "requirements-django.txt")
     figures: dict[str, Any] = {}

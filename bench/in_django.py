@@ -1,8 +1,8 @@
 """How fast are jobs, tasks and schedules inside a Django project?
 
-    python bench/django.py                    everything, with the peers; recorded
-    python bench/django.py --quick            a short look, nothing recorded, no peers
-    python bench/django.py --only due,idle    some parts; recorded under their names
+    python bench/in_django.py                    everything, with the peers; recorded
+    python bench/in_django.py --quick            a short look, nothing recorded, no peers
+    python bench/in_django.py --only due,idle    some parts; recorded under their names
 
 A project (examples/django_site with the app of bench/django_project) on a PostgreSQL of its own, whose fsync is on, and one node:
 `manage.py tasuki_worker`. All share the cores of this machine. Parts:
@@ -401,7 +401,7 @@ def main() -> None:
                     figures[name] = part(service, size, data)
         if "peers" in wanted:  # last: what they leave behind cannot disturb ours
             figures["peers"] = peers(service, size, options.peers_venv)
-        name = "_".join(("django", *(wanted if options.only else ())))
+        name = "_".join(("in_django", *(wanted if options.only else ())))
         record(name, {**figures, "targets": verdict(figures)}, save=not options.quick)
 
 
