@@ -72,6 +72,8 @@ class View(msgspec.Struct, frozen=True):
 class Coordination(Protocol):
     """The verbs of the coordination. See the module's docstring for what holds for all of them."""
 
+    member_timeout_s: float = MEMBER_TIMEOUT_S
+    """A member whose last beat was so long ago is not alive."""
     shows_workers: bool = False
     """A beat also writes what `ClusterMember.workers` says."""
 
@@ -159,7 +161,7 @@ class MemoryCoordination(Coordination):
             self._members[me.member_id] = (now, self._with_stored_info(me))
             self._forget(now)
             rows = sorted(self._members.items())
-            live = (_seen_by(member, seen) for _, (beat_at, member) in rows if abs(now - beat_at) < MEMBER_TIMEOUT_S)
+            live = (_seen_by(member, seen) for _, (beat_at, member) in rows if abs(now - beat_at) < self.member_timeout_s)
             degraded = me.leads and self._degraded
             self._degraded = self._degraded and not me.leads
             return View(tuple(live), frozenset(self._detached), degraded)

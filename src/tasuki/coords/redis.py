@@ -19,7 +19,6 @@ import msgspec
 from tasuki.coords.coordination import (
     FORGET_AFTER_S,
     FORGET_BATCH,
-    MEMBER_TIMEOUT_S,
     ClusterMember,
     Coordination,
     LiveMember,
@@ -54,7 +53,7 @@ class RedisCoordination(Coordination):
     def beat(self, me: ClusterMember, *, seen: Mapping[str, int]) -> View:
         mine = (me.member_id, me.incarnation, me.version, me.kind, me.schema_version, me.info)
         known = [part for item in seen.items() for part in item]
-        live, detached = self._run("beat", *mine, MEMBER_TIMEOUT_S, FORGET_AFTER_S, FORGET_BATCH, *known)
+        live, detached = self._run("beat", *mine, self.member_timeout_s, FORGET_AFTER_S, FORGET_BATCH, *known)
         members = sorted((_live(row) for row in live), key=lambda member: member.member_id)
         degraded = me.leads and bool(self._command("DEL", f"{self._app}:degrade"))
         return View(tuple(members), _names(detached), degraded)

@@ -27,7 +27,7 @@ from functools import lru_cache
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
-from tasuki.coords.coordination import FORGET_AFTER_S, MEMBER_TIMEOUT_S, ClusterMember, LiveMember, View, check_ttl
+from tasuki.coords.coordination import FORGET_AFTER_S, ClusterMember, LiveMember, View, check_ttl
 from tasuki.coords.redis import RedisCoordination
 from tasuki.core.election import LOCK_TTL_MAX_S, Busy, Locked
 
@@ -57,7 +57,7 @@ class SchedulerCoordination(RedisCoordination):
     # -- members --------------------------------------------------------------------------------------------------
     def beat(self, me: ClusterMember, *, seen: Mapping[str, int]) -> View:
         now_s = self._now_s()
-        ttl_ms = int(MEMBER_TIMEOUT_S * 1000)
+        ttl_ms = int(self.member_timeout_s * 1000)
         mine = (me.kind, me.incarnation, me.schema_version, me.version, me.info)
         self._on("tell", f"member:{me.member_id}", ttl_ms, *mine)
         self._command("ZADD", f"{PREFIX}:members", now_s, me.member_id)
@@ -75,7 +75,7 @@ class SchedulerCoordination(RedisCoordination):
         for worker_id, facts in me.workers.items():
             fields = {**facts, "last_heartbeat_ts": now_s, "detached": int(worker_id in detached)}
             parts = [part for item in fields.items() for part in item]
-            degraded = bool(self._on("show", f"worker:{worker_id}", int(MEMBER_TIMEOUT_S * 1000), *parts)) or degraded
+            degraded = bool(self._on("show", f"worker:{worker_id}", int(self.member_timeout_s * 1000), *parts)) or degraded
         for gone in self._shown - set(me.workers):
             self._command("DEL", f"{PREFIX}:worker:{gone}")
         self._shown = set(me.workers)
@@ -83,7 +83,7 @@ class SchedulerCoordination(RedisCoordination):
 
     def _live(self, now_s: float, seen: Mapping[str, int]) -> Iterable[LiveMember]:
         # A beat from the future was written before the clock was set back, and is no sign of life.
-        span = f"({now_s - MEMBER_TIMEOUT_S}", f"({now_s + MEMBER_TIMEOUT_S}"
+        span = f"({now_s - self.member_timeout_s}", f"({now_s + self.member_timeout_s}"
         ids = sorted(name.decode() for name in self._command("ZRANGEBYSCORE", f"{PREFIX}:members", *span))
         rows = self._together([("HMGET", f"{PREFIX}:member:{name}", *_MEMBER) for name in ids])
         told = [(name, row) for name, row in zip(ids, rows, strict=True) if None not in row]
@@ -91,6 +91,17 @@ class SchedulerCoordination(RedisCoordination):
         infos = dict(zip(new, self._together([("HGET", f"{PREFIX}:member:{name}", "info") for name in new]), strict=True))
         for name, (kind, incarnation, schema_version, version) in told:
             yield LiveMember(name, kind.decode(), incarnation.decode(), int(schema_version), int(version), infos.get(name))
+
+    def heartbeat_ages(self) -> dict[str, float]:
+        """Return the seconds since the last beat of each member that is not forgotten yet."""
+        now_s = self._now_s()
+        found = self._command("ZRANGE", f"{PREFIX}:members", 0, -1, "WITHSCORES")
+        pairs = found if found and isinstance(found[0], list | tuple) else list(zip(found[::2], found[1::2], strict=True))
+        return {name.decode(): now_s - float(at) for name, at in pairs}
+
+    def live(self) -> list[LiveMember]:
+        """Return the live members, without being one."""
+        return list(self._live(self._now_s(), {}))
 
     def leave(self, member_id: str, incarnation: str) -> None:
         if self._on("leave", f"member:{member_id}", incarnation):

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 from tasuki.coords.coordination import (
     FORGET_AFTER_S,
     FORGET_BATCH,
-    MEMBER_TIMEOUT_S,
     ClusterMember,
     Coordination,
     LiveMember,
@@ -55,7 +54,7 @@ class SqlCoordination(Coordination):
         if not self._change("beat_again", mine):
             self._change("beat_anew", {**mine, "kind": me.kind, "schema_version": me.schema_version, "info": me.info})
         self._change("forget", {"forget_after_s": FORGET_AFTER_S, "limit": FORGET_BATCH})
-        known = {"seen_ids": list(seen), "seen_versions": list(seen.values()), "timeout_s": MEMBER_TIMEOUT_S}
+        known = {"seen_ids": list(seen), "seen_versions": list(seen.values()), "timeout_s": self.member_timeout_s}
         degraded = me.leads and self._change("degraded", {}) == 1
         return View(tuple(LiveMember(*row) for row in self._rows("live", known)), self.detached(), degraded)
 

@@ -202,15 +202,19 @@ class Election:
     """`now` is always the driver's monotonic clock (CLOCK_BOOTTIME), in seconds."""
 
     def __init__(self, holder: str, ttl_s: float = LOCK_TTL_S) -> None:
-        if not 0 < ttl_s <= LOCK_TTL_MAX_S:
-            raise ConfigError(f"a leader's lock of {ttl_s} s: use more than 0 and at most {LOCK_TTL_MAX_S:g} s")
         self.holder = holder
-        self.ttl_s = ttl_s
-        self.margin_s = min(MARGIN_MAX_S, ttl_s / 10)
+        self.set_ttl(ttl_s)
         self.state: State = Following(ask_at=0.0)
         self._resigning = False
 
     # ------------------------------------------------------------------------------------------------ for the driver
+
+    def set_ttl(self, ttl_s: float) -> None:
+        """Count with another ttl from the next question on."""
+        if not 0 < ttl_s <= LOCK_TTL_MAX_S:
+            raise ConfigError(f"a leader's lock of {ttl_s} s: use more than 0 and at most {LOCK_TTL_MAX_S:g} s")
+        self.ttl_s = ttl_s
+        self.margin_s = min(MARGIN_MAX_S, ttl_s / 10)
 
     @property
     def asking(self) -> bool:

@@ -16,7 +16,7 @@ nothing: `django.setup()` has to come first. The public names below are loaded w
     warm          the start of an interpreter that forks for them
     task_backend  Django's Tasks
     logs          logs as rows
-    operations    looking at jobs, canceling, running again, pruning
+    operations    looking at jobs and nodes, canceling, running again, pruning, detaching, settings
     management/   the commands of manage.py
     ops/          the operations screens
     testing       helpers for the tests of a project

@@ -49,6 +49,8 @@ class ProjectSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """Days for which ended jobs are kept."""
     blobs: str = ""
     """Place of results above 64 KiB: s3://bucket/prefix, or a folder that all nodes share. Empty: none."""
+    coordination: str = ""
+    """redis://… for heartbeats and the election of nodes on PostgreSQL. Empty: in the database."""
     node_id: str = ""
     """Name of this machine, container or Pod among the nodes. Empty: the variable TASUKI_NODE_ID, else the host's name."""
     grpc: GrpcSettings = GrpcSettings()
@@ -84,6 +86,8 @@ def _check(given: object) -> ProjectSettings:
             )
         if (vendor := connections[alias].vendor) not in VENDORS:
             raise ConfigError(f"TASUKI names the database {alias!r} on {vendor}; tasuki needs PostgreSQL or SQLite")
+        if found.coordination and (vendor != "postgresql" or "redis" not in found.coordination.partition("://")[0]):
+            raise ConfigError('TASUKI["coordination"] must be redis://host:6379/0, and is for nodes on PostgreSQL')
     return found
 
 

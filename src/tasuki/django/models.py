@@ -23,6 +23,7 @@ from collections.abc import Iterable
 from datetime import datetime
 from typing import Any
 
+import msgspec
 from django.core.exceptions import ValidationError
 from django.db import connections, models, router
 from django.db.models import Q
@@ -31,7 +32,6 @@ from django.utils import timezone
 from tasuki.core.job import PROGRESS_TEXT_MAX_CHARS, OnDisconnect, State
 from tasuki.core.lifecycle import LEASE_TTL_S
 from tasuki.core.scheduler.firing import (
-    SKIP_LATE_RUNS_AFTER_S,
     ConcurrencyPolicy,
     Definition,
     DefinitionType,
@@ -39,6 +39,7 @@ from tasuki.core.scheduler.firing import (
     problem_of,
 )
 from tasuki.core.scheduler.schedule import ScheduleType, parse_schedule, preview, zone_of
+from tasuki.core.scheduler.thresholds import Thresholds, problems_of
 from tasuki.django.fields import NameField, RowIdField, UnixTimeField, database_time
 
 
@@ -331,16 +332,23 @@ class TurnMark(Row):
 
 
 class Audit(Row):
-    """One entry of the audit of tokens."""
+    """One entry of the audit: of tokens, and of operations in a Django project (`AdminActionLog`)."""
 
     shown = "{0.actor} {0.action} {0.target}"
     id = RowIdField(primary_key=True)
     at = UnixTimeField()
     actor = NameField(max_length=255)
     action = NameField(max_length=32)
-    """token.create, token.revoke"""
+    """token.create, token.revoke; worker.detach, worker.attach, leader.degrade, settings.change, run.cancel, run.rerun"""
     target = NameField(max_length=255)
     detail = models.TextField(db_default="")
+
+
+class AdminActionLog(Audit):
+    """Who did what to which worker, run or setting, when, and why (`detail`); written in the transaction of the act."""
+
+    class Meta:
+        proxy = True
 
 
 class Schema(Row):
@@ -500,11 +508,43 @@ class Event(Row):
         ]
 
 
+def _threshold(name: str) -> Any:
+    """Return the column of a threshold."""
+    default = _DEFAULTS[name]
+    column = models.IntegerField if isinstance(default, int) else models.FloatField
+    return column(default=default, db_default=default)
+
+
+_DEFAULTS: dict[str, float] = msgspec.structs.asdict(Thresholds())
+
+
 class SchedulerSettings(Row):
-    """The one row of settings that are in force without a restart."""
+    """The one row of settings that are in force without a restart (`core.scheduler.thresholds`). `full_clean()` checks it."""
 
     shown = "settings"
     id = models.SmallIntegerField(primary_key=True, default=1, db_default=1)
-    skip_late_runs_after_seconds = models.FloatField(default=SKIP_LATE_RUNS_AFTER_S, db_default=SKIP_LATE_RUNS_AFTER_S)
-    """A run that has not started so long after its nominal time is SKIPPED."""
-    log_retention_days_db = models.FloatField(default=7.0, db_default=7.0)
+    skip_late_runs_after_seconds = _threshold("skip_late_runs_after_seconds")
+    log_retention_days_db = _threshold("log_retention_days_db")
+    leader_tick_seconds = _threshold("leader_tick_seconds")
+    assign_ahead_seconds = _threshold("assign_ahead_seconds")
+    heartbeat_interval_seconds = _threshold("heartbeat_interval_seconds")
+    heartbeat_ttl_seconds = _threshold("heartbeat_ttl_seconds")
+    worker_detach_grace_seconds = _threshold("worker_detach_grace_seconds")
+    leader_stale_seconds = _threshold("leader_stale_seconds")
+    leader_lock_ttl_seconds = _threshold("leader_lock_ttl_seconds")
+    subleader_check_seconds = _threshold("subleader_check_seconds")
+    reassign_after_seconds = _threshold("reassign_after_seconds")
+    max_jobs_per_worker = _threshold("max_jobs_per_worker")
+    continuation_retry_count = _threshold("continuation_retry_count")
+    continuation_retry_interval_seconds = _threshold("continuation_retry_interval_seconds")
+    grpc_ping_timeout_seconds = _threshold("grpc_ping_timeout_seconds")
+    grpc_ping_failures = _threshold("grpc_ping_failures")
+
+    def thresholds(self) -> Thresholds:
+        """Return them as the core takes them."""
+        return Thresholds(**{name: getattr(self, name) for name in Thresholds.__struct_fields__})
+
+    def clean(self) -> None:
+        """ValidationError, under the name of the field, for values and combinations that cannot work."""
+        if problems := problems_of(self.thresholds()):
+            raise ValidationError(problems)

@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import secrets
 import sys
 from collections.abc import Coroutine, Sequence
 from contextlib import AsyncExitStack, closing
@@ -31,15 +30,18 @@ from tasuki.core.broker.events import Hinted
 from tasuki.core.cluster_messages import Hint
 from tasuki.core.job import Outcome
 from tasuki.core.scheduler.firing import DJANGO_EXEC
+from tasuki.core.scheduler.thresholds import Thresholds, problems_of
 from tasuki.django import standalone
 from tasuki.django.commands import check_command, command_exec, python_path
 from tasuki.django.conf import ProjectSettings, node_id, project_settings
 from tasuki.django.definitions import scheduler_settings
 from tasuki.django.enqueueing import patterns_of
 from tasuki.django.logs import HEAD_BYTES, TAIL_BYTES, KeptLogFollow, LogWriter
+from tasuki.django.models import ScopeEpoch
 from tasuki.doors.guest import open_guest
-from tasuki.errors import ConfigError, InvalidInput
-from tasuki.server.assembly import BLOB_MAX_BYTES, NoBlobs, StorageLocations, make_node_guest
+from tasuki.errors import ConfigError, InvalidInput, TasukiError
+from tasuki.server.assembly import BLOB_MAX_BYTES, NoBlobs, StorageLocations, make_node_guest, open_scheduler_coordination
+from tasuki.server.cluster import Cluster
 from tasuki.server.server import Server, ServerConfig
 from tasuki.stores.sql.sqlite import FileWatch, OwnerLock, SqliteReadOnly
 from tasuki.stores.sql.store import SqlReader, SqlStore
@@ -74,6 +76,9 @@ class NodeWorker(Worker):
         self._guest_url, self._workers = guest_url, workers
         self._command = (sys.executable, "-P", "-m", "django", "tasuki_worker", *worker_arguments)
         self._others: LocalWorkers | None = None
+        self._cluster: Cluster | None = None
+        self._thresholds = Thresholds()
+        self._refused: Thresholds | None = None
         self._draining: asyncio.Future[None] | None = None
         self._project = project_settings()
         self._alias = self._project.worker_database or self._project.database
@@ -99,7 +104,8 @@ class NodeWorker(Worker):
     def run(self) -> None:
         """Work until a signal. No connection may be open: the processes of tasks are forked from here."""
         standalone.check_tables(self._alias)
-        scheduler_settings(self._alias)  # the first node writes the project's values
+        self._thresholds = scheduler_settings(self._alias).thresholds()  # the first node writes the project's values
+        self.worker_id = str(new_worker_id(self._alias, self._project.coordination))
         close_connections()
         super().run()
 
@@ -111,7 +117,7 @@ class NodeWorker(Worker):
             return
         async with open_guest(self._make_sqlite_guest if self._is_sqlite else self._make_guest) as (url, server):
             self.url, self._server = url, server
-            beside = [self._store_logs()]
+            beside = [self._store_logs(), self._follow_settings(server)]
             if self._is_sqlite:
                 beside.append(_watch_file(server, file_of(self._alias)))
             env = {**os.environ, "PYTHONPATH": python_path()}
@@ -175,15 +181,57 @@ class NodeWorker(Worker):
             attempts = {lease_id: active.attempt for lease_id, active in self._active.items()}
             await self._log_writer.write(self._kept_logs.take_new(), attempts)
 
+    # ------------------------------------------------------------------------------------------------ settings
+
+    async def _follow_settings(self, server: Server) -> None:
+        """Look each tick whether the settings have changed, and do as they say."""
+        self._apply_settings(server)
+        while True:
+            await asyncio.sleep(self._thresholds.leader_tick_seconds)
+            try:
+                found = await server.ask(lambda reader: reader.thresholds())  # type: ignore[attr-defined]
+            except TasukiError as error:
+                logger.debug("the settings could not be read: %s", error)
+                continue
+            if found == self._thresholds:
+                continue
+            if problems := problems_of(found):
+                if found != self._refused:
+                    logger.warning("settings that cannot work are not in force: %s", problems)
+                self._refused = found
+                continue
+            self._thresholds = found
+            logger.info("the settings have changed")
+            self._apply_settings(server)
+
+    def _apply_settings(self, server: Server) -> None:
+        found = self._thresholds
+        self.limit_slots(found.max_jobs_per_worker)
+        server.broker.upkeep.tick_s = found.leader_tick_seconds
+        if self._cluster is not None:
+            self._cluster.set_times(
+                beat_interval_s=found.heartbeat_interval_seconds,
+                member_timeout_s=found.heartbeat_ttl_seconds,
+                lock_ttl_s=found.leader_lock_ttl_seconds,
+            )
+
     # ------------------------------------------------------------------------------------------------ guests
 
     def _make_guest(self, folder: Path) -> Server:
-        places = StorageLocations(DataFolder(folder), libpq_url(self._alias), self._project.blobs, migrates=False)
-        return make_node_guest(places, _server_config(folder, self._project))
+        places = StorageLocations(
+            DataFolder(folder),
+            libpq_url(self._alias),
+            self._project.blobs,
+            lock_ttl_s=self._thresholds.leader_lock_ttl_seconds,
+            coordination=self._project.coordination,
+            migrates=False,
+        )
+        server, self._cluster = make_node_guest(places, _server_config(self.worker_id, folder, self._project))
+        return server
 
     def _make_sqlite_guest(self, folder: Path) -> Server:
         file, alias = file_of(self._alias), self._alias
-        config = _server_config(folder, self._project, collects_blobs=bool(self._project.blobs))
+        config = _server_config(self.worker_id, folder, self._project, collects_blobs=bool(self._project.blobs))
 
         def open_store() -> SqlStore:
             OwnerLock(file)  # held until the process ends
@@ -203,11 +251,25 @@ def _open_blobs(project: ProjectSettings, folder: Path, config: ServerConfig) ->
     return NoBlobs(DataFolder(folder).blobs, max_blob_bytes=0, floor_free_bytes=config.disk_floor_bytes)
 
 
-def _server_config(folder: Path, project: ProjectSettings, **settings: Any) -> ServerConfig:
+def _server_config(server_id: str, folder: Path, project: ProjectSettings, **settings: Any) -> ServerConfig:
     settings["node_id"] = node_id()
     settings["retention_s"] = project.retention_days * 86_400.0
-    server_id = f"{host_name()}-{os.getpid()}-{secrets.token_hex(3)}"
     return ServerConfig(server_id=server_id, host=host_name(), data=folder, **settings)
+
+
+def new_worker_id(alias: str, coordination: str) -> int:
+    """Return a number that no worker of this project ever had: above all that the database knows, also if Redis, which counts
+    them with such a coordination, was emptied or set back."""
+    scope = "worker ids"
+    rows = ScopeEpoch.objects.using(alias)
+    while True:
+        known = rows.get_or_create(scope=scope, defaults={"epoch": 0, "holder": ""})[0].epoch
+        number = known + 1
+        if coordination:
+            with closing(open_scheduler_coordination(coordination)) as shared:
+                number = shared.enlist(known)
+        if rows.filter(scope=scope, epoch__lt=number).update(epoch=number):
+            return number
 
 
 def libpq_url(alias: str) -> str:

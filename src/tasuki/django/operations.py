@@ -1,33 +1,73 @@
-"""Operations on the jobs of a project, for management commands and screens: look, explain, cancel, run again, prune.
+"""Operations on the jobs and nodes of a project, for management commands and screens.
 
-Each works on the project's database with the calling thread's connection; a worker need not be there.
+Each works on the project's database with the calling thread's connection; a worker need not be there. `actor` is the user who
+asks, whose permissions are checked, or the name of somebody who may do everything (a management command's). What was done is
+noted in AdminActionLog, in the same transaction.
 """
 
 from __future__ import annotations
 
 import fcntl
 import os
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
 import msgspec
+from django.core.exceptions import ValidationError
 from django.db import connections, transaction
 
-from tasuki.coords.coordination import MEMBER_TIMEOUT_S
 from tasuki.core.cluster_messages import Hint, ServerInfo, WorkerInfo
 from tasuki.core.explain import ExplainContext, explain
 from tasuki.core.job import Job, State
+from tasuki.core.scheduler.thresholds import Thresholds
 from tasuki.core.store_messages import Filter, Page
 from tasuki.core.subject import check_pattern
-from tasuki.django.conf import project_settings
+from tasuki.django.conf import ProjectSettings, project_settings
+from tasuki.django.definitions import scheduler_settings
 from tasuki.django.enqueueing import hint_after_commit, patterns_of, project_store
-from tasuki.django.models import Event, LogChunk
-from tasuki.errors import InvalidInput, NotFound, quoted
+from tasuki.django.models import (
+    AdminActionLog,
+    Detached,
+    Event,
+    LogChunk,
+    SchedulerSettings,
+    ScopeEpoch,
+    ScopeLease,
+)
+from tasuki.errors import ConfigError, Forbidden, InvalidInput, NotFound, quoted
+from tasuki.server.assembly import open_scheduler_coordination
 from tasuki.server.queries import describe
 
 DAY_S = 86_400.0
 _decode_server = msgspec.msgpack.Decoder(ServerInfo).decode
+
+
+OPERATE = "tasuki.change_jobrun"
+"""Permission to cancel jobs, run them again, run definitions now and emit events."""
+MANAGE = "tasuki.change_member"
+"""Permission to detach workers and to have the leader step down."""
+CONFIGURE = "tasuki.change_schedulersettings"
+Actor = Any
+"""A user of the project, or a name."""
+
+
+@contextmanager
+def _noted(actor: Actor, permission: str, action: str, targets: Sequence[str], reason: str) -> Iterator[str]:
+    """Check that the actor may do it, and note in its transaction that it was done; yield the actor's name."""
+    name = actor if isinstance(actor, str) else str(actor.get_username())
+    if not isinstance(actor, str) and not actor.has_perm(permission):
+        raise Forbidden(f"{quoted(name)} may not do this; it needs the permission {permission}")
+    alias = project_settings().database
+    with transaction.atomic(using=alias):
+        yield name
+        entries = [
+            AdminActionLog(at=time.time(), actor=name[:255], action=action, target=target[:255], detail=reason)
+            for target in targets
+        ]
+        AdminActionLog.objects.using(alias).bulk_create(entries)
 
 
 def find_page(
@@ -88,12 +128,24 @@ def live_workers() -> list[tuple[str, WorkerInfo]]:
     alias = project_settings().database
     if connections[alias].vendor == "sqlite":
         return _owner_of(Path(str(connections[alias].settings_dict["NAME"])).resolve())
-    with connections[alias].cursor() as cursor:
+    return [(server.server_id, worker) for server, _ in live_servers() for worker in server.workers]
+
+
+def live_servers() -> list[tuple[ServerInfo, float]]:
+    """Return the live processes that share the PostgreSQL of the project, and how many seconds ago each was heard of."""
+    project = project_settings()
+    if project.coordination:
+        with closing(open_scheduler_coordination(project.coordination)) as shared:
+            ages = shared.heartbeat_ages()
+            return [(_decode_server(one.info or b""), ages.get(one.member_id, 0.0)) for one in shared.live()]
+    timeout_s = scheduler_settings().heartbeat_ttl_seconds
+    with connections[project.database].cursor() as cursor:
         cursor.execute(
-            "SELECT info FROM tasuki_member WHERE abs(extract(epoch FROM clock_timestamp()) - beat_at) < %s", [MEMBER_TIMEOUT_S]
+            "SELECT info, extract(epoch FROM clock_timestamp()) - beat_at FROM tasuki_member"
+            " WHERE abs(extract(epoch FROM clock_timestamp()) - beat_at) < %s ORDER BY member_id",
+            [timeout_s],
         )
-        servers = [_decode_server(bytes(info)) for (info,) in cursor.fetchall()]
-    return [(server.server_id, worker) for server in servers for worker in server.workers]
+        return [(_decode_server(bytes(info)), float(age)) for info, age in cursor.fetchall()]
 
 
 def _owner_of(file: Path) -> list[tuple[str, WorkerInfo]]:
@@ -112,23 +164,24 @@ def _owner_of(file: Path) -> list[tuple[str, WorkerInfo]]:
     return []
 
 
-def cancel_runs(job_ids: Sequence[str], *, actor: str, reason: str = "") -> list[State]:
+def cancel_runs(job_ids: Sequence[str], *, actor: Actor, reason: str = "") -> list[State]:
     """Cancel jobs, and return their states: a running one is CANCELED when its worker has ended it."""
     jobs = [get_run(job_id) for job_id in job_ids]
-    canceled = project_store().cancel([job.job_id for job in jobs], actor=actor, reason=reason)
+    with _noted(actor, OPERATE, "run.cancel", job_ids, reason) as name:
+        canceled = project_store().cancel([job.job_id for job in jobs], actor=name, reason=reason)
     leases = tuple((one.worker_id, one.lease_id) for one in canceled if one.requested and one.worker_id and one.lease_id)
     if leases:
         hint_after_commit(project_settings().database, Hint(canceled=leases))
     return [one.state for one in canceled if one.state is not None]
 
 
-def rerun(job_ids: Sequence[str], *, actor: str, reason: str = "") -> None:
+def rerun(job_ids: Sequence[str], *, actor: Actor, reason: str = "") -> None:
     """Run ended jobs again, under their ids: all or none. InvalidInput for one that has not ended, or that another run of its
     definition keeps from it by the definition's concurrency_policy."""
     alias = project_settings().database
     jobs = [get_run(job_id) for job_id in job_ids]
-    with transaction.atomic(using=alias):
-        answers = project_store().requeue([job.job_id for job in jobs], actor=actor, reason=reason)
+    with _noted(actor, OPERATE, "run.rerun", job_ids, reason) as name:
+        answers = project_store().requeue([job.job_id for job in jobs], actor=name, reason=reason)
         for job, answer in zip(jobs, answers, strict=True):
             if answer.still_running is not None:
                 text = f"run {answer.still_running} of the same definition has not ended, and its concurrency_policy forbids two"
@@ -150,3 +203,99 @@ def prune(*, days: float, logs_days: float) -> dict[str, int]:
     while count := store.prune(before=before, epoch=store.epoch()[0]):
         runs += count
     return {"runs": runs, "events": events, "log_chunks": logs}
+
+
+# ---------------------------------------------------------------------------------------------------- nodes
+
+
+def cluster_status() -> dict[str, Any]:
+    """Return leader, epoch and workers with their roles, loads and the ages of their heartbeats."""
+    alias = project_settings().database
+    if connections[alias].vendor == "sqlite":
+        workers = [{"worker_id": info.worker_id, "role": "leader", "detached": False} for _, info in live_workers()]
+        return {"leader": next((worker["worker_id"] for worker in workers), None), "epoch": None, "workers": workers}
+    detached = _detached()
+    servers = live_servers()
+    leading = {server.server_id: server.epoch for server, _ in servers if server.epoch}
+    registered = ScopeEpoch.objects.using(alias).filter(scope="leader").values_list("epoch", "holder").first()
+    epoch, holder = registered or (0, "")
+    workers = [
+        {
+            "worker_id": worker.worker_id,
+            "node_id": server.node_id,
+            "role": "leader" if worker.worker_id == holder and leading.get(server.server_id) == epoch else "worker",
+            "load": worker.running,
+            "slots": worker.slots,
+            "detached": worker.worker_id in detached,
+            "heartbeat_age_s": round(age_s, 1),
+            "grpc": server.grpc_address,
+        }
+        for server, age_s in servers
+        for worker in server.workers
+    ]
+    return {"leader": holder if leading.get(holder) == epoch else None, "epoch": epoch, "workers": workers}
+
+
+def _detached() -> frozenset[str]:
+    project = project_settings()
+    if project.coordination:
+        with closing(open_scheduler_coordination(project.coordination)) as shared:
+            return shared.detached()
+    return frozenset(Detached.objects.using(project.database).values_list("worker_id", flat=True))
+
+
+def set_detached(worker_id: str, detached: bool, *, actor: Actor, reason: str = "") -> bool:
+    """Give a worker no more jobs, or give it jobs again; return whether that was a change. A worker that leads steps down."""
+    project = _several_nodes()
+    if detached and not any(worker.worker_id == worker_id for _, worker in live_workers()):
+        raise NotFound(f"there is no live worker {quoted(worker_id)}; see: manage.py tasuki_ops status")
+    with _noted(actor, MANAGE, "worker.detach" if detached else "worker.attach", [worker_id], reason) as name:
+        if project.coordination:
+            with closing(open_scheduler_coordination(project.coordination)) as shared:
+                return shared.set_detached(worker_id, detached, actor=name, reason=reason)
+        rows = Detached.objects.using(project.database)
+        if detached:
+            return rows.get_or_create(worker_id=worker_id, defaults={"at": time.time(), "actor": name, "reason": reason})[1]
+        return bool(rows.filter(worker_id=worker_id).delete()[0])
+
+
+def degrade_leader(*, actor: Actor, reason: str = "") -> None:
+    """Have the leader step down: it stands again only after another one had the time to be elected."""
+    project = _several_nodes()
+    with _noted(actor, MANAGE, "leader.degrade", [str(cluster_status()["leader"] or "")], reason):
+        if project.coordination:
+            with closing(open_scheduler_coordination(project.coordination)) as shared:
+                shared.degrade()
+        else:
+            ScopeLease.objects.using(project.database).get_or_create(
+                scope="degrade", defaults={"epoch": 0, "holder": "", "expires_at": 0.0}
+            )
+
+
+def _several_nodes() -> ProjectSettings:
+    project = project_settings()
+    if connections[project.database].vendor == "sqlite":
+        raise ConfigError("on SQLite there is one node, which leads; stop or start it instead")
+    return project
+
+
+def change_settings(changes: Mapping[str, str], *, actor: Actor, reason: str = "") -> SchedulerSettings:
+    """Change settings by name; all nodes follow within two ticks. InvalidInput names each value that cannot work."""
+    alias = project_settings().database
+    scheduler_settings()
+    said = ", ".join(f"{name}={value}" for name, value in changes.items())
+    with _noted(actor, CONFIGURE, "settings.change", ["scheduler"], f"{said}: {reason}" if reason else said):
+        row = SchedulerSettings.objects.using(alias).select_for_update().get(id=1)
+        known = set(Thresholds.__struct_fields__)
+        if unknown := sorted(set(changes) - known):
+            raise InvalidInput(f"unknown settings: {', '.join(unknown)}; known are {', '.join(sorted(known))}")
+        for name, value in changes.items():
+            setattr(row, name, value)
+        try:
+            row.clean_fields()
+            row.clean()
+        except ValidationError as error:
+            problems = "; ".join(f"{name}: {' '.join(texts)}" for name, texts in error.message_dict.items())
+            raise InvalidInput(f"these settings cannot work: {problems}") from None
+        row.save(using=alias)
+    return row

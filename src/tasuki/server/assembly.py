@@ -46,6 +46,8 @@ from tasuki.stores.batching import StoreThread
 from tasuki.stores.store import Reader, Store
 
 if TYPE_CHECKING:
+    from tasuki.coords.coordination import Coordination
+    from tasuki.coords.scheduler_redis import SchedulerCoordination
     from tasuki.coords.sql import SqlCoordination
 
 logger = logging.getLogger("tasuki.server")
@@ -208,23 +210,23 @@ def _open_shared_reader(places: StorageLocations, config: ServerConfig) -> Reade
 
 
 def _cluster_on(
-    places: StorageLocations, server_id: str, *, candidate: bool = True, coordination: SqlCoordination | None = None
+    places: StorageLocations, server_id: str, *, candidate: bool = True, coordination: Coordination | None = None
 ) -> Cluster:
     """Return the membership: heartbeats and election may be in a Redis beside a SQL store, which still decides on epochs."""
     ttl_s = places.lock_ttl_s
     cluster = partial(Cluster, incarnation=secrets.token_hex(8), lock_ttl_s=ttl_s, candidate=candidate)
     in_redis = is_redis(places.store)
-    if in_redis or places.coordination:
+    if in_redis or (places.coordination and coordination is None):
         from tasuki.coords.redis import TIMEOUT_SHARE, RedisCoordination
-        from tasuki.coords.scheduler_redis import SchedulerCoordination
         from tasuki.stores.redis import store as redis_store
         from tasuki.stores.redis.connection import RedisWakeups, connect, name_of
 
         url, app = (places.store, places.app) if in_redis else (places.coordination, COORDINATION_PREFIX)
 
         def open_coordination() -> RedisCoordination:
-            client, where = connect(url, TIMEOUT_SHARE * ttl_s), name_of(url)
-            return RedisCoordination(client, where=where, app=app) if in_redis else SchedulerCoordination(client, where=where)
+            if not in_redis:
+                return open_scheduler_coordination(url, ttl_s)
+            return RedisCoordination(connect(url, TIMEOUT_SHARE * ttl_s), where=name_of(url), app=app)
 
         wakeups = RedisWakeups(url, app=app, server_id=server_id)
         return cluster(open_coordination, wakeups, schema_version=redis_store.SCHEMA_VERSION)
@@ -237,6 +239,15 @@ def _cluster_on(
         PostgresWakeups(places.store, server_id=server_id),
         schema_version=SCHEMA_VERSION,
     )
+
+
+def open_scheduler_coordination(url: str, ttl_s: float = LOCK_TTL_S) -> SchedulerCoordination:
+    """Open the coordination of a SQL store in Redis."""
+    from tasuki.coords.redis import TIMEOUT_SHARE
+    from tasuki.coords.scheduler_redis import SchedulerCoordination
+    from tasuki.stores.redis.connection import connect, name_of
+
+    return SchedulerCoordination(connect(url, TIMEOUT_SHARE * ttl_s), where=name_of(url))
 
 
 def open_presigned(blobs: str, endpoint: str = "") -> PresignedTransfers:
@@ -259,19 +270,23 @@ def make_guest(places: StorageLocations, config: ServerConfig, *, candidate: boo
     return Server(config, lambda: _agreed(_open_shared(places, config, None), places), reader, blobs, cluster), cluster
 
 
-def make_node_guest(places: StorageLocations, config: ServerConfig) -> Server:
+def make_node_guest(places: StorageLocations, config: ServerConfig) -> tuple[Server, Cluster]:
     """Return a guest on PostgreSQL with few connections, for a process whose only peer is its own worker.
 
     One connection listens, one is for heartbeats, the election and quick reads, of which such a guest has no others; a third, the
-    store's, is open while there is something to do.
+    store's, is open while there is something to do. Where Redis coordinates, quick reads have their own connection, and hints
+    come by the database all the same: applications give them with their transactions.
     """
     from tasuki.coords.sql import SqlCoordination
 
-    coordination = SqlCoordination(places.store, ttl_s=places.lock_ttl_s)
+    ttl_s = places.lock_ttl_s
+    in_store = None if places.coordination else SqlCoordination(places.store, ttl_s=ttl_s)
+    coordination = in_store or open_scheduler_coordination(places.coordination, ttl_s)
     config = msgspec.structs.replace(config, rests_after_s=RESTS_AFTER_S, collects_blobs=bool(places.blobs))
     cluster = _cluster_on(places, config.server_id, coordination=coordination)
-    reader = partial(open_postgresql_reader, places.store, coordination)
-    return Server(config, partial(_open_shared, places, config, None), reader, _guest_blobs(places, config), cluster)
+    reader = partial(open_postgresql_reader, places.store, in_store)
+    blobs = _guest_blobs(places, config)
+    return Server(config, lambda: _agreed(_open_shared(places, config, None), places), reader, blobs, cluster), cluster
 
 
 def _guest_blobs(places: StorageLocations, config: ServerConfig) -> BlobStore:

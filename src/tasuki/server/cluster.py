@@ -114,6 +114,8 @@ class Cluster:
         self._incarnation = incarnation
         self._schema_version = schema_version
         self._lock_ttl_s = lock_ttl_s
+        self._next_ttl_s = lock_ttl_s
+        self._beat_interval_s = BEAT_INTERVAL_S
         self._candidate = candidate
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="tasuki-coordination")
         self._tasks = BackgroundTasks(lambda task: self._answered.set())
@@ -170,13 +172,21 @@ class Cluster:
         """Tell the others soon where the server can be reached."""
         self._beat_at = 0.0
 
+    def set_times(self, *, beat_interval_s: float, member_timeout_s: float, lock_ttl_s: float) -> None:
+        """Beat, judge members and lock by these times from now on."""
+        self._beat_interval_s, self._next_ttl_s = beat_interval_s, lock_ttl_s
+        self._coordination.member_timeout_s = member_timeout_s
+
     def tick(self, now: Now) -> None:
         if self._is_leaving:  # a heartbeat now could arrive after the message that this server leaves
             return
+        if self._next_ttl_s != self._lock_ttl_s and not self._election.asking:  # an answer counts by the ttl that was asked for
+            self._lock_ttl_s = self._next_ttl_s
+            self._election.set_ttl(self._lock_ttl_s)
         if self._candidate and (not self._is_detached or self._election.asking):
             self._decide(Ticked())
         if now.monotonic >= self._beat_at and not self._beating:
-            self._beat_at = now.monotonic + BEAT_INTERVAL_S
+            self._beat_at = now.monotonic + self._beat_interval_s
             self._tasks.spawn(self._beat())
 
     async def _call(self, verb: Callable[..., T], *arguments: Any) -> T:
@@ -241,7 +251,7 @@ class Cluster:
         changed = await self._call(partial(self._coordination.set_detached, command.worker_id, command.detached, **told))
         await self._beat()
         if command.now:  # no server may give it work again after its leases have ended
-            await asyncio.sleep(BEAT_INTERVAL_S)
+            await asyncio.sleep(self._beat_interval_s)
         return changed
 
     # ------------------------------------------------------------------------------------------------ election

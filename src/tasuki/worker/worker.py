@@ -355,7 +355,11 @@ class Worker:
     @property
     def slots(self) -> int:
         """The number of jobs that it runs at once."""
-        return self._machine.identity.capacity
+        return self._machine.slots
+
+    def limit_slots(self, most: int) -> None:
+        """Run at most so many jobs at once; 0: as many as it was started with."""
+        self._machine.limit_slots(most)
 
     def subscribe(self, *subjects: str) -> None:
         """Change the patterns of a running worker."""

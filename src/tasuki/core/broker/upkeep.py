@@ -65,6 +65,7 @@ class Upkeep:
     def __init__(self, state: BrokerState) -> None:
         self._state = state
         self.counts = UpkeepCounts()
+        self.tick_s = FIRE_INTERVAL_S
         self.caught_up = False
         """Each kind of upkeep was done under this epoch, and left nothing that is due."""
         self._claim = 0
@@ -130,7 +131,7 @@ class Upkeep:
         self._look_at_lapse(now)
         turn = Turn(epoch=epoch)
         if now.monotonic >= fire_at:
-            self._fire_at = now.monotonic + FIRE_INTERVAL_S
+            self._fire_at = now.monotonic + self.tick_s
             turn.fire, turn.promote = FIRE_BATCH, PROMOTE_BATCH
         if now.monotonic >= self._duty_at:
             is_idle = self._found_nothing and self._state.is_idle

@@ -3,6 +3,7 @@
     schedule   schedules as texts, their nominal times in a time zone, what happens when clocks change
     firing     definitions, events, and the runs that are due: catch-up, overlap, ids
     orders     orders of a leader to workers: which of them are obeyed
+    thresholds settings that are in force without a restart: defaults, ranges, combinations
 
 Stores call `firing` in the leader's turn (`stores/sql/fire.py`, `stores/memory`); `tasuki.django` checks and previews with it.
 """

@@ -110,7 +110,8 @@ class Slots:
 
     def __init__(self, capacity: int, ahead_max: int = 0) -> None:
         self.asked = 0
-        self._capacity = capacity
+        self.capacity = capacity
+        """May change: attempts that run go on, and what comes for credit that was given waits, or is given back."""
         self._ahead_max = ahead_max
         self._average_s = SHORT_S
         self._running: dict[str, float] = {}  # lease_id → start
@@ -118,7 +119,7 @@ class Slots:
 
     def take(self, lease_id: str, at: float) -> bool:
         """Give a delivered attempt a slot; False: it waits for one."""
-        if len(self._running) < self._capacity:
+        if len(self._running) < self.capacity:
             self._running[lease_id] = at
             return True
         self._waiting.append((lease_id, at))
@@ -140,7 +141,7 @@ class Slots:
     def advance(self, at: float) -> list[str]:
         """Give free slots to waiting attempts, and return those."""
         found = []
-        while self._waiting and len(self._running) < self._capacity:
+        while self._waiting and len(self._running) < self.capacity:
             lease_id, _ = self._waiting.popleft()
             self._running[lease_id] = at
             found.append(lease_id)
@@ -160,7 +161,7 @@ class Slots:
     @property
     def well_stocked(self) -> bool:
         """True if each slot has a next attempt: nothing stands still if ends are reported a little later."""
-        return len(self._waiting) >= self._capacity
+        return len(self._waiting) >= self.capacity
 
     @property
     def short(self) -> bool:
@@ -170,7 +171,7 @@ class Slots:
     def wanted(self, blocked: int) -> int:
         """Return how much credit to give now; `blocked` slots are not to be filled yet."""
         ahead = self._ahead_max if self.short else 0
-        return max(0, self._capacity + ahead - blocked - self.asked)
+        return max(0, self.capacity + ahead - blocked - self.asked)
 
 
 class ProgressNotes:
@@ -575,6 +576,15 @@ class WorkerMachine:
             commands.append(Send(conn, protocol.GiveCredit(credit)))
             self._slots.asked += credit
         return [*commands, *self._maybe_exit()]
+
+    @property
+    def slots(self) -> int:
+        """The number of attempts that run at once."""
+        return self._slots.capacity
+
+    def limit_slots(self, most: int) -> None:
+        """Run at most so many attempts at once; 0: as many as the worker was started with."""
+        self._slots.capacity = min(most or self.identity.capacity, self.identity.capacity)
 
     # ------------------------------------------------------------------------------------------------ the end
 

@@ -34,7 +34,7 @@ class ActionCommand(BaseCommand):
         _help, arguments = self.actions[options["action"]]
         names = [argument.split(", ")[-1].lstrip("-").replace("-", "_") for argument in arguments]
         try:
-            getattr(self, f"do_{options['action']}")(**{name: options[name] for name in names})
+            getattr(self, f"do_{options['action'].replace('-', '_')}")(**{name: options[name] for name in names})
         except TasukiError as error:
             raise CommandError(error.message) from error
 

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 
 from tasuki.core.election import LOCK_TTL_S
 from tasuki.core.job import LEASED, Job, JobIncident
+from tasuki.core.scheduler.thresholds import Thresholds
 from tasuki.core.store_messages import (
     AuditRow,
     BlobPlace,
@@ -133,6 +134,11 @@ class SqlReads:
     def epoch(self) -> tuple[int, str]:
         rows = self._select("epoch_seen", (LEADER_SCOPE,))
         return (rows[0][0], rows[0][1]) if rows else (0, "")
+
+    def thresholds(self) -> Thresholds:
+        """Return the settings of a Django project's scheduler; the defaults where there is no row."""
+        rows = self._select("thresholds")
+        return Thresholds(**dict(zip(Thresholds.__struct_fields__, rows[0], strict=True))) if rows else Thresholds()
 
     def next_due(self) -> tuple[float | None, float | None]:
         ((lease_over,),) = self._select("next_lease_over")

@@ -562,6 +562,14 @@ UPDATE tasuki_event SET processed_at = $1::float8 WHERE id = ANY($2::bigint[]) A
 UPDATE tasuki_event AS event SET problem = refused.problem FROM unnest($1::bigint[], $2::text[]) AS refused (id, problem)
 WHERE event.id = refused.id
 
+-- name: thresholds
+-- In the order of core.scheduler.thresholds.Thresholds.
+SELECT skip_late_runs_after_seconds, log_retention_days_db, leader_tick_seconds, assign_ahead_seconds,
+    heartbeat_interval_seconds, heartbeat_ttl_seconds, worker_detach_grace_seconds, leader_stale_seconds,
+    leader_lock_ttl_seconds, subleader_check_seconds, reassign_after_seconds, max_jobs_per_worker,
+    continuation_retry_count, continuation_retry_interval_seconds, grpc_ping_timeout_seconds, grpc_ping_failures
+FROM tasuki_schedulersettings WHERE id = 1
+
 -- name: skip_late_runs_after
 SELECT skip_late_runs_after_seconds FROM tasuki_schedulersettings WHERE id = 1
 

@@ -1,0 +1,40 @@
+"""Settings of the scheduler: each range, and each combination that cannot work."""
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from tasuki.core.scheduler.thresholds import _RANGES, Thresholds, problems_of
+
+
+def test_the_defaults_work_and_every_threshold_has_a_range() -> None:
+    assert problems_of(Thresholds()) == {}
+    assert set(_RANGES) == set(Thresholds.__struct_fields__)
+
+
+@pytest.mark.parametrize("name", Thresholds.__struct_fields__)
+def test_a_value_out_of_its_range_is_named(name: str) -> None:
+    least, most = _RANGES[name]
+
+    for value in (least - 1, most + 1, float("nan")):
+        problem = problems_of(msgspec.structs.replace(Thresholds(), **{name: value}))
+        assert "is not between" in problem[name]
+
+
+@pytest.mark.parametrize(
+    ("field", "values"),
+    [
+        ("heartbeat_ttl_seconds", {"heartbeat_interval_seconds": 2.5}),
+        ("heartbeat_ttl_seconds", {"heartbeat_ttl_seconds": 2.0}),
+        ("leader_stale_seconds", {"leader_tick_seconds": 3.0}),
+        ("leader_stale_seconds", {"leader_stale_seconds": 1.5}),
+        ("subleader_check_seconds", {"subleader_check_seconds": 6.0}),
+        ("reassign_after_seconds", {"reassign_after_seconds": 1.5}),
+    ],
+)
+def test_a_combination_that_cannot_work_is_named(field: str, values: dict[str, Any]) -> None:
+    problems = problems_of(msgspec.structs.replace(Thresholds(), **values))
+
+    assert list(problems) == [field]
+    assert "must be" in problems[field]
