@@ -168,7 +168,7 @@ class Migration(migrations.Migration):
 
 def newer_version(folder: Path) -> dict[str, str]:
     """Copy tasuki, add a step to its tables as a next version may, and return the environment that has it."""
-    shutil.copytree(SOURCE / "tasuki", folder / "tasuki", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(SOURCE / "tasuki", folder / "tasuki")  # with its bytecode, which is valid there too
     migrations = folder / "tasuki" / "django" / "migrations"
     last = max(path.stem for path in migrations.glob("0*.py"))
     number = int(last[:4]) + 1
