@@ -99,7 +99,9 @@ print(json.dumps([grant.attempt, str(job_id)]))
 """)
         run = {"jobRunId": job_id, "attempt": attempt}
         assert client.call("StartJob", **order, runs=[run])["statuses"] == ["ORDER_STATUS_DRAINING"]
-        assert client.call("Drain", **order, on=False)["status"] == "ORDER_STATUS_ACCEPTED"
+        drained = site.manage("tasuki_ops", "drain", worker_id, "--off", "--json", env=env)
+        assert json.loads(drained.stdout) == {"worker_id": worker_id, "draining": False}
+        assert not client.call("GetStatus").get("draining")
         old = {**order, "leaderEpoch": epoch - 1}
         if epoch > 1:
             assert client.call("StartJob", **old, runs=[run])["statuses"] == ["ORDER_STATUS_STALE_EPOCH"]

@@ -339,7 +339,7 @@ class Audit(Row):
     at = UnixTimeField()
     actor = NameField(max_length=255)
     action = NameField(max_length=32)
-    """token.create, token.revoke; worker.detach, worker.attach, leader.degrade, settings.change, run.cancel, run.rerun"""
+    """token.create, token.revoke; worker.detach, .attach, .drain, leader.degrade, settings.change, run.cancel, .rerun"""
     target = NameField(max_length=255)
     detail = models.TextField(db_default="")
 

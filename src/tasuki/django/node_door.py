@@ -28,6 +28,7 @@ from tasuki.worker.worker import Worker
 TOKEN_SALT = "tasuki.grpc"  # noqa: S105 - what the tokens are signed for
 TOKEN_MAX_AGE_S = 60
 DEFAULT_PORT = 50051
+OPERATOR = "operator"  # worker_id of a process that is no worker
 
 
 class NodeWorkerControl:
@@ -72,10 +73,8 @@ async def open_door(worker: Worker, server: Server, listen: str) -> AsyncIterato
     settings, control = project_settings().grpc, NodeWorkerControl(worker, server)
     address = parse_listen(listen, DEFAULT_PORT)
     tls = _tls_of(settings)
-    by_token = settings.authentication == "bearer"
-    callers = Callers(tls, settings.tls_name, read_token if by_token else None)
-    caller = pb.Caller(node_id=control.node_id, worker_id=control.worker_id)
-    calls = NodeCalls(caller, tls, settings.tls_name, (lambda: make_token(caller)) if by_token else None)
+    callers = Callers(tls, settings.tls_name, read_token if settings.authentication == "bearer" else None)
+    calls = _calls_of(pb.Caller(node_id=control.node_id, worker_id=control.worker_id), tls)
     with private_folder() as folder:
         door = GrpcDoor(WorkerService(control, server), callers, folder)
         listening = await door.listen(address)
@@ -85,6 +84,23 @@ async def open_door(worker: Worker, server: Server, listen: str) -> AsyncIterato
         finally:
             await calls.close()
             await door.close()
+
+
+def _calls_of(caller: pb.Caller, tls: NodeTls | None) -> NodeCalls:
+    settings = project_settings().grpc
+    return NodeCalls(
+        caller, tls, settings.tls_name, (lambda: make_token(caller)) if settings.authentication == "bearer" else None
+    )
+
+
+async def order_drain(address: str, node: str, request: pb.DrainRequest, timeout_s: float) -> str:
+    """Have a worker of a node take no new jobs, or take some again, in the name of this process; return what it said."""
+    calls = _calls_of(pb.Caller(node_id=node_id(), worker_id=OPERATOR), _tls_of(project_settings().grpc))
+    try:
+        answer = await calls.call(address, node, request, timeout_s)
+    finally:
+        await calls.close()
+    return str(pb.OrderStatus.Name(answer.status)).removeprefix("ORDER_STATUS_")
 
 
 def _reachable_at(host: str, port: int) -> str:

@@ -7,6 +7,7 @@ noted in AdminActionLog, in the same transaction.
 
 from __future__ import annotations
 
+import asyncio
 import fcntl
 import os
 import time
@@ -42,6 +43,7 @@ from tasuki.server.assembly import open_scheduler_coordination
 from tasuki.server.queries import describe
 
 DAY_S = 86_400.0
+ORDER_TIMEOUT_S = 5.0  # a person waits for it
 _decode_server = msgspec.msgpack.Decoder(ServerInfo).decode
 
 
@@ -257,6 +259,24 @@ def set_detached(worker_id: str, detached: bool, *, actor: Actor, reason: str = 
         if detached:
             return rows.get_or_create(worker_id=worker_id, defaults={"at": time.time(), "actor": name, "reason": reason})[1]
         return bool(rows.filter(worker_id=worker_id).delete()[0])
+
+
+def drain(worker_id: str, on: bool = True, *, actor: Actor, reason: str = "") -> None:
+    """Have a worker take no new jobs until it is told otherwise, or ends. It needs `--grpc`; Unavailable: it does not answer."""
+    _several_nodes()
+    found = next((server for server, _ in live_servers() if any(one.worker_id == worker_id for one in server.workers)), None)
+    if found is None:
+        raise NotFound(f"there is no live worker {quoted(worker_id)}; see: manage.py tasuki_ops status")
+    if found.server_id != worker_id or not found.grpc_address:
+        raise InvalidInput(f"worker {quoted(worker_id)} takes no orders: start it with --grpc HOST:PORT, or detach it")
+    from tasuki.django.node_door import order_drain, pb  # needs grpcio
+
+    epoch, _ = project_store().epoch()
+    order = pb.DrainRequest(leader_epoch=epoch, worker_id=worker_id, on=on, reason=reason)
+    with _noted(actor, MANAGE, "worker.drain" if on else "worker.undrain", [worker_id], reason):
+        said = asyncio.run(order_drain(found.grpc_address, found.node_id, order, ORDER_TIMEOUT_S))
+        if said != "ACCEPTED":
+            raise InvalidInput(f"worker {quoted(worker_id)} refused: {said}")
 
 
 def degrade_leader(*, actor: Actor, reason: str = "") -> None:

@@ -19,6 +19,10 @@ class Command(ActionCommand):
         "status": ("Show the leader and all workers.", {}),
         "detach": ("Give a worker no more jobs; those that it runs go on.", {**_WORKER, **_REASON}),
         "attach": ("Give a worker jobs again.", {**_WORKER, **_REASON}),
+        "drain": (
+            "Have a worker take no new jobs until it ends, or with --off take some again. It must listen (--grpc).",
+            {**_WORKER, "--off": {"action": "store_true", "help": "Take jobs again."}, **_REASON},
+        ),
         "degrade-leader": ("Have the leader step down, so that another one leads.", _REASON),
         "settings": (
             "Show the settings, or change them: settings set heartbeat_ttl_seconds=8 …",
@@ -46,6 +50,10 @@ class Command(ActionCommand):
         changed = operations.set_detached(worker_id, detached, actor=actor(), reason=reason)
         word = "detached" if detached else "attached"
         self.say({"worker_id": worker_id, "changed": changed}, f"{worker_id}: {word if changed else f'was {word} before'}")
+
+    def do_drain(self, worker_id: str, off: bool, reason: str) -> None:
+        operations.drain(worker_id, not off, actor=actor(), reason=reason)
+        self.say({"worker_id": worker_id, "draining": not off}, f"{worker_id}: {'takes jobs again' if off else 'drains'}")
 
     def do_degrade_leader(self, reason: str) -> None:
         operations.degrade_leader(actor=actor(), reason=reason)
