@@ -16,6 +16,7 @@
     │   └── UnknownSession                           no worker session of that name at this server
     ├── BlobUnavailable          BLOB_UNAVAILABLE    the bytes of a blob are not at this server
     ├── Conflict                 CONFLICT            the same job_id with another body
+    ├── CacheConflict            CACHE_CONFLICT      a file of a cache with other bytes; what is there stays
     ├── ResultConflict           CONFLICT          * the job has another result already
     ├── OffsetConflict           CONFLICT          * a part of a blob that does not begin where the server is
     ├── Fenced                   FENCED              the lease is no longer the current one; final
@@ -168,6 +169,10 @@ class Conflict(TasukiError, code="CONFLICT"):
         self.job_id = job_id
         self.differs = tuple(differs)
         self.owner = owner
+
+
+class CacheConflict(TasukiError, code="CACHE_CONFLICT"):
+    """A cache has another file of this name, or is for other workers. Nothing was changed."""
 
 
 class ResultConflict(TasukiError, code="CONFLICT", on_wire=False):
@@ -336,7 +341,7 @@ def from_wire(code: str, message: str, details: dict[str, Any] | None = None) ->
         return Conflict(str(details.get("job_id", "?")), [str(field) for field in details.get("differs", ())])
     if kind is None:
         return TasukiError(f"{code}: {message}")
-    return kind(message)
+    return kind(message, **details) if kind in (NotFound, CacheConflict) else kind(message)
 
 
 def discreet(error: TasukiError) -> TasukiError:

@@ -135,7 +135,9 @@ PAST_THE_LIMIT: list[tuple[type[InvalidInput], str, dict[str, Any]]] = [
     (InvalidInput, "sha256", {"files": (InputFile("a", sha256=SHA + "\n", size_bytes=1),)}),
     (InvalidInput, "size_bytes", {"files": (InputFile("a", sha256=SHA),)}),
     (InvalidInput, "size_bytes", {"files": (InputFile("a", sha256=SHA, size_bytes=-1),)}),
-    (InvalidInput, "no caches yet", {"files": (InputFile("a", cache_id="c"),)}),
+    (InvalidInput, "exactly one", {"files": (InputFile("a", cache_id="c", cache=("c", "a")),)}),
+    (InvalidInput, "cache_id", {"files": (InputFile("a", cache=("../c", "a")),)}),
+    (InvalidInput, "file name", {"files": (InputFile("a", cache=("c", "../a")),)}),
     (InvalidInput, "file name", {"files": (InputFile("../a", data=b""),)}),
     (TooLarge, "65537", {"payload": b"x" * (BODY_INLINE_MAX_BYTES + 1)}),
     (TooLarge, "blobs", {"payload": b"x", "files": (InputFile("a", data=b"x" * BODY_INLINE_MAX_BYTES),)}),
@@ -299,10 +301,16 @@ def test_an_inline_file_is_the_same_as_its_blob() -> None:
     assert differing_fields(inline, blob) == []
 
 
-def test_a_cached_file_is_known_by_its_cache() -> None:
-    one, other = (spec(files=(InputFile("a", cache_id=cache_id),)) for cache_id in ("c1", "c2"))
+def test_a_cached_file_is_known_by_its_cache_and_its_name_there() -> None:
+    named = [InputFile("a", cache_id="c1"), InputFile("a", cache=("c1", "a")), InputFile("a", cache=("c2", "a"))]
 
-    assert body_hash(one) != body_hash(other)
+    assert len({body_hash(spec(files=(file,))) for file in (*named, InputFile("a", cache=("c1", "b")))}) == 4
+
+
+def test_the_hash_that_the_server_adds_to_a_cached_file_makes_no_other_job() -> None:
+    asked = InputFile("a", cache=("c", "b"))
+
+    assert asked.identity() == InputFile("a", cache=("c", "b"), sha256=SHA, size_bytes=1).identity()
 
 
 texts = st.text(max_size=5)

@@ -22,6 +22,9 @@ from tasuki.core.protocol import (
     AssignJobs,
     BlobGet,
     BlobPut,
+    CacheAck,
+    CachePut,
+    CacheStatus,
     CancelJobs,
     CancelLeases,
     Chunk,
@@ -51,7 +54,9 @@ from tasuki.core.protocol import (
     Subscribe,
     Takes,
     Welcome,
+    WorkerCache,
 )
+from tasuki.core.store_messages import CacheEntry
 from tasuki.wire.compression import ZSTD
 from tasuki.wire.messages import BATCH, FrameDecoder, encode, encode_frame
 from tests.doors.raw import RawPeer
@@ -66,6 +71,7 @@ OTHERS_WAIT_MAX_S = 3.0
 
 CLAIM = Claim("no-such-job", "no-such-lease", 1)
 FILES = (InputFile("a", data=b"1"), InputFile("b", sha256="0" * 64, size_bytes=1), InputFile("c", cache_id="c"))
+CACHED = InputFile("d", cache=("c", "e"))
 SPEC = JobSpec(
     job_id="hostile",
     subject="a.b",
@@ -73,7 +79,7 @@ SPEC = JobSpec(
     args=("y",),
     env={"A": "b"},
     payload=b"p",
-    files=FILES,
+    files=(*FILES, CACHED),
     cwd="/",
     timeout_s=1.0,
     max_retries=1,
@@ -118,6 +124,10 @@ MESSAGES: dict[str, list[Message]] = {
         Request(5, "explain", {"job_id": "x"}),
         Request(5, "watch", {"job_ids": ["x"]}),
         Request(5, "requeue", {"job_ids": ["x"], "reason": "why"}),
+        CachePut(5, "c", "a.>", [CacheEntry("a", "0" * 64, 1)], 0.01),
+        Request(5, "cache.list", {"after": "a", "limit": 5}),
+        Request(5, "cache.show", {"cache_id": "c", "after": "a", "limit": 5}),
+        Request(5, "cache.remove", {"cache_id": "c", "target": "a.>"}),
     ],
     "admin": [
         Request(5, "token.create", TOKEN),
@@ -141,11 +151,12 @@ MESSAGES: dict[str, list[Message]] = {
         Chunk(5, 0, b"x", last=True),
         LogPiece(5, 0, b"x", 1, 1, cut_bytes=1, ended=True),
         PublishMessages(5, [PublishedMessage("a.b", b"p")], confirm=True),
+        CacheAck(5, "c", [WorkerCache("w", CacheStatus.OK, "m", 1)], ("tcp://a:1",)),
     ],
 }
 COMMON: dict[str, Any] = {"msg_id": 5, "version": 2, "oldest": 2, "codecs": ("zstd",), "agent": "x"}
 WORKER = {"incarnation": "i", "patterns": ("never.used",), "on_disconnect": OnDisconnect.KEEP, "reconnect_grace_s": 1.0}
-WORKER |= {"ttl_s": 5.0, "resumed": True, "host": "h", "slots": 2, "takes": Takes.HANDLERS, "execs": ("x",)}
+WORKER |= {"ttl_s": 5.0, "resumed": True, "host": "h", "slots": 2, "takes": Takes.HANDLERS, "execs": ("x",), "caches": True}
 
 
 def hello(role: str, token: str, name: str, **fields: Any) -> Message:

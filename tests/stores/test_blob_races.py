@@ -17,6 +17,9 @@ from tasuki.core.job import BlobRef, InputFile, JobSpec, Outcome, State, body_ha
 from tasuki.core.store_messages import (
     BlobClaim,
     BlobPlace,
+    CacheEntry,
+    CacheOrder,
+    CacheStored,
     CondemnOrder,
     LeaseRequest,
     MissingBlobs,
@@ -25,7 +28,7 @@ from tasuki.core.store_messages import (
     Submission,
     Submitted,
 )
-from tasuki.errors import TurnInterrupted
+from tasuki.errors import CacheConflict, TurnInterrupted
 from tasuki.stores.sql.postgres_session import PostgresSession
 from tasuki.stores.sql.store import SqlStore
 from tests.support.postgres_service import PostgresService
@@ -64,21 +67,28 @@ class Side:
         [[grant]] = self.store.lease([LeaseRequest(worker_id="w", incarnation="1", job_ids=(job_id,))])
         return Report(job_id, "w", grant.lease_id, grant.attempt, Outcome(result_ref=BlobRef(sha256, 3)))
 
+    def put(self, name: str, sha256: str = BLOB) -> CacheStored | CacheConflict | MissingBlobs:
+        [answer] = self.store.put_cache([CacheOrder("c", ">", "alice", (CacheEntry(name, sha256, 3),))])
+        return answer
+
     def finish(self, report: Report) -> ReportStatus:
         [recorded] = self.store.finish([report])
         return recorded.answer
 
 
 class Refer:
-    """Both ways in which a job comes to refer to the blob, told alike: True if it does."""
+    """All ways in which a job or a cache comes to refer to the blob, told alike: True if it does."""
 
     def __init__(self, side: Side, verb: str) -> None:
         self._side = side
+        self._is_cache = verb == "put_cache"
         self._report = side.running("finished") if verb == "finish" else None
 
     def __call__(self) -> bool:
         if self._report is not None:
             return self._side.finish(self._report) is ReportStatus.RECORDED
+        if self._is_cache:
+            return self._side.put("a") == CacheStored(1)
         return isinstance(self._side.submit("submitted"), Submitted)
 
 
@@ -91,7 +101,7 @@ def sides(postgres_url: str) -> Iterator[tuple[Side, Side]]:
     leader.store.close()
 
 
-@pytest.fixture(params=["finish", "submit"])
+@pytest.fixture(params=["finish", "submit", "put_cache"])
 def refer(request: pytest.FixtureRequest, sides: tuple[Side, Side]) -> Refer:
     worker, _ = sides
     worker.bring()
@@ -199,6 +209,22 @@ def test_two_who_bring_the_same_bytes_at_once_get_one_place(sides: tuple[Side, S
         second = in_thread(lambda: other.store.place_blobs([BlobClaim(BLOB, 3)]))
         wait_for_a_waiter(postgres)
     assert second.result(20) == [first]
+
+
+def test_of_two_who_put_one_name_at_once_the_second_is_tried_again_and_finds_it(
+    sides: tuple[Side, Side], postgres: PostgresService
+) -> None:
+    one, other = sides
+    one.bring()
+    one.bring("cd" * 32)
+    with one.store.turn():
+        assert one.put("a") == CacheStored(1)
+        second = in_thread(lambda: other.put("a", "cd" * 32))
+        wait_for_a_waiter(postgres)
+    with pytest.raises(TurnInterrupted, match="put a file of cache c"):
+        second.result(20)
+    assert isinstance(other.put("a", "cd" * 32), CacheConflict)
+    assert other.put("a") == CacheStored(0)
 
 
 def test_who_brings_bytes_while_they_are_condemned_gets_a_new_place(sides: tuple[Side, Side], postgres: PostgresService) -> None:

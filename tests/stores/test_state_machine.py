@@ -15,7 +15,7 @@ from hypothesis.stateful import run_state_machine_as_test
 
 from tasuki.core.job import JobSpec
 from tasuki.core.lifecycle import JobEvent
-from tasuki.core.store_messages import Grant, HeldLease, LeaseRequest, LeaseStatus, Report, ReportAnswer
+from tasuki.core.store_messages import CachedFile, Grant, HeldLease, LeaseRequest, LeaseStatus, Report, ReportAnswer
 from tasuki.stores.memory.records import MemoryJob
 from tasuki.stores.memory.store import MemoryStore
 from tasuki.stores.redis.store import RedisStore
@@ -193,7 +193,15 @@ class FencesARepeatAfterARequeue(MemoryStore):
         return super()._repeated_or_fenced(record, report, verb)
 
 
+class CollectsWhatACacheHas(MemoryStore):
+    """Keeps no reference from a cache to its blobs."""
+
+    def _replace_cache(self, cache_id: str, files: dict[str, CachedFile]) -> None:
+        self._caches[cache_id] = files
+
+
 FAULTY = [
+    CollectsWhatACacheHas,
     AcceptsAnyLease,
     ForgetsTheIncarnation,
     RetriesForEver,

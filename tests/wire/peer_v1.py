@@ -65,6 +65,7 @@ def names_in(frame: OldFrame) -> set[str]:
 def _known() -> dict[int, set[str]]:
     known: dict[int, set[str]] = defaultdict(set)
     known[HELLO_WORKER] |= {"version", "oldest"}  # of every Hello of version 1; no vector shows them here
+    known[HELLO_WORKER] |= {"caches"}  # said before the versions are known, and skipped by who does not know it
     for vector in V1["messages"]:
         data = bytearray.fromhex(vector["hex"])
         if not data[5] & ~BATCH:  # not compressed

@@ -226,7 +226,7 @@ def test_no_descriptor_of_the_worker_is_passed_on(tmp_path: Path) -> None:
         ({"exec": "tool", "env": {"LD_PRELOAD": "/evil.so"}}, "ENV_NOT_ALLOWED", "LD_PRELOAD"),
         ({"exec": "tool", "env": {"TASUKI_ATTEMPT": "9"}}, "ENV_NOT_ALLOWED", "TASUKI_ATTEMPT"),
         ({"exec": "tool", "files": (InputFile("../evil", data=b""),)}, "BAD_INPUT", "../evil"),
-        ({"exec": "tool", "files": (InputFile("a", cache_id="c"),)}, "BAD_INPUT", "no caches"),
+        ({"exec": "tool", "files": (InputFile("a", cache_id="c"),)}, "BAD_INPUT", "no bytes"),
     ],
 )
 def test_what_is_not_allowed_is_refused_for_good(tmp_path: Path, fields: dict, error_code: str, says: str) -> None:

@@ -34,6 +34,7 @@ SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
         "run": ("run.run", "Run one job: print its output, exit with its code."),
         "submit": ("submit.submit", "Submit jobs; return when they are durable."),
         "wait": ("submit.wait", "Wait until jobs have ended."),
+        "cache": ("cache.cache", "Files that many jobs share, kept by the workers."),
         "demo": ("demo.demo", "Show jobs surviving the death of a worker and of the server."),
     },
     "Look at jobs": {

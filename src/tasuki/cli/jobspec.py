@@ -19,7 +19,7 @@ import click
 from tasuki.cli.command import PATH, STDIN, Duration, argument, duration, gather, number, option, options, several
 from tasuki.cli.output import Output
 from tasuki.client.aio import SUBMIT_NAMES, AsyncClient
-from tasuki.core.job import BODY_INLINE_MAX_BYTES, BUDGET_MAX, TIMEOUT_MAX_S, InputFile
+from tasuki.core.job import BODY_INLINE_MAX_BYTES, BUDGET_MAX, TIMEOUT_MAX_S, InputFile, check_file_name, check_name
 from tasuki.core.units import parse_duration
 from tasuki.errors import ConfigError, InvalidInput, TooLarge
 
@@ -180,8 +180,9 @@ def job_options(*, retries: int) -> Callable[[Callable[..., Any]], Callable[...,
         several(
             "--file",
             "files",
-            metavar="PATH",
-            help="Input file, found by the job as in/NAME. Several times. {i} and {line} are replaced.",
+            metavar="PATH|ID:NAME",
+            help="Input file, or a file of a cache (see tasuki cache), found by the job as in/NAME. Several times. {i} and "
+            "{line} are replaced.",
         ),
         option(
             "--cwd",
@@ -290,7 +291,7 @@ def check_files(files: Iterable[str]) -> tuple[str, ...]:
     A path with {i} or {line} in it is looked at when its element is submitted.
     """
     for file in files:
-        if INDEX in file or LINE in file:
+        if INDEX in file or LINE in file or cached_input(file) is not None:
             continue
         try:
             with Path(file).open("rb"):
@@ -300,10 +301,24 @@ def check_files(files: Iterable[str]) -> tuple[str, ...]:
     return tuple(files)
 
 
+def cached_input(text: str) -> InputFile | None:
+    """Return the file of a cache that ID:NAME names, found by the job as in/NAME; None for the path of a file."""
+    cache_id, separator, name = text.partition(":")
+    if not separator or not name or Path(text).exists():
+        return None
+    try:
+        return InputFile(check_file_name(name), cache=(check_name(cache_id), name))
+    except InvalidInput:
+        return None
+
+
 async def uploaded(client: AsyncClient, files: Iterable[str], output: Output, *, inline: bool = True) -> tuple[InputFile, ...]:
     """Upload input files, and show how far that is. With `inline`, small ones travel inside the job."""
     made = []
     for file in files:
+        if (cached := cached_input(file)) is not None:
+            made.append(cached)
+            continue
         name, size_bytes = Path(file).name, Path(file).stat().st_size
         if inline and size_bytes <= BODY_INLINE_MAX_BYTES // 4:
             made.append(InputFile(name, data=Path(file).read_bytes()))

@@ -24,6 +24,7 @@ from typing import Any, TextIO
 
 from tasuki.core.units import shown_size
 from tasuki.errors import (
+    CacheConflict,
     ConfigError,
     Conflict,
     DeadlineExceeded,
@@ -71,6 +72,7 @@ _BY_ERROR: tuple[tuple[type[TasukiError], ExitCode], ...] = (
     (Unauthorized, ExitCode.FORBIDDEN),
     (Forbidden, ExitCode.FORBIDDEN),
     (Conflict, ExitCode.CONFLICT),
+    (CacheConflict, ExitCode.CONFLICT),
     (Unavailable, ExitCode.UNAVAILABLE),
     (DeadlineExceeded, ExitCode.UNAVAILABLE),
     (InvalidInput, ExitCode.USAGE),

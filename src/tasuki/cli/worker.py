@@ -34,6 +34,7 @@ from tasuki.core.units import parse_size
 from tasuki.errors import ConfigError, TooLarge
 from tasuki.tasks.tasks import Tasks, load_tasks
 from tasuki.worker.attempt import MESSAGE_MAX_CHARS, Attempt, HandlerJob, RunResult
+from tasuki.worker.cache import CacheConfig
 from tasuki.worker.execs import Exec, load_execs, parse_exec_flag
 from tasuki.worker.linux_calls import wipe_variables
 from tasuki.worker.local_workers import end_with_stdin
@@ -57,6 +58,12 @@ def allowed_execs(config: Path | None, exec_: Sequence[str]) -> dict[str, Exec]:
 
 def log_caps(log_head: str, log_tail: str) -> LogCaps:
     return LogCaps(head_bytes=parse_size(log_head), tail_bytes=parse_size(log_tail))
+
+
+def kept_by_worker(log_head: str, log_tail: str, cache: Path | None, cache_max: str) -> dict[str, Any]:
+    """Return how much of logs and of caches a worker keeps, as arguments of `Worker`."""
+    config = CacheConfig(None if cache is None else cache.absolute(), parse_size(cache_max))
+    return {"log_caps": log_caps(log_head, log_tail), "cache": config}
 
 
 worker_options = cli.options(
@@ -107,6 +114,13 @@ worker_options = cli.options(
         type=cli.Duration(*LEASE_TTL_RANGE_S),
         help="Length of a lease. Default: the server's, 15s or over HTTP 60s.",
     ),
+    cli.option(
+        "--cache",
+        metavar="FOLDER",
+        type=cli.PATH,
+        help="Where files of caches are kept (tasuki cache). Default: in the data folder.",
+    ),
+    cli.option("--cache-max", metavar="SIZE", default="64GiB", help="How much of them is kept; what was used longest ago goes."),
     cli.drain_option,
     cli.log_size_options,
     cli.flag("--until-stdin-ends", help="For tasuki up.", hidden=True),
@@ -129,7 +143,7 @@ worker_options = cli.options(
     ),
     cli.tls_ca_option,
     cli.gather("execs", allowed_execs),
-    cli.gather("log_caps", log_caps),
+    cli.gather("kept", kept_by_worker),
 )
 
 
@@ -176,7 +190,7 @@ def run_worker(
     reconnect_grace: float,
     lease_ttl: float | None,
     drain_timeout: float | None,
-    log_caps: LogCaps,
+    kept: dict[str, Any],
     until_stdin_ends: bool,
     only_check: str,
     blobs: str | None,
@@ -212,7 +226,7 @@ def run_worker(
             lease_ttl_s=lease_ttl,
             tls_ca=tls_ca,
             drain_timeout_s=drain_timeout,
-            log_caps=log_caps,
+            **kept,
         )
         if only_check:
             return

@@ -4,6 +4,7 @@
     handles    AsyncJobHandle: one job and the wait for its end
     sync       Client and JobHandle: the blocking form, in a thread of its own
     types      answers of the server, the result of a command, checks of arguments
+    caches     puts files into caches, and asks until the workers have them
     logs       reads the output of a command while it runs and after its end
     embedded   starts a server for a data folder that has none
     agents/    AgentsClient: runs commands at node agents, without a server

@@ -20,6 +20,7 @@ from typing import Any, BinaryIO, Literal, Self, TypeVar, cast
 
 from msgspec.structs import replace
 
+from tasuki.client.caches import CacheCalls
 from tasuki.client.embedded import ensure_server
 from tasuki.client.handles import AsyncJobHandle, AwaitedJob, unchanged
 from tasuki.client.logs import SPOOL_BYTES, LogFollower
@@ -101,7 +102,7 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 
-class AsyncClient:
+class AsyncClient(CacheCalls):
     """Client that submits jobs and asks about them.
 
         async with AsyncClient("tcp://host:7000", token_file="token") as client:

@@ -19,7 +19,7 @@ import msgspec
 from tasuki.core.job import check_name
 from tasuki.core.message_routes import INBOX
 from tasuki.core.store_messages import TokenRow
-from tasuki.core.subject import DEFAULT_SUBJECT, check_pattern, matches
+from tasuki.core.subject import DEFAULT_SUBJECT, check_pattern, intersects, matches
 from tasuki.errors import Forbidden, InvalidInput, Unauthorized, quoted
 
 TOKEN_PREFIXES = {"admin": "tsk_a_", "client": "tsk_c_", "worker": "tsk_w_", "enrol": "tsk_e_"}
@@ -114,6 +114,20 @@ class Identity(msgspec.Struct, frozen=True, gc=False):
             raise Forbidden(
                 f"this token may not subscribe to messages of {quoted(pattern)}; its scope is {', '.join(self.scope)}"
             )
+
+    def check_put(self, target: str) -> None:
+        """Refuse to change a cache for the workers of this pattern, unless the scope covers them all."""
+        if not self.admin and not (self.kind is PeerKind.CLIENT and any(covers(pattern, target) for pattern in self.job_scope)):
+            allowed = ", ".join(self.scope) or "empty"
+            raise Forbidden(f"this token may not change caches for {target!r}; its scope is {allowed}, and must cover that")
+
+    def may_read_cache(self, owner: str, target: str) -> bool:
+        """Return True if the peer may see and use a file that this owner put for workers of this pattern."""
+        if self.admin or (self.kind is PeerKind.CLIENT and owner == self.name):
+            return True
+        if self.kind is PeerKind.WORKER and not self.scope:
+            return True
+        return any(intersects(pattern, target) for pattern in self.job_scope)
 
     def check_admin(self, what: str) -> None:
         if not self.admin:

@@ -31,7 +31,7 @@ RETRY_AFTER_S = 0.5  # a call that the server answered with "not now"
 FATAL_CODES = frozenset({"UNAUTHORIZED", "FORBIDDEN", "VERSION", "INVALID"})  # of a Hello: it will be no better next time
 AGAIN_CODES = frozenset({"UNAVAILABLE", "OVERLOADED"})
 UNREADABLE_CODES = frozenset({"PROTOCOL", "TOO_LARGE"})  # of a connection: the server could not read one of the calls under way
-ONCE_VERBS = frozenset({"requeue", "token.revoke"})  # saying them twice is not the same as saying them once
+ONCE_VERBS = frozenset({"requeue", "token.revoke", "cache.remove"})  # saying them twice is not the same as saying them once
 NOT_KNOWN = "it is not known whether the request was carried out; look at the state of what it named before asking again"
 
 
@@ -64,7 +64,7 @@ class Unsendable(msgspec.Struct, frozen=True):
 
 
 class CallAnswered(msgspec.Struct, frozen=True):
-    """End of a call: an Accepted or the body of a Reply, or an error."""
+    """End of a call: an Accepted, a CacheAck or the body of a Reply, or an error."""
 
     ticket: int
     answer: Any = None
@@ -245,6 +245,9 @@ class ClientMachine:
                 return [MessagesArrived(message)]
             case protocol.Reply():
                 return self._replied(message)
+            case protocol.CacheAck():
+                waiting = self._calls.pop(message.corr_id, None)
+                return [CallAnswered(waiting.ticket, message)] if waiting is not None else []
             case protocol.Welcome():
                 return self._welcomed(message, now)
             case protocol.ErrorMessage():

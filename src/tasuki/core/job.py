@@ -9,7 +9,7 @@ import enum
 import hashlib
 import hmac
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import pairwise
 from typing import Any
 
@@ -82,19 +82,32 @@ class BlobRef(msgspec.Struct, frozen=True, gc=False):
 
 
 class InputFile(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
-    """One input of a job: inline (`data`), a blob (`sha256`, `size_bytes`), or a name inside a cache (`cache_id`)."""
+    """One input of a job: inline (`data`), a blob (`sha256`, `size_bytes`), or a file of a cache (`cache`).
+
+    The server adds hash and size to a file of a cache when it accepts the job.
+    """
 
     name: str
     data: bytes | None = None
     sha256: str | None = None
     size_bytes: int | None = None
     cache_id: str | None = None
+    """Cache that has a file of the same name; `cache` says the same, and may name another file."""
+    cache: tuple[str, str] | None = None
+    """(cache_id, name of the file in the cache)"""
+
+    @property
+    def cached_as(self) -> tuple[str, str] | None:
+        """(cache_id, name) of a file of a cache; None for another one."""
+        return self.cache or ((self.cache_id, self.name) if self.cache_id is not None else None)
 
     def identity(self) -> str:
         """Return the text that stands for the contents in the body hash."""
         if self.data is not None:
             return hashlib.sha256(self.data).hexdigest()
-        return self.sha256 or f"cache:{self.cache_id}"
+        if self.cache is not None:
+            return f"cache:{'/'.join(self.cache)}"
+        return f"cache:{self.cache_id}" if self.cache_id is not None else self.sha256 or ""
 
 
 class JobSpec(msgspec.Struct, frozen=True, gc=False, omit_defaults=True, kw_only=True):
@@ -439,8 +452,13 @@ def _check_lists(spec: JobSpec) -> None:
         _check_text(value, f"the value of environment name {name}")
     for file in spec.files:
         _check_file(file)
+    check_together(file.name for file in spec.files)
+
+
+def check_together(names: Iterable[str]) -> None:
+    """Refuse names of files that cannot lie in one folder, on any system."""
     # With a / at the end, a name sorts right before those of files that would be inside it.
-    for first, second in pairwise(sorted(f"{file.name.casefold()}/" for file in spec.files)):
+    for first, second in pairwise(sorted(f"{name.casefold()}/" for name in names)):
         if first == second:
             raise InvalidInput(f"two input files are named {first[:-1][:80]!r} (compared without case)")
         if second.startswith(first):
@@ -468,16 +486,18 @@ def check_sha256(sha256: str) -> str:
 
 def _check_file(file: InputFile) -> None:
     check_file_name(file.name)
-    given = (file.data is not None) + (file.sha256 is not None) + (file.cache_id is not None)
+    given = (file.data is not None) + (file.sha256 is not None) + (file.cache_id is not None) + (file.cache is not None)
     if given != 1:
-        raise InvalidInput(f"input file {file.name!r} needs exactly one of data, sha256, cache_id; {given} were given")
+        raise InvalidInput(f"input file {file.name!r} needs exactly one of data, sha256, cache; {given} were given")
     if file.sha256 is not None:
         if _SHA256(file.sha256) is None:
             raise InvalidInput(f"input file {file.name!r}: sha256 must be 64 lower-case hex digits, got {file.sha256[:70]!r}")
         if file.size_bytes is None or file.size_bytes < 0:
             raise InvalidInput(f"input file {file.name!r}: a blob needs its size_bytes")
-    if file.cache_id is not None:
-        raise InvalidInput(f"input file {file.name!r} is in a cache, and there are no caches yet; give its data or its sha256")
+    if file.cached_as is not None:
+        cache_id, name = file.cached_as
+        check_name(cache_id, "cache_id")
+        check_file_name(name)
 
 
 def check_file_name(name: str) -> str:

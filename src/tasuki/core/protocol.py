@@ -3,16 +3,17 @@
 Every request has a `msg_id`, chosen by its sender and unique on its connection; every answer carries it back as `corr_id`.
 Directions:
 
-    client → server   HelloClient SubmitJobs CancelJobs Request BlobPut BlobGet Chunk Heartbeat PublishMessages
-    server → client   Welcome Accepted Results Reply Chunk HeartbeatAnswer ErrorMessage DeliverMessages
+    client → server   HelloClient SubmitJobs CancelJobs Request BlobPut BlobGet Chunk Heartbeat PublishMessages CachePut
+    server → client   Welcome Accepted Results Reply Chunk HeartbeatAnswer ErrorMessage DeliverMessages CacheAck
     worker → server   HelloWorker GiveCredit Subscribe JobsStarted JobsFinished JobsReleased Heartbeat BlobPut BlobGet Chunk
-                      LogPiece Request PublishMessages
+                      LogPiece Request PublishMessages CacheAck
     server → worker   Welcome AssignJobs JobsRecorded CancelLeases HeartbeatAnswer Reply Chunk ErrorMessage ReadLog
-                      DeliverMessages
+                      DeliverMessages CachePut
 """
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable, Iterator, Sequence
 from typing import Annotated, Any, TypeVar
 
@@ -29,7 +30,7 @@ from tasuki.core.job import (
     State,
     is_sha256,
 )
-from tasuki.core.store_messages import Grant, Takes
+from tasuki.core.store_messages import CacheEntry, Grant, Takes
 from tasuki.core.subject import check_subject
 from tasuki.errors import InvalidInput, TasukiError, TooLarge, VersionMismatch, quoted
 
@@ -142,6 +143,8 @@ class HelloWorker(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     execs: Patterns | None = None
     """Programs of its list, and OWN_PROGRAMS if it runs any for its own user; None: it does not say."""
     transfers: bool = False
+    caches: bool = False
+    """It keeps files of caches, and answers CachePut."""
 
 
 class Welcome(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -366,12 +369,29 @@ class BlobPut(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class BlobGet(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Request for a blob of a job, from an offset, as Chunks."""
+    """Request for a blob of a job, or of a file of a cache, from an offset, as Chunks."""
 
     msg_id: MsgId
     sha256: str
     job_id: str
+    """The job, or `cache_source` of the file."""
     offset: WholeNumber = 0
+
+
+CACHE_SOURCE = "cache:"  # no job_id has a colon
+
+
+def cache_source(cache_id: str, name: str) -> str:
+    """Return the text by which a BlobGet names a file of a cache, instead of a job."""
+    return f"{CACHE_SOURCE}{cache_id}/{name}"
+
+
+def parse_cache_source(text: str) -> tuple[str, str] | None:
+    """Return (cache_id, name) of a `cache_source`; None for a job_id."""
+    if not text.startswith(CACHE_SOURCE):
+        return None
+    cache_id, _, name = text.removeprefix(CACHE_SOURCE).partition("/")
+    return cache_id, name
 
 
 class Chunk(msgspec.Struct, frozen=True):
@@ -475,11 +495,61 @@ def check_published(message: PublishedMessage) -> None:
             )
 
 
+# ---------------------------------------------------------------------------------------------------- caches
+
+
+class CacheStatus(enum.StrEnum):
+    """How a worker stands with the files of a CachePut. OK, SKIPPED and FAILED are final."""
+
+    OK = "OK"
+    """It has them all now, and had not before."""
+    SKIPPED = "SKIPPED"
+    """It had them all."""
+    FAILED = "FAILED"
+    FETCHING = "FETCHING"
+    AWAY = "AWAY"
+    """The server's word: the worker left, or has not answered yet."""
+
+
+class CachePut(msgspec.Struct, frozen=True):
+    """Request to add files to a cache and have the workers fetch them; from the server: to fetch them.
+
+    The answer waits up to `wait_s` for the workers; asked again, it tells how they stand then. Without entries, a server's
+    message says that the cache is no more, and is not answered.
+    """
+
+    msg_id: MsgId
+    cache_id: str
+    target: str
+    entries: list[CacheEntry]
+    wait_s: Seconds = 0.0
+
+
+class WorkerCache(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
+    """How one worker stands with the files of a CachePut."""
+
+    worker_id: str
+    status: CacheStatus
+    message: str = ""
+    done_bytes: int = 0
+
+
+class CacheAck(msgspec.Struct, frozen=True):
+    """Answer to a CachePut: of one worker to the server, of all workers here that the target meets to the client."""
+
+    corr_id: int
+    cache_id: str
+    workers: list[WorkerCache]
+    elsewhere: tuple[str, ...] = ()
+    """Addresses of other servers that have such workers: ask there too."""
+
+
 FirstMessage = HelloClient | HelloWorker | Welcome
 ClientMessage = SubmitJobs | Accepted | Results | CancelJobs | Request | Reply | ErrorMessage
 WorkerMessage = GiveCredit | Subscribe | AssignJobs | JobsStarted | JobsFinished | JobsReleased | JobsRecorded | CancelLeases
-OtherMessage = Heartbeat | HeartbeatAnswer | BlobPut | BlobGet | Chunk | ReadLog | LogPiece | PublishMessages | DeliverMessages
-Message = FirstMessage | ClientMessage | WorkerMessage | OtherMessage
+Put = BlobPut | CachePut
+Transfer = Put | BlobGet | Chunk | ReadLog | LogPiece | CacheAck | PublishMessages | DeliverMessages
+Message = FirstMessage | ClientMessage | WorkerMessage | Heartbeat | HeartbeatAnswer | Transfer
 
 
 # ---------------------------------------------------------------------------------------------------- limits of reports

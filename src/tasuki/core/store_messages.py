@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from tasuki.core.job import LEASED, Job, JobSpec, OnDisconnect, Outcome, Progress, State, check_name
 from tasuki.core.lifecycle import LEASE_TTL_S
 from tasuki.core.subject import matches
-from tasuki.errors import Conflict, InvalidInput
+from tasuki.errors import CacheConflict, Conflict, InvalidInput
 
 # ---------------------------------------------------------------------------------------------------- requests
 
@@ -248,6 +248,23 @@ class BlobClaim(msgspec.Struct, frozen=True, gc=False):
     size_bytes: int
 
 
+class CacheEntry(msgspec.Struct, frozen=True, gc=False):
+    """One file of a cache: its name there, and the blob that has its bytes."""
+
+    name: str
+    sha256: str
+    size_bytes: int
+
+
+class CacheOrder(msgspec.Struct, frozen=True, gc=False):
+    """Files to add to a cache for the workers that a pattern meets."""
+
+    cache_id: str
+    target: str
+    owner: str
+    entries: tuple[CacheEntry, ...]
+
+
 class TokenRow(msgspec.Struct, frozen=True, gc=False, kw_only=True, omit_defaults=True):
     """A token as the store keeps it: never the secret, only its sha256."""
 
@@ -288,6 +305,38 @@ class MissingBlobs(msgspec.Struct, frozen=True, gc=False):
 
     job_id: str
     sha256s: tuple[str, ...]
+
+
+class CacheStored(msgspec.Struct, frozen=True, gc=False):
+    """Answer to a `CacheOrder`: the cache has all of its files."""
+
+    added: int
+
+
+class CachedFile(msgspec.Struct, frozen=True, gc=False):
+    """A file of a cache as the store has it."""
+
+    name: str
+    sha256: str
+    size_bytes: int
+    target: str
+    owner: str
+    added_at: float
+
+    @property
+    def entry(self) -> CacheEntry:
+        return CacheEntry(self.name, self.sha256, self.size_bytes)
+
+
+class CacheSummary(msgspec.Struct, frozen=True, gc=False):
+    """A cache: how much it has, for which workers, and who began it when."""
+
+    cache_id: str
+    files: int
+    size_bytes: int
+    target: str
+    owner: str
+    created_at: float
 
 
 class Condemned(msgspec.Struct, frozen=True, gc=False):
@@ -532,6 +581,9 @@ class Turn(msgspec.Struct, kw_only=True):
     forget_blobs: Sequence[BlobPlace] = ()
     place_blobs: Sequence[BlobClaim] = ()
     blobs_stored: Sequence[BlobPlace] = ()
+    put_cache: Sequence[CacheOrder] = ()
+    remove_cache: Sequence[tuple[str, str]] = ()
+    """(cache_id, target)"""
     add_token: Sequence[TokenRow] = ()
     revoke_token: Sequence[tuple[str, str]] = ()
     """(token_id, actor)"""
@@ -544,6 +596,8 @@ class Turn(msgspec.Struct, kw_only=True):
     held: Sequence[tuple[str, str, str]] = ()
     """(worker_id, incarnation, owner)"""
     get: Sequence[str] = ()
+    cached_files: Sequence[tuple[str, str]] = ()
+    """(cache_id, name)"""
     token: Sequence[str] = ()
     """Hashes (sha256) of secrets that peers showed."""
     tokens: Sequence[None] = ()
@@ -573,6 +627,8 @@ class Answers(msgspec.Struct, kw_only=True):
     forget_blobs: int = 0
     place_blobs: Sequence[BlobPlace] = ()
     blobs_stored: Sequence[bool] = ()
+    put_cache: Sequence[CacheStored | CacheConflict | MissingBlobs] = ()
+    remove_cache: Sequence[int] = ()
     add_token: Sequence[bool] = ()
     revoke_token: Sequence[bool] = ()
     end_leases: Sequence[int] = ()
@@ -581,6 +637,7 @@ class Answers(msgspec.Struct, kw_only=True):
     lease: Sequence[list[Grant]] = ()
     held: Sequence[list[Grant]] = ()
     get: Sequence[Job | None] = ()
+    cached_files: Sequence[CachedFile | None] = ()
     token: Sequence[TokenRow | None] = ()
     tokens: Sequence[list[TokenRow]] = ()
     notes: TurnNotes = TurnNotes()
@@ -659,6 +716,8 @@ VERBS: tuple[StoreVerb, ...] = (
     StoreVerb("forget_blobs", lambda method, places, epoch, wall: method(places, epoch=epoch), leads=True),
     StoreVerb("place_blobs"),
     StoreVerb("blobs_stored"),
+    StoreVerb("put_cache"),
+    StoreVerb("remove_cache"),
     StoreVerb("add_token", _one_by_one),
     StoreVerb("revoke_token", lambda method, items, epoch, wall: [method(token_id, actor=actor) for token_id, actor in items]),
     StoreVerb("end_leases"),
@@ -667,6 +726,7 @@ VERBS: tuple[StoreVerb, ...] = (
     StoreVerb("lease"),
     StoreVerb("held"),
     StoreVerb("get"),
+    StoreVerb("cached_files"),
     StoreVerb("token", _one_by_one),
     StoreVerb("tokens", lambda method, requests, epoch, wall: [method() for _ in requests]),
 )

@@ -12,7 +12,7 @@ Subjects and patterns are checked at the door (`check_subject`, `check_pattern`)
 
 from collections.abc import Hashable
 from functools import lru_cache
-from itertools import takewhile
+from itertools import takewhile, zip_longest
 from typing import Generic, TypeVar
 
 from tasuki.errors import InvalidInput, quoted
@@ -79,6 +79,18 @@ def matches(pattern: str, subject: str) -> bool:
     elif len(given) != len(wanted):
         return False
     return all(token in ("*", there) for token, there in zip(wanted, given, strict=False))
+
+
+def intersects(one: str, other: str) -> bool:
+    """Return True if there may be a subject that both patterns match."""
+    for ours, theirs in zip_longest(one.split("."), other.split(".")):
+        if ours is None or theirs is None:
+            return False
+        if ">" in (ours, theirs):
+            return True
+        if ours != theirs and "*" not in (ours, theirs):
+            return False
+    return True
 
 
 @lru_cache(_CHECKED_CACHE_SIZE)

@@ -220,11 +220,31 @@ class JobBlob(Row):
         indexes = [models.Index(fields=["sha256"], name="tasuki_blob_sha256")]
 
 
+class CacheFile(Row):
+    """A file of a cache, which is a reference to the blob that has its bytes."""
+
+    shown = "{0.cache_id}:{0.name}"
+    id = RowIdField(primary_key=True)
+    cache_id = NameField(max_length=64)
+    name = NameField(max_length=1024)
+    sha256 = NameField(max_length=64)
+    size_bytes = models.BigIntegerField()
+    target = NameField(max_length=255)
+    """Pattern of the workers that it is for."""
+    owner = NameField(max_length=255)
+    """Submitter who put it there."""
+    added_at = UnixTimeField()
+
+    class Meta:
+        constraints = [models.UniqueConstraint(fields=["cache_id", "name"], name="tasuki_cache_key")]
+        indexes = [models.Index(fields=["sha256"], name="tasuki_cache_sha256")]
+
+
 class Blob(Row):
     """Bytes that are kept, or about to be. The row exists before the bytes are written and until they are deleted: there are
-    never bytes without a row. References to them are in JobBlob.
+    never bytes without a row. References to them are in JobBlob and CacheFile.
 
-    A condemned blob (no job refers to it, its bytes are being deleted) is never used again: a client that brings the same bytes
+    A condemned blob (nothing refers to it, its bytes are being deleted) is never used again: a client that brings the same bytes
     gets the next generation, kept under another name. So a deleter that was frozen for an hour cannot delete bytes in use.
     """
 

@@ -18,7 +18,7 @@ import msgspec
 from tasuki.core.access import Identity
 from tasuki.core.broker.events import Query
 from tasuki.core.explain import ExplainContext, explain
-from tasuki.core.job import TERMINAL, Job, State
+from tasuki.core.job import TERMINAL, Job, State, check_name
 from tasuki.core.machine import Peer
 from tasuki.core.protocol import DeliverMessages, Message
 from tasuki.core.store_messages import Filter, largest_groups
@@ -160,7 +160,42 @@ def _logs(reader: Reader, query: Query) -> Job:
     return _visible(job_id, reader.get([job_id])[0], query.identity)
 
 
-_ANSWERS = {"get": _get, "find": _find, "counts": _counts, "explain": _explain, "logs": _logs, "token.audit": _audit}
+def _page_of(query: Query) -> tuple[str, int]:
+    after, limit = query.params.get("after", ""), query.params.get("limit", PAGE_MAX)
+    if not isinstance(after, str) or not isinstance(limit, int) or not 1 <= limit <= PAGE_MAX:
+        raise InvalidInput(
+            f"{query.verb}: limit must be 1 to {PAGE_MAX}, and after a text; got {str(limit)[:40]} and {after!r:.80}"
+        )
+    return after, limit
+
+
+def _cache_list(reader: Reader, query: Query) -> Any:
+    after, limit = _page_of(query)
+    found = reader.caches(after=after, limit=limit)
+    views = [msgspec.structs.asdict(one) for one in found if query.identity.may_read_cache(one.owner, one.target)]
+    return {"caches": views, "after": found[-1].cache_id if len(found) == limit else None}
+
+
+def _cache_show(reader: Reader, query: Query) -> Any:
+    cache_id = check_name(str(query.params.get("cache_id", "")), "cache_id")
+    after, limit = _page_of(query)
+    found = reader.cache(cache_id, after=after, limit=limit)
+    views = [msgspec.structs.asdict(one) for one in found if query.identity.may_read_cache(one.owner, one.target)]
+    if not views and not after:
+        raise NotFound(f"there is no cache {cache_id!r}, or it is not for you; see: tasuki cache list")
+    return {"cache_id": cache_id, "files": views, "after": found[-1].name if len(found) == limit else None}
+
+
+_ANSWERS = {
+    "get": _get,
+    "find": _find,
+    "counts": _counts,
+    "explain": _explain,
+    "logs": _logs,
+    "token.audit": _audit,
+    "cache.list": _cache_list,
+    "cache.show": _cache_show,
+}
 
 _PLAIN = (
     "attempt",

@@ -58,7 +58,7 @@ from tasuki.server.queries import (
     query_bytes,
 )
 from tasuki.server.refusal_log import RefusalLog
-from tasuki.server.transfers import BlobTransfers
+from tasuki.server.transfers import BlobTransfers, may_read
 from tasuki.server.upload_shares import UploadShares
 from tasuki.stores.batching import StoreThread
 from tasuki.stores.store import Reader, Store
@@ -504,10 +504,10 @@ class Server:
             async with slots:
                 if command.conn not in self._links:  # gone while it waited
                     return
-                job, place = await self._readers.ask(
-                    lambda reader: (reader.get([get.job_id])[0], reader.blob_places([get.sha256])[0])
+                allowed, place = await self._readers.ask(
+                    lambda reader: (may_read(reader, command), reader.blob_places([get.sha256])[0])
                 )
-                await self._transfers.send(link, job, command, place)
+                await self._transfers.send(link, allowed, command, place)
         except TasukiError as error:
             link.send(error_message(get.msg_id, error))
 

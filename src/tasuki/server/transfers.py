@@ -32,7 +32,7 @@ from tasuki.core.access import PeerKind
 from tasuki.core.broker.events import ReceiveBlob, SendBlob
 from tasuki.core.job import BlobRef, Job, check_sha256
 from tasuki.core.presigned import BlobLink
-from tasuki.core.protocol import BlobPut, Chunk, Reply, error_message
+from tasuki.core.protocol import BlobPut, Chunk, Reply, error_message, parse_cache_source
 from tasuki.core.store_messages import BlobPlace
 from tasuki.errors import (
     BlobUnavailable,
@@ -49,6 +49,7 @@ from tasuki.event_loop import BackgroundTasks, ignore_result
 from tasuki.server.queries import Connection
 from tasuki.server.refusal_log import RefusalLog
 from tasuki.server.upload_shares import UploadShares
+from tasuki.stores.store import Reader
 
 logger = logging.getLogger("tasuki.blobs")
 
@@ -323,11 +324,11 @@ class BlobTransfers:
 
     # ------------------------------------------------------------------------------------------------ downloads
 
-    async def send(self, link: Connection, job: Job | None, command: SendBlob, place: BlobPlace | None) -> None:
-        """Send the blob of a job from this place; NotFound for a peer that may not read it."""
+    async def send(self, link: Connection, allowed: bool, command: SendBlob, place: BlobPlace | None) -> None:
+        """Send a blob from this place; NotFound for a peer that is not `allowed` to read it."""
         get = command.get
         check_sha256(get.sha256)
-        if job is None or not may_read_blob(command, job):
+        if not allowed:
             raise NotFound(f"job {get.job_id[:128]!r} has no blob {get.sha256} that you may read")
         if place is None:
             raise NotFound(f"blob {get.sha256} of job {get.job_id[:128]!r} is not stored any more")
@@ -450,6 +451,16 @@ def _write_all(writer: BlobWriter, pieces: Sequence[Any]) -> None:
 def _some(pieces: Iterator[bytes]) -> list[bytes]:
     """Return the next chunks; none at the end."""
     return list(islice(pieces, READ_CHUNKS))
+
+
+def may_read(reader: Reader, command: SendBlob) -> bool:
+    """Return whether the peer may read the blob of the job or the file of a cache that it names."""
+    cached = parse_cache_source(command.get.job_id)
+    if cached is None:
+        [job] = reader.get([command.get.job_id])
+        return job is not None and may_read_blob(command, job)
+    [file] = reader.cached_files([cached])
+    return file is not None and file.sha256 == command.get.sha256 and command.identity.may_read_cache(file.owner, file.target)
 
 
 def may_read_blob(command: SendBlob, job: Job) -> bool:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import lru_cache
 from typing import TypeVar
 
@@ -26,8 +26,8 @@ from tasuki.core import subject as subjects
 from tasuki.core.backoff import Backoff
 from tasuki.core.job import BlobRef, JobIncident, JobSpec, Outcome
 from tasuki.core.lifecycle import JobEvent
-from tasuki.core.store_messages import Filter, Report
-from tasuki.errors import InterruptCause, InvalidInput, StaleEpoch
+from tasuki.core.store_messages import CachedFile, CacheEntry, CacheOrder, Filter, MissingBlobs, Report
+from tasuki.errors import CacheConflict, InterruptCause, InvalidInput, StaleEpoch
 
 GENERATIONS_BEGIN_AT = 1_767_225_600  # 2026-01-01T00:00:00Z; in 32 bits there is room until 2094
 
@@ -107,6 +107,37 @@ def stale_epoch(epoch: int, current: int, holder: str) -> StaleEpoch:
 def input_refs(spec: JobSpec) -> list[BlobRef]:
     """Return the inputs of a job that are blobs."""
     return [BlobRef(file.sha256, file.size_bytes or 0) for file in spec.files if file.sha256 is not None]
+
+
+def judge_cache(
+    order: CacheOrder, known: Mapping[str, CachedFile], target: str | None, stored: Collection[BlobRef]
+) -> list[CacheEntry] | CacheConflict | MissingBlobs:
+    """Return the files that are new in a cache, or why the order cannot be carried out.
+
+    `known` are those of its names that the cache has, `target` is the cache's own (None: it is new), `stored` the blobs among
+    those of the order that may be referred to.
+    """
+    if target is not None and target != order.target:
+        return other_target(order.cache_id, target, order.target)
+    for entry in order.entries:
+        if (there := known.get(entry.name)) is not None and there.entry != entry:
+            return other_file(order.cache_id, entry.name, there.sha256)
+    missing = {entry.sha256 for entry in order.entries if BlobRef(entry.sha256, entry.size_bytes) not in stored}
+    if missing:
+        return MissingBlobs(order.cache_id, tuple(sorted(missing)))
+    return [entry for entry in order.entries if entry.name not in known]
+
+
+def other_target(cache_id: str, target: str, wanted: str) -> CacheConflict:
+    return CacheConflict(f"cache {cache_id!r} is for {target!r}, not {wanted!r}; use that target, or another cache_id")
+
+
+def other_file(cache_id: str, name: str, sha256: str) -> CacheConflict:
+    return CacheConflict(
+        f"cache {cache_id!r} has a file {name!r} with other bytes (sha256 {sha256}), which are not overwritten; "
+        f"use another cache_id, or remove it first: tasuki cache rm {cache_id}",
+        name=name,
+    )
 
 
 def missing_result(ref: BlobRef) -> str:

@@ -12,9 +12,9 @@ attempt are the current ones, in the same write. `start` and `renew` also check 
 are refused with `StaleEpoch` when another one is registered; they are called in a turn of their own, so that the check is the
 first statement of its transaction. `docs/invariants.md` lists the promises that these rules keep.
 
-Blobs. The store knows which bytes exist (a row before the first byte, gone after the last) and which jobs refer to them; a blob
-store (`tasuki.blobs`) has the bytes. A reference is written in its job's transaction, and only to bytes that are
-stored; `condemn_blobs` re-checks it inside its own.
+Blobs. The store knows which bytes exist (a row before the first byte, gone after the last) and which jobs and caches refer to
+them; a blob store (`tasuki.blobs`) has the bytes. A reference is written in the transaction of its job or cache, and only to
+bytes that are stored; `condemn_blobs` re-checks it inside its own.
 """
 
 from __future__ import annotations
@@ -30,6 +30,10 @@ from tasuki.core.store_messages import (
     AuditRow,
     BlobClaim,
     BlobPlace,
+    CachedFile,
+    CacheOrder,
+    CacheStored,
+    CacheSummary,
     Canceled,
     Condemned,
     CondemnOrder,
@@ -53,7 +57,7 @@ from tasuki.core.store_messages import (
     TokenRow,
     TurnNotes,
 )
-from tasuki.errors import Conflict
+from tasuki.errors import CacheConflict, Conflict
 
 Answered = Submitted | Conflict | MissingBlobs
 """Answer to one submission."""
@@ -116,7 +120,17 @@ class Reader(Protocol):
         """Return the places of these blobs; None for one that is not stored (or condemned)."""
 
     def blob_owners(self, sha256: str, *, limit: int = 16) -> list[str]:
-        """Return ids of jobs whose inputs or result are this blob; a peer that may read one of them may read the blob."""
+        """Return ids of jobs whose inputs or result are this blob, and `cache:` with ids of caches that have it; a peer that may
+        read one of them may read the blob."""
+
+    def cached_files(self, names: Sequence[tuple[str, str]]) -> list[CachedFile | None]:
+        """Return files of caches by (cache_id, name), None for one that is not there."""
+
+    def cache(self, cache_id: str, *, after: str = "", limit: int = 1000) -> list[CachedFile]:
+        """Return the files of a cache by name, from the first one behind `after` on; none for an unknown cache."""
+
+    def caches(self, *, after: str = "", limit: int = 100) -> list[CacheSummary]:
+        """Return caches by cache_id, from the first one behind `after` on. Owner, target and time are those of its first file."""
 
     def epoch(self) -> tuple[int, str]:
         """Return the highest epoch ever registered, and its holder; (0, "") before the first."""
@@ -258,7 +272,7 @@ class Store(Reader, Protocol):
         """Delete jobs that became terminal before that wall time, with their incidents; return how many."""
 
     def condemn_blobs(self, order: CondemnOrder, *, epoch: int) -> Condemned:
-        """Condemn at most `limit` blobs that no job refers to, so that their bytes can be deleted: first those condemned before
+        """Condemn at most `limit` blobs that nothing refers to, so that their bytes can be deleted: first those condemned before
         and not forgotten yet, then the longest untouched.
 
         A blob may be condemned if it was last touched before `unused_since`; while all blobs together take more than
@@ -280,6 +294,16 @@ class Store(Reader, Protocol):
 
     def blobs_stored(self, places: Sequence[BlobPlace]) -> list[bool]:
         """Note that the bytes are durable at these places. False: the blob was condemned meanwhile; place it again."""
+
+    # -- caches ---------------------------------------------------------------------------------------------------
+    def put_cache(self, orders: Sequence[CacheOrder]) -> list[CacheStored | CacheConflict | MissingBlobs]:
+        """Add files to caches, with a reference to their blobs; a cache begins with its first file. All files of an order or
+        none: MissingBlobs if one is no stored blob of that size, CacheConflict if the cache has another file of that name, or
+        another target. Files that are there stay as they are."""
+
+    def remove_cache(self, caches: Sequence[tuple[str, str]]) -> list[int]:
+        """Remove caches by (cache_id, target), with their references; return how many files each had. 0, and no change, for one
+        with another target: the caller was not allowed to remove that."""
 
     # -- tokens ---------------------------------------------------------------------------------------------------
     def add_token(self, token: TokenRow) -> bool:

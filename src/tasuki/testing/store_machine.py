@@ -21,6 +21,8 @@ from tasuki.core.lifecycle import is_late
 from tasuki.core.store_messages import (
     Assignment,
     BlobClaim,
+    CacheEntry,
+    CacheOrder,
     CondemnOrder,
     Filter,
     Grant,
@@ -413,6 +415,13 @@ class StoreMachine(RuleBasedStateMachine):
     @rule()
     def bring_blob(self) -> None:
         self.both("blobs_stored", self.both("place_blobs", [BlobClaim(BLOB, 3)]))
+
+    @rule(removes=st.booleans())
+    def change_cache(self, removes: bool) -> None:
+        if removes:
+            self.both("remove_cache", [("cache", ">")])
+        else:
+            self.both("put_cache", [CacheOrder("cache", ">", "alice", (CacheEntry("a", BLOB, 3),))])
 
     @rule(age_s=st.sampled_from([-1.0, 30.0]), deletes=st.booleans())
     def collect(self, age_s: float, deletes: bool) -> None:

@@ -20,7 +20,7 @@ from msgspec.structs import replace
 
 from tasuki.core import protocol
 from tasuki.core.job import JobSpec, Outcome, Progress
-from tasuki.core.store_messages import Grant
+from tasuki.core.store_messages import CacheEntry, Grant
 from tasuki.core.subject import DEFAULT_SUBJECT
 from tasuki.errors import InvalidInput, ProtocolError, RefusedRequest, TooLarge, UnknownFrame
 from tasuki.wire.compression import GZIP, ZSTD, compress, decompress
@@ -117,8 +117,8 @@ class Type(enum.IntEnum):
     ACK_JOB = 3
     CREDIT = 4
     RESULT = 5
-    CACHE_PUT = 6  # reserved: caches
-    CACHE_ACK = 7  # reserved: caches
+    CACHE_PUT = 6
+    CACHE_ACK = 7
     HELLO_CLIENT = 9
     HELLO_WORKER = 10
     ERROR = 11
@@ -201,6 +201,19 @@ class _DeliverHeader(msgspec.Struct, omit_defaults=True):
     dropped: int = 0
 
 
+class _CachePutHeader(msgspec.Struct, omit_defaults=True):
+    msg_id: protocol.MsgId
+    cache_id: str
+    target: str
+    wait_s: protocol.Seconds = 0.0
+
+
+class _CacheAckHeader(msgspec.Struct, omit_defaults=True):
+    corr_id: int
+    cache_id: str
+    elsewhere: protocol.Patterns = ()
+
+
 class _BeatAnswer(msgspec.Struct, omit_defaults=True):
     cancel: list[str] = []
     lost: list[str] = []
@@ -249,6 +262,8 @@ _packed_endings = _items(_PackedEnding)
 _grants = _items(Grant)
 _results = _items(protocol.JobResult)
 _acceptances = _items(protocol.Acceptance)
+_cache_entries = _items(CacheEntry)
+_worker_caches = _items(protocol.WorkerCache)
 _texts = _items(str)
 _fenced = _items(tuple[str, str])
 _submit_header = _decoder(_SubmitHeader)
@@ -267,6 +282,8 @@ _piece_header = _decoder(_PieceHeader)
 _published = _items(protocol.PublishedMessage)
 _publish_header = _decoder(_PublishHeader)
 _deliver_header = _decoder(_DeliverHeader)
+_cache_put_header = _decoder(_CachePutHeader)
+_cache_ack_header = _decoder(_CacheAckHeader)
 
 
 def decode(frame: Frame, max_bytes: int, *, from_server: bool = True) -> protocol.Message:
@@ -424,6 +441,16 @@ def _read_deliver(frame: Frame) -> protocol.Message:
     return protocol.DeliverMessages(_published(frame), header.queue, header.dropped)
 
 
+def _read_cache_put(frame: Frame) -> protocol.Message:
+    header = _cache_put_header(frame.header)
+    return protocol.CachePut(header.msg_id, header.cache_id, header.target, _cache_entries(frame), header.wait_s)
+
+
+def _read_cache_ack(frame: Frame) -> protocol.Message:
+    header = _cache_ack_header(frame.header)
+    return protocol.CacheAck(header.corr_id, header.cache_id, _worker_caches(frame), header.elsewhere)
+
+
 _READERS: dict[int, Callable[[Frame], protocol.Message]] = {
     Type.SUBMIT_JOB: _read_submit,
     Type.ASSIGN_JOB: lambda frame: protocol.AssignJobs(_assign_header(frame.header).ttl_s, _grants(frame)),
@@ -439,12 +466,16 @@ _READERS: dict[int, Callable[[Frame], protocol.Message]] = {
     Type.LOG_PIECE: _read_piece,
     Type.PUBLISH: _read_publish,
     Type.DELIVER: _read_deliver,
+    Type.CACHE_PUT: _read_cache_put,
+    Type.CACHE_ACK: _read_cache_ack,
 }
 _FROM_SERVER: set[int] = {Type.ASSIGN_JOB, Type.RESULT, Type.REPLY, Type.WELCOME, Type.DELIVER}
 _TO_SERVER_MAX_BYTES: dict[int, int] = {
     Type.PUBLISH: protocol.PUBLISH_MAX_BYTES,
     Type.REQUEST: protocol.REQUEST_MAX_BYTES,
     Type.SUBMIT_JOB: protocol.SUBMIT_MAX_BYTES,
+    Type.CACHE_PUT: protocol.SUBMIT_MAX_BYTES,
+    Type.CACHE_ACK: protocol.REQUEST_MAX_BYTES,
     Type.CHUNK: protocol.CHUNK_MAX_BYTES,
 }
 _NO_BODY = b""
@@ -475,6 +506,12 @@ _WRITERS: dict[type, Callable[[Any], _Parts]] = {
         0,
     ),
     protocol.Chunk: lambda m: (Type.CHUNK, _ChunkHeader(m.corr_id, m.offset, m.last), m.data, 0),
+    protocol.CachePut: lambda m: (
+        Type.CACHE_PUT,
+        _CachePutHeader(m.msg_id, m.cache_id, m.target, m.wait_s),
+        *_batch(m.entries),
+    ),
+    protocol.CacheAck: lambda m: (Type.CACHE_ACK, _CacheAckHeader(m.corr_id, m.cache_id, m.elsewhere), *_batch(m.workers)),
     protocol.LogPiece: lambda m: (
         Type.LOG_PIECE,
         _PieceHeader(m.corr_id, m.offset, m.next, m.end, m.cut_bytes, m.ended),

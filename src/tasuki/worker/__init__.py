@@ -9,6 +9,7 @@
     results.py             the result archive, and the output files in it
     outbox.py              ended attempts until a server has answered them, on disk too
     transfers.py           downloads of inputs, uploads of results
+    cache.py               files of caches: kept by their hash, linked into run folders
     function_processes.py  the child processes of plain functions
     keeper/                the process that starts and ends commands; `preforked.py` is its warm interpreter
     credentials.py         the worker's identity and tokens on disk, and their rotation

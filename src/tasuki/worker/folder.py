@@ -46,6 +46,8 @@ class RunFolder:
 
     def __init__(self, path: Path | str) -> None:
         self.name = str(path)
+        self._shared: dict[Path, os.stat_result] = {}
+        """Inputs that are links to files of the worker's cache, as they were at the start."""
 
     @cached_property
     def path(self) -> Path:
@@ -54,6 +56,22 @@ class RunFolder:
     @cached_property
     def inputs(self) -> Path:
         return self.path / "in"
+
+    def note_shared(self, path: Path) -> None:
+        """Note an input that came from the cache; one that is no link is the job's own."""
+        found = path.lstat()
+        if found.st_nlink > 1:
+            self._shared[path] = found
+
+    def changed_input(self) -> str:
+        """Return the name of a shared input that was written to, by this job or another one; "" if there is none."""
+        for path, before in self._shared.items():
+            with contextlib.suppress(FileNotFoundError):
+                found = path.lstat()
+                same = (found.st_mtime_ns, found.st_size, found.st_mode) == (before.st_mtime_ns, before.st_size, before.st_mode)
+                if found.st_ino == before.st_ino and not same:  # another inode: the job has replaced its own link
+                    return str(path.relative_to(self.inputs))
+        return ""
 
 
 class RunFolders:
@@ -92,7 +110,8 @@ class RunFolders:
         spec = attempt.spec
         for file in spec.files:
             _check_input(file)
-        needed_bytes = len(spec.payload) + sum(file.size_bytes or len(file.data or b"") for file in spec.files)
+        own = [file for file in spec.files if file.cached_as is None]  # a link takes no space
+        needed_bytes = len(spec.payload) + sum(file.size_bytes or len(file.data or b"") for file in own)
         check_free(self._root, needed_bytes, self._floor_free_bytes, DISK_FLOOR_INODES)
         folder = self.at(attempt)
         with disk_full_as_error(folder.name):
@@ -217,7 +236,7 @@ def _check_input(file: InputFile) -> None:
     except InvalidInput as error:
         raise JobRefused("BAD_INPUT", error.message) from error
     if file.data is None and (file.sha256 is None or file.size_bytes is None):
-        raise JobRefused("BAD_INPUT", f"input file {file.name!r} is neither inline nor a blob; this worker has no caches")
+        raise JobRefused("BAD_INPUT", f"input file {file.name!r} has no bytes: it is neither inline nor a blob")
 
 
 def verify_input(path: Path, file: InputFile) -> None:

@@ -82,6 +82,7 @@ class CommandRunner:
         *,
         incarnation: str,
         fetch: Fetch,
+        fetch_cached: Fetch | None = None,
         may_run_any: Callable[[Attempt], bool] = lambda attempt: False,
         grace_s: float = GRACE_S,
         log_caps: LogCaps = DEFAULT_CAPS,
@@ -95,13 +96,15 @@ class CommandRunner:
     ) -> None:
         """`may_run_any(attempt)` returns whether this job may run any program: the worker's own user submitted it on its own
         machine. `lease_deadline(lease_id)` returns the boot time at which the attempt must be over, None: never.
-        Without a `keeper` one is forked at the first start. `folders` replaces a worker's run folders (agents)."""
+        Without a `keeper` one is forked at the first start. `folders` replaces a worker's run folders (agents). `fetch_cached`
+        is for files of caches; it has verified them."""
         check_secrets(execs.values())
         self.folders = folders or RunFolders(data, incarnation, floor_free_bytes=floor_free_bytes)
         self._execs = execs
         self._environment = base_environment()
         self._incarnation = incarnation
         self._fetch = fetch
+        self._fetch_cached = fetch_cached
         self._may_run_any = may_run_any
         self._default_grace_s = grace_s
         self._log_caps = log_caps
@@ -220,6 +223,10 @@ class CommandRunner:
             assert file.sha256 is not None  # `RunFolders.create` has looked
             assert file.size_bytes is not None
             target = folder.inputs / file.name
+            if file.cached_as is not None and self._fetch_cached is not None:
+                await self._fetch_cached(job_id, file.sha256, file.size_bytes, target)
+                folder.note_shared(target)
+                continue
             await self._fetch(job_id, file.sha256, file.size_bytes, target)
             await asyncio.to_thread(verify_input, target, file)
 
@@ -262,6 +269,9 @@ class CommandRunner:
             outcome = ended_outcome(ended, f"exec {exec_.name!r}", command.timeout_s, command.limits)
             if outcome.error_code == "EXIT_CODE" and (shortage := self.folders.shortage()):
                 outcome = replace(outcome, message=f"{outcome.message}; {shortage}")
+            if changed := folder.changed_input():
+                message = f"its input {changed!r} is a cached file, and was changed while it ran; copy it before you write to it"
+                outcome = Outcome(exit_code=outcome.exit_code, error_code="INPUT_CHANGED", message=message)
             outcome = redactor.outcome(judged(outcome, exec_.name, exec_.exits, rules_of(attempt.spec)))
             wall = time.time() - boot_time()
             times = Times(spawned.at + wall, ended.at + wall, ended.at - spawned.at)

@@ -53,14 +53,15 @@ class WorkerTransfers:
                 await self._fetch_whole(ref, job_id, target)
                 return
             with part:
-                await self._resume(part, ref, job_id)
+                await self.resume(part, ref, job_id)
                 await asyncio.to_thread(part.publish, target)
 
     async def _fetch_whole(self, ref: BlobRef, job_id: str, target: Path) -> None:
         with await asyncio.to_thread(target.open, "wb") as file:
             await self._blobs.get(ref, job_id, file.write)
 
-    async def _resume(self, part: PartFile, ref: BlobRef, job_id: str) -> None:
+    async def resume(self, part: PartFile, ref: BlobRef, job_id: str) -> None:
+        """Download the rest of a blob, and verify all of it."""
         digest = hashlib.sha256()
         offset = await asyncio.to_thread(part.read_into, digest.update, ref.size_bytes)
         if offset:

@@ -64,6 +64,7 @@ from tasuki.worker.attempt import (
     check_handler,
     worker_failure,
 )
+from tasuki.worker.cache import CACHE_FOLDER, DEFAULT_CACHE, CacheConfig, CacheFolder, InputCache
 from tasuki.worker.commands import missing_programs
 from tasuki.worker.credentials import CredentialFile, Rotation
 from tasuki.worker.execs import Exec
@@ -140,6 +141,7 @@ class Worker:
         drain_timeout_s: float | None = None,
         log_caps: LogCaps = DEFAULT_CAPS,
         credential_file: CredentialFile | None = None,
+        cache: CacheConfig = DEFAULT_CACHE,
     ) -> None:
         self.url = url
         self.worker_id = worker_id or f"{socket.gethostname().split('.')[0][:40]}-{os.getpid()}-{secrets.token_hex(2)}"
@@ -150,13 +152,12 @@ class Worker:
         self._rotation: Rotation | None = None
         self._subjects = tuple(check_pattern(subject) for subject in subjects)
         self._concurrency = check_slots(concurrency)
-        self._execs = dict(execs or {})
-        self._any_program = any_program
+        self._execs, self._any_program = dict(execs or {}), any_program
         self._key = b""
         """This user's key, where jobs may run any program."""
         self._policy = functools.partial(disconnect_policy, on_disconnect, reconnect_grace_s, lease_ttl_s)
         self._policy(over_http=False)  # raises for a bad value
-        self._drain_timeout_s = drain_timeout_s
+        self._drain_timeout_s, self._cache_config = drain_timeout_s, cache
         self._handlers = Handlers()
         self._connection = ServerConnection(self._heard, client_tls(tls_ca), is_worker=True)
         self._folder = None if data is None else data_folder(data).root
@@ -262,6 +263,7 @@ class Worker:
             codecs=CODECS if remote else (),
             takes=offer.takes,
             execs=offer.execs,
+            caches=True,
         )
         self._machine = WorkerMachine(identity, addresses=addresses, jitter=random.random)
         self._done: asyncio.Future[None] = self._loop.create_future()
@@ -290,11 +292,14 @@ class Worker:
         DataFolder(folder).make()
         for problem in missing_programs(self._execs):
             logger.warning("%s", problem)
+        cache = CacheFolder(self._cache_config.folder or folder / CACHE_FOLDER, self._cache_config.max_bytes)
+        self._cache = InputCache(cache, self._transfers, self.worker_id, self._send)
         self._runner = CommandRunner(
             folder,
             self._execs,
             incarnation=self.incarnation,
             fetch=self._transfers.fetch,
+            fetch_cached=self._cache.place,
             may_run_any=self._may_run_any,
             keeper=self._keeper,
             lease_deadline=self._machine.lease_deadline,
@@ -323,6 +328,7 @@ class Worker:
         for ending in self._machine.unreported:
             self._outbox.save(self._record(ending))
         await self._cleaning.close()
+        await self._cache.close()
         await self._outbox.close()
         self._runner.close()
         await self._connection.close()
@@ -427,6 +433,8 @@ class Worker:
                 if command.question.stream == PROGRESS_STREAM and command.question.lease_id in self._active:
                     self._log_follow.progress_of(command.question.lease_id)  # a follower may be there before the first report
                 self._log_follow.ask(command.question)
+            case events.TakeFiles():
+                self._cache.asked(command.put)
             case events.Stop():
                 if (active := self._active.get(command.lease_id)) is not None:
                     active.request_stop(StopReason(command.reason))

@@ -11,6 +11,7 @@ the state. Nothing here imports more than the rest of `tasuki.core`, and each mo
     client_messages   conversations with clients: submits, watches, cancels, requests; blob transfers
     publish_subscribe messages that are not stored: subscribing, publishing, queue groups
     log_reads         a client's reads of a log that a worker has
+    caches            files that clients put and workers keep; the hash and size of those that jobs name
     authentication    Hello, tokens, enrolment of workers
     state             the state that these share: sessions, credit, watchers, other servers
     turn_builder      the next turn: questions for the store, and the functions that get the answers

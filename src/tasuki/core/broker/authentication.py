@@ -35,7 +35,7 @@ from tasuki.errors import Forbidden, InvalidInput, NotFound, ProtocolError, Tasu
 IDLE_TIMEOUT_S = 60.0  # a client that says nothing for so long is gone; it beats every third of it
 PATTERNS_MAX = 200  # of 255 bytes each: a Hello's header has room for 64 KiB
 CODECS = ("zstd", "gzip")  # in the order of preference; a codec that the peer does not offer is not used
-FEATURES = ("batch", "blobs", "logs", "messages", "watch")
+FEATURES = ("batch", "blobs", "caches", "logs", "messages", "watch")
 CREATE, REGISTER, ROTATE, REVOKE = "token.create", "worker.register", "worker.rotate", "worker.revoke"
 LABEL_MAX_CHARS = 200
 SECRET_FIELDS = ("sha256", "incarnation")  # of a token: not listed
@@ -183,9 +183,8 @@ def _new_worker(state: BrokerState, common: dict[str, Any], hello: protocol.Hell
     access.check_worker_id(hello.worker_id, state.config.apps)
     _check_owner(state, identity, hello.worker_id)
     patterns = checked_patterns(identity, hello.patterns or (DEFAULT_PATTERN,))
-    config = state.config
+    config, (least, most) = state.config, LEASE_TTL_RANGE_S  # to ask for; granted up to the server's own limit
     ttl_s = hello.ttl_s if hello.ttl_s is not None else config.lease_ttl_s
-    least, most = LEASE_TTL_RANGE_S  # to ask for; granted up to the server's own limit
     if not least <= ttl_s <= most:
         raise InvalidInput(f"the lease ttl must be {least:g} to {most:g} seconds, got {ttl_s:g}")
     return WorkerSession(
@@ -200,6 +199,7 @@ def _new_worker(state: BrokerState, common: dict[str, Any], hello: protocol.Hell
         slots=hello.slots,
         offer=checked_offer(hello.takes, hello.execs),
         version=min(protocol.PROTOCOL_VERSION, hello.version),
+        caches=hello.caches,
     )
 
 

@@ -8,7 +8,16 @@ assigned, canceled) is sent from there, that is, after the commit.
 
 from __future__ import annotations
 
-from tasuki.core.broker import authentication, client_messages, cluster, events, log_reads, publish_subscribe, worker_messages
+from tasuki.core.broker import (
+    authentication,
+    caches,
+    client_messages,
+    cluster,
+    events,
+    log_reads,
+    publish_subscribe,
+    worker_messages,
+)
 from tasuki.core.broker.state import CHOICE_MIN, BrokerState, ClientSession, Session, TransferSession, WorkerSession
 from tasuki.core.broker.subscriptions import PAGE_QUEUES
 from tasuki.core.broker.turn_builder import TurnBuilder, TurnEffects
@@ -183,7 +192,7 @@ class Broker(BrokerState):
     # ------------------------------------------------------------------------------------------------ time
 
     def _ticked(self, now: Now) -> list[events.Command]:
-        commands = cluster.poll(self, now) + log_reads.ticked(self, now)
+        commands = cluster.poll(self, now) + log_reads.ticked(self, now) + caches.ticked(self, now)
         if now.monotonic >= self._look_at_sessions_at:
             self._look_at_sessions_at = now.monotonic + SESSIONS_INTERVAL_S
             for session in list(self.sessions.values()):

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from tasuki.core import protocol
 from tasuki.core.access import Identity, PeerKind
-from tasuki.core.broker import authentication, events, publish_subscribe
+from tasuki.core.broker import authentication, caches, events, publish_subscribe
 from tasuki.core.broker.log_reads import question_of
 from tasuki.core.broker.state import BrokerState, ClientSession, Session, TransferSession, WorkerSession
 from tasuki.core.broker.turn_builder import TurnEffects, ignore
@@ -38,7 +38,7 @@ from tasuki.errors import Conflict, DiskFull, Forbidden, InvalidInput, NotFound,
 SPECS_MAX = protocol.BATCH_MAX  # jobs of one frame: the answers must fit a frame too, and those that exist are read whole
 ROWS_AT_ONCE = 64  # jobs of one request that a turn reads or changes: with its lists a row may have 3 MiB
 ENTRY_BYTES = 128  # of memory that an argument, environment name, file or header takes beside its text
-READ_VERBS = frozenset({"get", "find", "counts", "explain", "token.audit"})
+READ_VERBS = frozenset({"get", "find", "counts", "explain", "token.audit", "cache.list", "cache.show"})
 REASON_MAX_CHARS = 1000
 
 
@@ -60,6 +60,8 @@ def received(state: BrokerState, client: ClientSession, message: protocol.Messag
             return publish_subscribe.publish(state, client, message)
         case protocol.CancelJobs():
             return _cancel(state, client, identity, message)
+        case protocol.CachePut():
+            return caches.put(state, client, identity, message)
         case protocol.BlobPut() | protocol.Chunk() | protocol.BlobGet():
             return transferred(state, client, message)
         case _:
@@ -86,6 +88,7 @@ def submit(state: BrokerState, client: ClientSession, identity: Identity, messag
     rejected: list[protocol.Acceptance] = []
     indexes: list[int] | None = None  # place in the message of each submission; None: all of the message
     size_bytes = 0
+    is_cached = False
     for index, spec in enumerate(message.specs):
         if spec.subject.startswith(SUBMIT):
             spec = routed(spec)
@@ -111,11 +114,22 @@ def submit(state: BrokerState, client: ClientSession, identity: Identity, messag
         size_bytes += len(spec.payload)
         if spec.args or spec.env or spec.files or spec.headers:
             size_bytes += lists_bytes(spec)
+            is_cached = is_cached or any(file.cached_as is not None for file in spec.files)
         submissions.append(Submission(spec, submitter, body_hash(spec)))
-    verb = "rerun" if message.on_failed == "rerun" else "submit"
-    reply = partial(_submitted, state, client, message, rejected, indexes)
-    failed = partial(state.tell_failure, client.conn, message.msg_id)
-    builder.ask(verb, submissions, reply, failed, client.owner, size_bytes)
+
+    def store(found: list[Submission]) -> None:
+        for one in found if is_cached else ():  # of a later turn than the one that was noted above
+            kind = command_kind if one.spec.exec else JobKind.HANDLER
+            state.builder.queues[one.spec.subject, kind, one.spec.exec] = None
+        verb = "rerun" if message.on_failed == "rerun" else "submit"
+        reply = partial(_submitted, state, client, message, rejected, indexes, found)
+        failed = partial(state.tell_failure, client.conn, message.msg_id)
+        state.builder.ask(verb, found, reply, failed, client.owner, size_bytes)
+
+    if is_cached:
+        caches.resolve(state, client, identity, message.msg_id, submissions, store)
+    else:
+        store(submissions)
     return []
 
 
@@ -139,6 +153,7 @@ def _submitted(
     message: protocol.SubmitJobs,
     exceptions: list[protocol.Acceptance],
     indexes: list[int] | None,
+    submissions: list[Submission],
     answers: Sequence[Submitted | Conflict | MissingBlobs],
     effects: TurnEffects,
 ) -> None:
@@ -152,7 +167,9 @@ def _submitted(
                 state.watch(client, answer.job_id)
             continue
         index = indexes[place] if indexes is not None else place
-        if isinstance(answer, MissingBlobs):
+        if isinstance(answer, MissingBlobs) and caches.NO_BLOB in answer.sha256s:
+            exceptions.append(_refused(index, answer.job_id, caches.not_cached(answer.job_id, submissions[place].spec)))
+        elif isinstance(answer, MissingBlobs):
             job_id, named = answer.job_id, ", ".join(answer.sha256s[:3])
             unfit = f"job {job_id!r} needs blobs that are not here, or have another size: {named}"
             missing = f"{unfit}; upload its input files before the job"
@@ -409,6 +426,8 @@ def request(
         if verb == "watch":
             return _watch(state, client, request, job_ids)
         return _requeue(state, client, identity, request, job_ids)
+    if verb == "cache.remove":
+        return caches.remove(state, client, identity, request)
     if verb == "workers":
         identity.check_admin("the list of workers")
         return [Send(conn, protocol.Reply(msg_id, state.describe_workers()))]
@@ -424,7 +443,7 @@ def request(
         return publish_subscribe.request(state, client, request)
     if verb in authentication.TOKEN_VERBS:
         return authentication.token_request(state, conn, request, identity, now)
-    others = ("logs", "watch", "requeue", "workers", "servers", "detach", "attach", *publish_subscribe.VERBS)
+    others = ("logs", "watch", "requeue", "workers", "servers", "detach", "attach", "cache.remove", *publish_subscribe.VERBS)
     verbs = sorted({*others, *READ_VERBS, *authentication.TOKEN_VERBS})
     raise NotFound(f"there is no request {verb[:40]!r}; there are {', '.join(verbs)}")
 

@@ -88,8 +88,8 @@ def job_seen(state: BrokerState, event: JobSeen, now: Now) -> list[Command]:
         return [Send(event.conn, protocol.Reply(event.msg_id, answer))]
     crowded = worker.log_reads >= READS_PER_WORKER // 2 or client.log_reads >= READS_PER_CLIENT // 2
     wait_s = 0.0 if crowded else asked.wait_s
-    state.last_log_read += 1
-    question = protocol.ReadLog(state.last_log_read, lease.lease_id, asked.stream, offset, asked.max_bytes, wait_s)
+    state.last_question += 1
+    question = protocol.ReadLog(state.last_question, lease.lease_id, asked.stream, offset, asked.max_bytes, wait_s)
     deadline = now.monotonic + wait_s + ANSWER_WITHIN_S
     state.log_reads[question.msg_id] = PendingLogRead(event.conn, event.msg_id, worker.conn, question, answer, deadline)
     client.log_reads += 1

@@ -23,7 +23,7 @@ from tasuki.core.job import OnDisconnect
 from tasuki.core.lifecycle import LEASE_TTL_S
 from tasuki.core.machine import Hangup, Peer
 from tasuki.core.message_routes import MessageRoutes
-from tasuki.core.protocol import Claim, JobResult, ReadLog, Reply, error_message
+from tasuki.core.protocol import CachePut, Claim, JobResult, ReadLog, Reply, WorkerCache, error_message
 from tasuki.core.shares import Shares
 from tasuki.core.store_messages import OWN_PROGRAMS, JobKind, Offer, ReadyQueue
 from tasuki.core.subject import matches
@@ -139,6 +139,8 @@ class ClientSession(Session):
     watching: set[str] = msgspec.field(default_factory=set)
     log_reads: int = 0
     """Number of its log reads that wait for workers."""
+    cache_puts: int = 0
+    """Number of its puts of caches that wait for workers."""
 
 
 class TransferSession(Session, kw_only=True):
@@ -163,6 +165,8 @@ class WorkerSession(Session, kw_only=True):
     version: int = 1
     """Version of the protocol that both sides speak."""
     log_reads: int = 0
+    caches: bool = False
+    """It keeps files of caches."""
     account: Account = msgspec.field(default_factory=Account)
     deliveries: dict[str, Delivery] = msgspec.field(default_factory=dict)
     """Deliveries by lease_id."""
@@ -225,6 +229,18 @@ class PendingLogRead(msgspec.Struct):
     answer: dict[str, Any]
     """Answer to the client if the worker says nothing."""
     deadline: float
+
+
+class PendingCachePut(msgspec.Struct):
+    """A client's put of a cache that waits for the answers of workers."""
+
+    conn: int
+    message: CachePut
+    workers: dict[str, WorkerCache]
+    elsewhere: tuple[str, ...]
+    deadline: float
+    waiting: dict[int, str] = msgspec.field(default_factory=dict)
+    """Workers that have not answered, by connection."""
 
 
 # ---------------------------------------------------------------------------------------------------- other servers
@@ -344,7 +360,9 @@ class BrokerState:
         """Turn of the members of queue groups."""
         self._message_shares = Shares(SUBSCRIBERS_MAX, "subscriptions to messages at this server")
         self.log_reads: dict[int, PendingLogRead] = {}
-        self.last_log_read = 0
+        self.cache_puts: dict[int, PendingCachePut] = {}
+        self.last_question = 0
+        """Number of the last question to a worker: of a log, or of a cache."""
         self.disk_problem = ""
         """Reason why no job can be stored; empty: there is room."""
         self.store_problem = ""

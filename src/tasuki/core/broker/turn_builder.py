@@ -32,12 +32,13 @@ REPLY_ORDER = (
     ("submit", "rerun"),
     ("cancel", "requeue"),
     ("held",),
-    ("get",),
+    ("get", "cached_files"),
     ("token",),
     ("add_token", "revoke_token", "tokens"),
     ("release", "end_leases"),
     ("place_blobs",),
     ("blobs_stored",),
+    ("put_cache", "remove_cache"),
 )
 """Order of the replies after a turn: reports and leases first. Verbs of one group reply in the order of their questions."""
 

@@ -17,7 +17,7 @@ from msgspec.structs import replace
 
 from tasuki.core import protocol
 from tasuki.core.apps import is_hash_of_all
-from tasuki.core.broker import authentication, log_reads, publish_subscribe
+from tasuki.core.broker import authentication, caches, log_reads, publish_subscribe
 from tasuki.core.broker.client_messages import ask_ends, transferred
 from tasuki.core.broker.events import Command, LogFenced
 from tasuki.core.broker.state import CHOICE_MIN, Account, BrokerState, Delivery, WorkerSession
@@ -87,6 +87,8 @@ def received(state: BrokerState, worker: WorkerSession, message: protocol.Messag
             return authentication.rotate(state, worker.conn, message, worker.identity, now)
         case protocol.LogPiece():
             return log_reads.arrived(state, worker, message)
+        case protocol.CacheAck():
+            return caches.acknowledged(state, worker, message)
         case _:
             raise ProtocolError(f"a worker may not send {type(message).__name__}")
     return []

@@ -9,7 +9,7 @@ from msgspec.structs import asdict
 
 from tasuki.core.job import OnDisconnect, Outcome
 from tasuki.core.machine import Closed, Hangup, Opened, Received, Send, Ticked
-from tasuki.core.protocol import PROTOCOL_OLDEST, PROTOCOL_VERSION, Ending, HelloWorker, ReadLog
+from tasuki.core.protocol import PROTOCOL_OLDEST, PROTOCOL_VERSION, CachePut, Ending, HelloWorker, ReadLog
 from tasuki.core.reconnect import Connect
 from tasuki.core.store_messages import Grant, Takes
 from tasuki.errors import TasukiError
@@ -33,6 +33,7 @@ class WorkerIdentity(msgspec.Struct, frozen=True, kw_only=True):
     codecs: tuple[str, ...] = ()
     takes: Takes = Takes.ANY
     execs: tuple[str, ...] | None = None
+    caches: bool = False
 
     def hello(self, msg_id: int, patterns: tuple[str, ...], *, resumed: bool) -> HelloWorker:
         """Return the Hello message; `resumed`: the worker was connected before."""
@@ -102,6 +103,12 @@ class Tail(msgspec.Struct, frozen=True):
     question: ReadLog
 
 
+class TakeFiles(msgspec.Struct, frozen=True):
+    """A server asks for files of a cache to be kept; answer it with a CacheAck."""
+
+    put: CachePut
+
+
 class Save(msgspec.Struct, frozen=True):
     """Save this ending, which no server has taken yet, where it outlives this process, until Forget."""
 
@@ -141,4 +148,4 @@ Event = (
     | Drain
     | ChangePatterns
 )
-Command = Connect | Send | Hangup | Run | Stop | Tail | Save | KeepRejected | Forget | Exit
+Command = Connect | Send | Hangup | Run | Stop | Tail | TakeFiles | Save | KeepRejected | Forget | Exit

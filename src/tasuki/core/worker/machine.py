@@ -303,6 +303,8 @@ class WorkerMachine:
                 return self._refused(message)
             case protocol.ReadLog():
                 return [events.Tail(message)]
+            case protocol.CachePut():
+                return [events.TakeFiles(message)]
             case protocol.Reply():
                 if message.corr_id == self._drain_id:
                     self._drained = True  # no assignment follows

@@ -22,7 +22,7 @@ from tasuki.core.job import BlobRef, check_sha256
 from tasuki.core.presigned import BlobCommitted, BlobDownload, BlobUpload
 from tasuki.core.ranges import body_range, content_range, parse_range
 from tasuki.doors.http.context import RequestContext
-from tasuki.doors.http.exchange import BODY_TIMEOUT_S, JobId
+from tasuki.doors.http.exchange import BODY_TIMEOUT_S
 from tasuki.doors.http.v1 import stream
 from tasuki.errors import BlobMismatch, Corrupt, InvalidInput, NotFound, OffsetConflict, Unavailable
 
@@ -172,8 +172,8 @@ async def _cut(pieces: AsyncGenerator[bytes, None], size_bytes: int) -> AsyncGen
 class BlobRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """A blob that the caller is about to read."""
 
-    job_id: JobId
-    """The job whose input or result the blob is."""
+    job_id: Annotated[str, Meta(min_length=1, max_length=1200)]
+    """The job whose input or result the blob is; or `cache:ID/NAME`, a file of a cache."""
 
 
 async def download(context: RequestContext, body: BlobRequest) -> BlobDownload:

@@ -35,7 +35,9 @@ WATCH_AT_ONCE = 256  # jobs whose rows, with results of up to 64 KiB, the store 
 GATHER_PER_JOB_S = 1e-5  # about the cost of naming a job again, which a client answered at the first end does for all others
 GATHER_MAX_S = 0.05
 
-ClientQuestion = protocol.HelloClient | protocol.SubmitJobs | protocol.CancelJobs | protocol.Request | protocol.Heartbeat
+ClientQuestion = (
+    protocol.HelloClient | protocol.SubmitJobs | protocol.CancelJobs | protocol.Request | protocol.Heartbeat | protocol.CachePut
+)
 
 
 # ---------------------------------------------------------------------------------------------------- bodies
@@ -68,7 +70,7 @@ async def messages_in(context: RequestContext, body: bytes) -> list[protocol.Mes
             continue
         if isinstance(message, protocol.ErrorMessage):
             raise InvalidInput("an error is the server's to send")
-        items = max(len(getattr(message, name, ())) for name in ("specs", "endings", "claims", "job_ids"))
+        items = max(len(getattr(message, name, ())) for name in ("specs", "endings", "claims", "job_ids", "entries"))
         lists = sum(map(lists_bytes, message.specs)) if isinstance(message, protocol.SubmitJobs) else 0
         context.reserve(len(plain) + DECODED_ITEM_BYTES * items + lists)
         messages.append(message)

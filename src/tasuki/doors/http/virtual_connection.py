@@ -39,7 +39,7 @@ HEARD_MAX_BYTES = 4 * 1024 * 1024  # results of one listener, inline ones of 64 
 
 _Answers = asyncio.Queue[protocol.Message | TasukiError]
 Hello = protocol.HelloClient | protocol.HelloWorker
-Question = Hello | protocol.SubmitJobs | protocol.CancelJobs | protocol.Request | protocol.Heartbeat | protocol.BlobPut
+Question = Hello | protocol.SubmitJobs | protocol.CancelJobs | protocol.Request | protocol.Heartbeat | protocol.Put
 SubmitAnswer = protocol.Acceptance | TasukiError | None
 """The answer for one job: None if it is new and stored, its acceptance if it was there, or the error."""
 

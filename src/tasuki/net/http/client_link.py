@@ -30,6 +30,7 @@ from tasuki.core.protocol import (
     FRAMES_MAX,
     FRAMES_PATH,
     Accepted,
+    CachePut,
     ErrorMessage,
     Heartbeat,
     HeartbeatAnswer,
@@ -339,7 +340,9 @@ class HttpClientLink(BaseHttpLink):
         queued = self._frame_of(getattr(message, "msg_id", 0), encode(message, self.codec, max_bytes=FRAME_MAX_BYTES))
         if isinstance(message, SubmitJobs) and message.watch:
             self._submits[queued.msg_id] = [spec.job_id for spec in message.specs]
-        if isinstance(message, Request) and message.verb in WAITING_VERBS and message.params.get("wait_s"):
+        if isinstance(message, CachePut) or (
+            isinstance(message, Request) and message.verb in WAITING_VERBS and message.params.get("wait_s")
+        ):
             self._tasks.spawn(self._alone(queued))
             return
         self._queue.append(queued)

@@ -24,11 +24,16 @@ from tasuki.core.store_messages import (
     AuditRow,
     BlobClaim,
     BlobPlace,
+    CachedFile,
+    CacheOrder,
+    CacheStored,
+    CacheSummary,
     Condemned,
     CondemnOrder,
     Filter,
     GroupCounts,
     HeldLease,
+    MissingBlobs,
     Page,
     ReadyPage,
     ReadyQueue,
@@ -38,8 +43,8 @@ from tasuki.core.store_messages import (
     kind_of,
     storable_text,
 )
-from tasuki.errors import InvalidInput
-from tasuki.stores.common import is_wanted, lowest_generation, stale_epoch
+from tasuki.errors import CacheConflict, InvalidInput
+from tasuki.stores.common import is_wanted, judge_cache, lowest_generation, stale_epoch
 from tasuki.stores.store import Clock
 
 FIND_SCAN_MAX = 10_000  # jobs that one find looks at; the caller goes on with the cursor
@@ -123,6 +128,7 @@ class MemoryRecords:
         self._references: dict[str, dict[str, None]] = {}  # sha256 -> job_ids
         self._blobs: dict[str, dict[int, BlobRow]] = {}  # sha256 -> generation
         self._last_blob_seq = 0
+        self._caches: dict[str, dict[str, CachedFile]] = {}  # cache_id -> name, in the order in which they came
         self._last_seq = 0
         self._epoch = (0, "")
         self._undo: list[Callable[[], None]] = []
@@ -441,6 +447,65 @@ class MemoryRecords:
             for key in doomed:
                 self._set_blob(*key, None)
             return len(doomed)
+
+    # -- caches ----------------------------------------------------------------------------------------------------
+    def put_cache(self, orders: Sequence[CacheOrder]) -> list[CacheStored | CacheConflict | MissingBlobs]:
+        with self.turn():
+            return [self._put_cache(order) for order in orders]
+
+    def _put_cache(self, order: CacheOrder) -> CacheStored | CacheConflict | MissingBlobs:
+        known = self._caches.get(order.cache_id, {})
+        refs = {BlobRef(entry.sha256, entry.size_bytes) for entry in order.entries}
+        stored = {ref for ref in refs if not self._missing_among([ref])}
+        new = judge_cache(order, known, next((file.target for file in known.values()), None), stored)
+        if not isinstance(new, list):
+            return new
+        wall = self.clock.wall()
+        added = {one.name: CachedFile(one.name, one.sha256, one.size_bytes, order.target, order.owner, wall) for one in new}
+        self._set_cache(order.cache_id, {**known, **added})
+        return CacheStored(len(new))
+
+    def remove_cache(self, caches: Sequence[tuple[str, str]]) -> list[int]:
+        with self.turn():
+            return [self._remove_cache(cache_id, target) for cache_id, target in caches]
+
+    def _remove_cache(self, cache_id: str, target: str) -> int:
+        files = self._caches.get(cache_id, {})
+        if any(file.target != target for file in files.values()):
+            return 0
+        self._set_cache(cache_id, {})
+        return len(files)
+
+    def _set_cache(self, cache_id: str, files: dict[str, CachedFile]) -> None:
+        old = self._caches.get(cache_id, {})
+        self._undo.append(lambda: self._replace_cache(cache_id, old))
+        self._replace_cache(cache_id, files)
+
+    def _replace_cache(self, cache_id: str, files: dict[str, CachedFile]) -> None:
+        owner = f"cache:{cache_id}"
+        for sha256 in {file.sha256 for file in self._caches.pop(cache_id, {}).values()}:
+            del self._references[sha256][owner]
+            if not self._references[sha256]:
+                del self._references[sha256]
+        for file in files.values():
+            self._references.setdefault(file.sha256, {})[owner] = None
+        if files:
+            self._caches[cache_id] = files
+
+    def cached_files(self, names: Sequence[tuple[str, str]]) -> list[CachedFile | None]:
+        return [self._caches.get(cache_id, {}).get(name) for cache_id, name in names]
+
+    def cache(self, cache_id: str, *, after: str = "", limit: int = 1000) -> list[CachedFile]:
+        files = self._caches.get(cache_id, {})
+        return [files[name] for name in sorted(files, key=str.encode) if name.encode() > after.encode()][:limit]
+
+    def caches(self, *, after: str = "", limit: int = 100) -> list[CacheSummary]:
+        found = []
+        for cache_id in sorted(one for one in self._caches if one > after)[:limit]:
+            files = list(self._caches[cache_id].values())
+            size_bytes, first = sum(file.size_bytes for file in files), files[0]
+            found.append(CacheSummary(cache_id, len(files), size_bytes, first.target, first.owner, first.added_at))
+        return found
 
     def epoch(self) -> tuple[int, str]:
         return self._epoch

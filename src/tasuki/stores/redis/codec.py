@@ -24,7 +24,7 @@ from tasuki.core.job import (
     State,
     body_hash,
 )
-from tasuki.core.store_messages import AuditRow, Grant, Report, TokenRow, kind_of
+from tasuki.core.store_messages import AuditRow, CachedFile, CacheSummary, Grant, Report, TokenRow, kind_of
 from tasuki.core.subject import group_of, only_group
 from tasuki.stores.common import input_refs, report_identity
 
@@ -47,7 +47,8 @@ _decode_spec = msgspec.msgpack.Decoder(JobSpec).decode
 _decode_outcome = msgspec.msgpack.Decoder(Outcome).decode
 _decode_progress = msgspec.json.Decoder(Progress).decode
 _decode_incident = msgspec.msgpack.Decoder(tuple[str, str, int, str, str, str]).decode
-_decode_audit = msgspec.msgpack.Decoder(tuple[str, str, str, str, str]).decode
+_decode_audit = _decode_file = msgspec.msgpack.Decoder(tuple[str, str, str, str, str]).decode
+_decode_cache = msgspec.msgpack.Decoder(tuple[str, str, str]).decode
 
 INSIDE_MAX_BYTES = 1024  # a payload up to this has no key of its own, unless outsiders know that key
 
@@ -437,6 +438,16 @@ def token(flat: Sequence[bytes], is_revoked: bool = False) -> TokenRow | None:
 def audit_row(packed: bytes) -> AuditRow:
     at, actor, action, target, detail = _decode_audit(packed)
     return AuditRow(at=float(at), actor=actor, action=action, target=target, detail=detail)
+
+
+def cached_file(name: str, packed: bytes) -> CachedFile:
+    sha256, size_bytes, target, owner, added_at = _decode_file(packed)
+    return CachedFile(name, sha256, int(size_bytes), target, owner, float(added_at))
+
+
+def cache_summary(cache_id: str, files: int, size_bytes: int, packed: bytes) -> CacheSummary:
+    target, owner, created_at = _decode_cache(packed)
+    return CacheSummary(cache_id, files, size_bytes, target, owner, float(created_at))
 
 
 # ---------------------------------------------------------------------------------------------------- plain

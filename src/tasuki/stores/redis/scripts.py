@@ -57,7 +57,21 @@ MARK_TTL_S = 86_400  # how long the last turn of a closed store is remembered; a
 SHARED = ("keys", "rules", "turn")
 """Files of `lua/` that the others use, in this order; each may use those before it."""
 
-PARTS = ("blobs", "queues", "walks", "jobs", "attempts", "outsiders", "submit", "lease", "report", "leader", "reads", "tokens")
+PARTS = (
+    "blobs",
+    "caches",
+    "queues",
+    "walks",
+    "jobs",
+    "attempts",
+    "outsiders",
+    "submit",
+    "lease",
+    "report",
+    "leader",
+    "reads",
+    "tokens",
+)
 """Files that fill the tables declared in turn.lua, each in a block of its own: Lua allows 200 locals in one block."""
 
 Literal = str | bytes | int | float | Mapping[str, "Literal"]

@@ -11,6 +11,7 @@ An outsider's `SET {app}:payload:{id}` + `LPUSH {app}:queue {id}` is a job, made
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache, partial, wraps
@@ -30,6 +31,10 @@ from tasuki.core.store_messages import (
     AuditRow,
     BlobClaim,
     BlobPlace,
+    CachedFile,
+    CacheOrder,
+    CacheStored,
+    CacheSummary,
     Canceled,
     Condemned,
     CondemnOrder,
@@ -61,8 +66,8 @@ from tasuki.core.store_messages import (
     TurnNotes,
     storable_text,
 )
-from tasuki.errors import ConfigError, Conflict, InvalidInput, Unavailable
-from tasuki.stores.common import LEASES_ENDED_MAX, check_on_failed, is_wanted
+from tasuki.errors import CacheConflict, ConfigError, Conflict, InvalidInput, Unavailable
+from tasuki.stores.common import LEASES_ENDED_MAX, check_on_failed, is_wanted, other_file, other_target
 from tasuki.stores.redis import codec
 from tasuki.stores.redis.codec import Argument, JobRecord, Reply, SpecFacts, flag, optional
 from tasuki.stores.redis.connection import TIMEOUT_S, check_settings, connect, name_of
@@ -496,6 +501,48 @@ class RedisStore:
         arguments = [len(places), *(part for place in places for part in (place.sha256, place.generation, place.size_bytes))]
         return ScriptCall("blobs_stored", arguments, _flags)
 
+    # -- caches ---------------------------------------------------------------------------------------------------
+    @_batch
+    def put_cache(self, orders: Sequence[CacheOrder]) -> ScriptCall[list[CacheStored | CacheConflict | MissingBlobs]]:
+        def decode(reply: Reply) -> list[CacheStored | CacheConflict | MissingBlobs]:
+            return [_cache_put(order, *_texts(row)) for order, row in zip(orders, reply, strict=True)]
+
+        arguments: list[Argument] = [len(orders)]
+        for order in orders:
+            arguments += (order.cache_id, order.target, order.owner, len(order.entries))
+            arguments += (part for entry in order.entries for part in (entry.name, entry.sha256, entry.size_bytes))
+        return ScriptCall("put_cache", arguments, decode)
+
+    @_batch
+    def remove_cache(self, caches: Sequence[tuple[str, str]]) -> ScriptCall[list[int]]:
+        arguments: list[Argument] = [len(caches), *(part for cache in caches for part in cache)]
+        return ScriptCall("remove_cache", arguments, lambda reply: [int(count) for count in reply])
+
+    @_batch
+    def cached_files(self, names: Sequence[tuple[str, str]]) -> ScriptCall[list[CachedFile | None]]:
+        def decode(reply: Reply) -> list[CachedFile | None]:
+            return [row and codec.cached_file(name, row) for (_, name), row in zip(names, reply, strict=True)]
+
+        return ScriptCall("cached_files", [len(names), *(part for pair in names for part in pair)], decode, reads=True)
+
+    @_verb
+    def cache(self, cache_id: str, *, after: str = "", limit: int = 1000) -> ScriptCall[list[CachedFile]]:
+        def decode(reply: Reply) -> list[CachedFile]:
+            rows = sorted((name, row) for name, row in zip(reply[::2], reply[1::2], strict=True) if name > after.encode())
+            return [codec.cached_file(name.decode(), row) for name, row in rows[:limit]]
+
+        return ScriptCall("cache", [cache_id], decode, reads=True)
+
+    def caches(self, *, after: str = "", limit: int = 100) -> list[CacheSummary]:
+        found = self._do(
+            ScriptCall("caches", [], lambda reply: dict(zip(_texts(reply[::2]), reply[1::2], strict=True)), reads=True)
+        )
+        summaries = []
+        for cache_id in sorted(one for one in found if one > after)[:limit]:
+            sizes = [file.size_bytes for file in self.cache(cache_id, limit=sys.maxsize)]
+            summaries.append(codec.cache_summary(cache_id, len(sizes), sum(sizes), found[cache_id]))
+        return summaries
+
     # -- tokens ---------------------------------------------------------------------------------------------------
     @_verb
     def add_token(self, token: TokenRow) -> ScriptCall[bool]:
@@ -680,6 +727,16 @@ def _statuses(reply: Reply) -> list[LeaseStatus]:
 
 def _place(sha256: str, size_bytes: bytes, generation: bytes, stored: bytes) -> BlobPlace:
     return BlobPlace(sha256, int(size_bytes), int(generation), stored == b"1")
+
+
+def _cache_put(order: CacheOrder, word: str, *facts: str) -> CacheStored | CacheConflict | MissingBlobs:
+    if word == "stored":
+        return CacheStored(int(facts[0]))
+    if word == "missing":
+        return MissingBlobs(order.cache_id, facts)
+    if word == "target":
+        return other_target(order.cache_id, facts[0], order.target)
+    return other_file(order.cache_id, facts[0], facts[1])
 
 
 def _texts(reply: Reply) -> list[str]:

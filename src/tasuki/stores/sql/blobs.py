@@ -1,4 +1,4 @@
-"""The verbs of the SQL store on blobs: places for bytes that come, and the leader's collection of what no job refers to.
+"""The verbs of the SQL store on blobs: places for bytes that come, caches, and the leader's collection of what nothing refers to.
 
 Locks. Before a verb writes a reference it calls `Transaction.stored_among`, which (where several servers write) share-locks the
 rows that it found until the transaction ends: nobody can condemn them meanwhile. A writer that comes while a blob is being
@@ -14,9 +14,19 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from tasuki.core.store_messages import BlobClaim, BlobPlace, Condemned, CondemnOrder
-from tasuki.errors import InterruptCause, TurnInterrupted
-from tasuki.stores.common import lowest_generation
+from tasuki.core.job import BlobRef
+from tasuki.core.store_messages import (
+    BlobClaim,
+    BlobPlace,
+    CachedFile,
+    CacheOrder,
+    CacheStored,
+    Condemned,
+    CondemnOrder,
+    MissingBlobs,
+)
+from tasuki.errors import CacheConflict, InterruptCause, TurnInterrupted
+from tasuki.stores.common import judge_cache, lowest_generation
 from tasuki.stores.sql.database import NOTHING_STORED, Transaction
 
 SCAN_MAX = 2_000  # rows that one call looks at, a few ms; the next one goes on where it stopped
@@ -102,3 +112,30 @@ def _condemn(tx: Transaction, order: CondemnOrder, limit: int, total_bytes: int 
 def forget_blobs(tx: Transaction, places: Sequence[BlobPlace], *, epoch: int) -> int:
     tx.check_epoch(epoch)
     return tx.session.changed("forget_blobs", (), sorted({(place.sha256, place.generation) for place in places}))
+
+
+# ---------------------------------------------------------------------------------------------------- caches
+
+
+def put_cache(tx: Transaction, orders: Sequence[CacheOrder]) -> list[CacheStored | CacheConflict | MissingBlobs]:
+    return [_put_cache(tx, order) for order in orders]
+
+
+def _put_cache(tx: Transaction, order: CacheOrder) -> CacheStored | CacheConflict | MissingBlobs:
+    names = sorted({entry.name for entry in order.entries})
+    known = {row[1]: CachedFile(*row[1:]) for row in tx.session.rows("cached_files", (order.cache_id, tx.session.listed(names)))}
+    begun = tx.session.rows("cache_target", (order.cache_id,))
+    stored = tx.stored_among(BlobRef(entry.sha256, entry.size_bytes) for entry in order.entries)
+    new = judge_cache(order, known, begun[0][0] if begun else None, stored)
+    if not isinstance(new, list):
+        return new
+    rows = [(entry.name, entry.sha256, entry.size_bytes) for entry in sorted(new, key=lambda entry: entry.name)]
+    shared = (order.cache_id, order.target, order.owner, tx.clock.wall())
+    if rows and tx.session.changed("add_cached_files", shared, rows) < len(rows):
+        story = f"another server has put a file of cache {order.cache_id} at this moment"
+        raise TurnInterrupted(f"{story}; {NOTHING_STORED}, try again", InterruptCause.CONFLICT)
+    return CacheStored(len(rows))
+
+
+def remove_cache(tx: Transaction, caches: Sequence[tuple[str, str]]) -> list[int]:
+    return [tx.session.change("remove_cache", cache) for cache in caches]

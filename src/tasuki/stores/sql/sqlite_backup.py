@@ -137,11 +137,12 @@ def facts_of(path: Path) -> BackupFacts:
 
 
 def blobs_of(path: Path) -> list[BlobPlace]:
-    """Return the stored blobs that jobs of a copy refer to."""
+    """Return the stored blobs that jobs and caches of a copy refer to."""
     with _copy_at(path) as connection:
         rows = connection.execute(
             "SELECT sha256, size_bytes, generation FROM tasuki_blob"
-            " WHERE stored = 1 AND condemned = 0 AND sha256 IN (SELECT sha256 FROM tasuki_jobblob) ORDER BY sha256"
+            " WHERE stored = 1 AND condemned = 0 AND (sha256 IN (SELECT sha256 FROM tasuki_jobblob)"
+            " OR sha256 IN (SELECT sha256 FROM tasuki_cachefile)) ORDER BY sha256"
         )
         return [BlobPlace(sha256, size_bytes, generation, stored=True) for sha256, size_bytes, generation in rows]
 

@@ -12,6 +12,7 @@ import math
 import os
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
@@ -22,6 +23,8 @@ from tasuki.core.scheduler.thresholds import Thresholds
 from tasuki.core.store_messages import (
     AuditRow,
     BlobPlace,
+    CachedFile,
+    CacheSummary,
     Filter,
     Grant,
     GroupCounts,
@@ -113,6 +116,22 @@ class SqlReads:
     def blob_places(self, sha256s: Sequence[str]) -> list[BlobPlace | None]:
         places = {row[0]: BlobPlace(row[0], row[1], row[2], stored=True) for row in self._select_by_texts("blob_places", sha256s)}
         return [places.get(sha256) for sha256 in sha256s]
+
+    def cached_files(self, names: Sequence[tuple[str, str]]) -> list[CachedFile | None]:
+        by_cache: dict[str, list[str]] = {}
+        for cache_id, name in names:
+            by_cache.setdefault(cache_id, []).append(name)
+        found: dict[tuple[str, str], CachedFile] = {}
+        for cache_id, wanted in by_cache.items():
+            rows = self._read(partial(_named_files, cache_id=cache_id, names=wanted))
+            found |= {(row[0], row[1]): CachedFile(*row[1:]) for row in rows}
+        return [found.get(one) for one in names]
+
+    def cache(self, cache_id: str, *, after: str = "", limit: int = 1000) -> list[CachedFile]:
+        return [CachedFile(*row) for row in self._select("cache", (cache_id, after, limit))]
+
+    def caches(self, *, after: str = "", limit: int = 100) -> list[CacheSummary]:
+        return [CacheSummary(*row) for row in self._select("caches", (after, limit))]
 
     def token(self, sha256: str) -> TokenRow | None:
         rows = self._select("token", (sha256,))
@@ -212,6 +231,10 @@ def _conditions(filter: Filter, contains: Callable[[str], str]) -> tuple[str, di
         conditions.append("(" + " OR ".join(map(contains, places)) + ")")
         values["text"] = filter.text
     return "".join(f" AND {condition}" for condition in conditions), values
+
+
+def _named_files(session: SqlSession, cache_id: str, names: list[str]) -> list[Any]:
+    return session.rows("cached_files", (cache_id, session.listed(names)))
 
 
 class SqlReader(SqlReads):
@@ -356,6 +379,8 @@ class SqlStore(SqlReads):
     blobs_stored = batch_verb(blobs.blobs_stored)
     condemn_blobs = verb(blobs.condemn_blobs)
     forget_blobs = verb(blobs.forget_blobs)
+    put_cache = batch_verb(blobs.put_cache)
+    remove_cache = batch_verb(blobs.remove_cache)
 
     def enqueue(self, submissions: Sequence[Submission]) -> list[Answered]:
         """Submit jobs without input files in the transaction of the calling thread; for a store `in_django`.

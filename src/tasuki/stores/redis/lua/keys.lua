@@ -39,10 +39,12 @@
 --   {app}:token_ids             HASH    token_id -> sha256
 --   {app}:audit                 LIST    msgpack of [at, actor, action, target, detail], the newest first
 --   {app}:blob:{sha256}         HASH    the live generation, and condemned:{generation} for those before it
---   {app}:blobs                 ZSET    live blobs that no job refers to, by touched_at
+--   {app}:blobs                 ZSET    live blobs that nothing refers to, by touched_at
 --   {app}:condemned             ZSET    condemned blobs by touched_at
 --   {app}:blob_bytes            STRING  size of all live blobs
---   {app}:owners:{sha256}       SET     jobs that refer to the blob
+--   {app}:owners:{sha256}       SET     jobs that refer to the blob, and cache:{cache_id} for caches
+--   {app}:cache:{cache_id}      HASH    name -> msgpack of [sha256, size_bytes, target, owner, added_at]
+--   {app}:caches                HASH    cache_id -> msgpack of [target, owner, created_at]
 --   {app}:turn:{session}        HASH    number and answers of the last turn of one store object; gone a day after its last turn
 
 local prefix = APP .. ':'
@@ -67,6 +69,7 @@ local key = {
   blobs = prefix .. 'blobs',
   condemned = prefix .. 'condemned',
   blob_bytes = prefix .. 'blob_bytes',
+  caches = prefix .. 'caches',
 }
 
 local heads = {}

@@ -666,8 +666,12 @@ SELECT count(*) FROM (
     LIMIT $7::bigint) AS ahead
 
 -- name: blob_owners
-SELECT idempotency_key FROM tasuki_jobblob AS blob JOIN tasuki_jobrun AS job ON job.id = blob.job_id
-WHERE blob.sha256 = $1::text GROUP BY idempotency_key ORDER BY min(blob.id) LIMIT $2::bigint
+SELECT owner FROM (
+    SELECT idempotency_key AS owner, min(blob.id) AS place, 0 AS kind
+    FROM tasuki_jobblob AS blob JOIN tasuki_jobrun AS job ON job.id = blob.job_id WHERE blob.sha256 = $1::text GROUP BY 1
+    UNION ALL
+    SELECT 'cache:' || cache_id, min(id), 1 FROM tasuki_cachefile WHERE sha256 = $1::text GROUP BY 1) AS owners
+ORDER BY kind, place LIMIT $2::bigint
 
 -- name: id_range
 SELECT (SELECT min(id) FROM tasuki_jobrun), (SELECT max(id) FROM tasuki_jobrun)
@@ -778,7 +782,9 @@ SELECT sha256, size_bytes, generation, stored FROM tasuki_blob WHERE condemned =
 SELECT coalesce(sum(size_bytes), 0)::bigint FROM tasuki_blob WHERE condemned = 0
 
 -- name: blobs_by_age
-SELECT id, touched_at, size_bytes, EXISTS (SELECT 1 FROM tasuki_jobblob AS used WHERE used.sha256 = tasuki_blob.sha256)
+SELECT id, touched_at, size_bytes,
+    EXISTS (SELECT 1 FROM tasuki_jobblob AS used WHERE used.sha256 = tasuki_blob.sha256)
+    OR EXISTS (SELECT 1 FROM tasuki_cachefile AS used WHERE used.sha256 = tasuki_blob.sha256)
 FROM tasuki_blob WHERE condemned = 0 AND (touched_at, id) > ($1::float8, $2::bigint) AND touched_at < $3::float8
 ORDER BY touched_at, id LIMIT $4::bigint
 
@@ -791,8 +797,38 @@ ORDER BY id FOR UPDATE SKIP LOCKED
 UPDATE tasuki_blob SET condemned = 1
 WHERE id = ANY($1::bigint[]) AND condemned = 0
   AND NOT EXISTS (SELECT 1 FROM tasuki_jobblob AS used WHERE used.sha256 = tasuki_blob.sha256)
+  AND NOT EXISTS (SELECT 1 FROM tasuki_cachefile AS used WHERE used.sha256 = tasuki_blob.sha256)
 RETURNING id, sha256, size_bytes, generation, stored
 
 -- name: forget_blobs
 DELETE FROM tasuki_blob AS blob USING unnest($1::text[], $2::integer[]) AS place (sha256, generation)
 WHERE blob.sha256 = place.sha256 AND blob.generation = place.generation AND condemned = 1
+
+
+-- ------------------------------------------------------------------------------------------------ caches
+
+-- name: cache_target
+SELECT target FROM tasuki_cachefile WHERE cache_id = $1::text ORDER BY id LIMIT 1
+
+-- name: cached_files
+SELECT cache_id, name, sha256, size_bytes, target, owner, added_at FROM tasuki_cachefile
+WHERE cache_id = $1::text AND name = ANY($2::text[])
+
+-- name: cache
+SELECT name, sha256, size_bytes, target, owner, added_at FROM tasuki_cachefile WHERE cache_id = $1::text AND name > $2::text
+ORDER BY name LIMIT $3::bigint
+
+-- name: caches
+SELECT known.cache_id, files, total_bytes, target, owner, added_at
+FROM (SELECT cache_id, count(*) AS files, sum(size_bytes)::bigint AS total_bytes, min(id) AS first_id FROM tasuki_cachefile
+      WHERE cache_id > $1::text GROUP BY cache_id ORDER BY cache_id LIMIT $2::bigint) AS known
+JOIN tasuki_cachefile ON tasuki_cachefile.id = first_id ORDER BY known.cache_id
+
+-- name: add_cached_files
+INSERT INTO tasuki_cachefile (cache_id, target, owner, added_at, name, sha256, size_bytes)
+SELECT $1::text, $2::text, $3::text, $4::float8, new.name, new.sha256, new.size_bytes
+FROM unnest($5::text[], $6::text[], $7::bigint[]) AS new (name, sha256, size_bytes)
+ON CONFLICT DO NOTHING
+
+-- name: remove_cache
+DELETE FROM tasuki_cachefile WHERE cache_id = $1::text AND target = $2::text

@@ -507,8 +507,12 @@ SELECT count(*) FROM (
     LIMIT ?7)
 
 -- name: blob_owners
-SELECT DISTINCT idempotency_key FROM tasuki_jobblob AS blob JOIN tasuki_jobrun AS job ON job.id = blob.job_id
-WHERE blob.sha256 = ?1 ORDER BY blob.id LIMIT ?2
+SELECT owner FROM (
+    SELECT idempotency_key AS owner, min(blob.id) AS place, 0 AS kind
+    FROM tasuki_jobblob AS blob JOIN tasuki_jobrun AS job ON job.id = blob.job_id WHERE blob.sha256 = ?1 GROUP BY 1
+    UNION ALL
+    SELECT 'cache:' || cache_id, min(id), 1 FROM tasuki_cachefile WHERE sha256 = ?1 GROUP BY 1)
+ORDER BY kind, place LIMIT ?2
 
 -- name: id_range
 SELECT (SELECT min(id) FROM tasuki_jobrun), (SELECT max(id) FROM tasuki_jobrun)
@@ -591,8 +595,10 @@ SELECT sha256, size_bytes, generation, stored FROM tasuki_blob WHERE condemned =
 SELECT ifnull(sum(size_bytes), 0) FROM tasuki_blob WHERE condemned = 0
 
 -- name: blobs_by_age
--- The longest untouched blobs after (?1, ?2), and whether a job refers to them.
-SELECT id, touched_at, size_bytes, EXISTS (SELECT 1 FROM tasuki_jobblob WHERE tasuki_jobblob.sha256 = tasuki_blob.sha256)
+-- The longest untouched blobs after (?1, ?2), and whether a job or cache refers to them.
+SELECT id, touched_at, size_bytes,
+    EXISTS (SELECT 1 FROM tasuki_jobblob WHERE tasuki_jobblob.sha256 = tasuki_blob.sha256)
+    OR EXISTS (SELECT 1 FROM tasuki_cachefile WHERE tasuki_cachefile.sha256 = tasuki_blob.sha256)
 FROM tasuki_blob WHERE condemned = 0 AND (touched_at, id) > (?1, ?2) AND touched_at < ?3 ORDER BY touched_at, id LIMIT ?4
 
 -- name: lock_blobs
@@ -603,7 +609,36 @@ SELECT id FROM tasuki_blob WHERE id IN (SELECT value FROM json_each(?1)) AND con
 UPDATE tasuki_blob SET condemned = 1
 WHERE id IN (SELECT value FROM json_each(?1)) AND condemned = 0
   AND NOT EXISTS (SELECT 1 FROM tasuki_jobblob WHERE tasuki_jobblob.sha256 = tasuki_blob.sha256)
+  AND NOT EXISTS (SELECT 1 FROM tasuki_cachefile WHERE tasuki_cachefile.sha256 = tasuki_blob.sha256)
 RETURNING id, sha256, size_bytes, generation, stored
 
 -- name: forget_blobs
 DELETE FROM tasuki_blob WHERE condemned = 1 AND (sha256, generation) IN (VALUES {rows: (?, ?)})
+
+
+-- ------------------------------------------------------------------------------------------------ caches
+
+-- name: cache_target
+SELECT target FROM tasuki_cachefile WHERE cache_id = ?1 ORDER BY id LIMIT 1
+
+-- name: cached_files
+SELECT cache_id, name, sha256, size_bytes, target, owner, added_at FROM tasuki_cachefile
+WHERE cache_id = ?1 AND name IN (SELECT value FROM json_each(?2))
+
+-- name: cache
+SELECT name, sha256, size_bytes, target, owner, added_at FROM tasuki_cachefile WHERE cache_id = ?1 AND name > ?2
+ORDER BY name LIMIT ?3
+
+-- name: caches
+SELECT known.cache_id, files, total_bytes, target, owner, added_at
+FROM (SELECT cache_id, count(*) AS files, sum(size_bytes) AS total_bytes, min(id) AS first_id FROM tasuki_cachefile
+      WHERE cache_id > ?1 GROUP BY cache_id ORDER BY cache_id LIMIT ?2) AS known
+JOIN tasuki_cachefile ON tasuki_cachefile.id = first_id ORDER BY known.cache_id
+
+-- name: add_cached_files
+INSERT INTO tasuki_cachefile (cache_id, target, owner, added_at, name, sha256, size_bytes)
+VALUES {rows: (?1, ?2, ?3, ?4, ?, ?, ?)}
+ON CONFLICT DO NOTHING
+
+-- name: remove_cache
+DELETE FROM tasuki_cachefile WHERE cache_id = ?1 AND target = ?2

@@ -1,0 +1,80 @@
+"""Cases of the store suite for caches: files by name, conflicts, and the blobs that collection leaves alone for them."""
+
+from __future__ import annotations
+
+from tasuki.core.store_messages import CacheEntry, CacheOrder, CacheStored, CacheSummary, MissingBlobs
+from tasuki.errors import CacheConflict
+from tasuki.testing.store_leader import FAR, A, B, C, condemn, names, needs
+from tasuki.testing.store_stage import Stage, StoreCase
+
+
+def put(stage: Stage, cache_id: str, target: str = "render.>", **files: str) -> object:
+    """Put files of three bytes each, by name; return the answer, for a conflict its type."""
+    entries = tuple(CacheEntry(name, sha256, 3) for name, sha256 in files.items())
+    [answer] = stage.store.put_cache([CacheOrder(cache_id, target, "token:a", entries)])
+    return type(answer) if isinstance(answer, CacheConflict) else answer
+
+
+class CacheCases(StoreCase):
+    """Cases of put_cache, remove_cache, cached_files, cache, caches; and of the references of caches."""
+
+    def test_files_are_added_once_and_stay_what_they_are(self, stage: Stage) -> None:
+        stage.store_blobs(A, B, C)
+        assert put(stage, "one", b=A, a=B) == CacheStored(2)
+        assert put(stage, "one", c=A, a=B) == CacheStored(1)
+        assert put(stage, "one", d=C, a=A) is CacheConflict
+        assert put(stage, "one", target="render.*", d=C) is CacheConflict
+        assert [(file.name, file.sha256) for file in stage.store.cache("one")] == [("a", B), ("b", A), ("c", A)]
+        assert [file.name for file in stage.store.cache("one", after="a", limit=1)] == ["b"]
+        [there, *nowhere] = stage.store.cached_files([("one", "b"), ("one", "d"), ("two", "b")])
+        assert there is not None
+        assert (there.entry, there.target, there.owner) == (CacheEntry("b", A, 3), "render.>", "token:a")
+        assert nowhere == [None, None]
+
+    def test_orders_of_one_batch_see_each_other(self, stage: Stage) -> None:
+        stage.store_blobs(A, B)
+        orders = [CacheOrder("one", ">", "token:a", (CacheEntry("a", sha256, 3),)) for sha256 in (A, B, A)]
+        first, second, third = stage.store.put_cache(orders)
+        assert (first, type(second), third) == (CacheStored(1), CacheConflict, CacheStored(0))
+        assert (stage.store.put_cache([]), stage.store.remove_cache([]), stage.store.cached_files([])) == ([], [], [])
+
+    def test_a_file_whose_blob_is_not_stored_is_refused_with_all_others(self, stage: Stage) -> None:
+        stage.store_blobs(A)
+        assert put(stage, "one", a=A, b=C, c=B) == MissingBlobs("one", (B, C))
+        assert (stage.store.cache("one"), stage.store.caches()) == ([], [])
+
+    def test_caches_are_listed_by_id_and_gone_when_they_are_removed(self, stage: Stage) -> None:
+        stage.store_blobs(A, B)
+        at = stage.clock.wall()
+        put(stage, "two", b=B)
+        put(stage, "one", a=A, b=A)
+        one = CacheSummary("one", 2, 6, "render.>", "token:a", at)
+        assert stage.store.caches() == [one, CacheSummary("two", 1, 3, "render.>", "token:a", at)]
+        assert [found.cache_id for found in stage.store.caches(after="one", limit=1)] == ["two"]
+        assert stage.store.remove_cache([("two", "math"), ("three", "render.>")]) == [0, 0]
+        assert stage.store.remove_cache([("two", "render.>")]) == [1]
+        assert stage.store.caches() == [one]
+        assert put(stage, "two", target="math", b=A) == CacheStored(1)
+
+    def test_a_blob_of_a_cache_is_condemned_when_the_last_reference_is_gone(self, stage: Stage) -> None:
+        stage.store_blobs(A, B, C)
+        put(stage, "one", a=A, again=A, b=B)
+        put(stage, "two", a=A)
+        stage.add("job", **needs(B))
+        assert names(condemn(stage)) == "c"
+        assert sorted(stage.store.blob_owners(A)) == ["cache:one", "cache:two"]
+        stage.store.remove_cache([("one", "render.>")])
+        assert names(condemn(stage)) == "c"
+        stage.store.remove_cache([("two", "render.>")])
+        stage.store.cancel(["job"], actor="alice")
+        stage.store.prune(before=FAR, epoch=stage.epoch)
+        assert names(condemn(stage)) == "cab"
+
+    def test_a_turn_that_is_taken_back_put_and_removed_nothing(self, stage: Stage) -> None:
+        stage.store_blobs(A, B)
+        put(stage, "one", a=A)
+        with stage.abandoned_turn():
+            assert put(stage, "two", b=B) == CacheStored(1)
+            assert stage.store.remove_cache([("one", "render.>")]) == [1]
+        assert [found.cache_id for found in stage.store.caches()] == ["one"]
+        assert names(condemn(stage)) == "b"

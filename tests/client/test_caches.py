@@ -1,0 +1,175 @@
+"""Putting files into a cache: which files, and asking until all workers are done."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tasuki.client import caches
+from tasuki.client.caches import CacheCalls, CacheUpload, LocalFile, PutResult, read_files
+from tasuki.core.job import BlobRef
+from tasuki.core.protocol import CacheAck, CachePut, CacheStatus, WorkerCache
+from tasuki.core.store_messages import CacheEntry
+from tasuki.errors import InvalidInput, NotFound
+
+OK, SKIPPED, FAILED, FETCHING, AWAY = CacheStatus
+
+
+def tree(folder: Path, *names: str) -> Path:
+    for name in names:
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(name)
+    return folder
+
+
+def names_of(*paths: str | Path) -> list[str]:
+    return [file.entry.name for file in read_files(paths)]
+
+
+def test_files_are_named_from_the_last_part_of_the_path_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tree(tmp_path, "assets/a.bin", "assets/deep/b", "single")
+    monkeypatch.chdir(tmp_path)
+
+    assert names_of("assets/") == names_of(tmp_path / "assets") == ["assets/a.bin", "assets/deep/b"]
+    assert names_of(".") == ["assets/a.bin", "assets/deep/b", "single"]
+    assert names_of("single", "assets/deep") == ["deep/b", "single"]
+    monkeypatch.chdir("assets")
+    assert names_of("../single", ".") == ["a.bin", "deep/b", "single"]
+
+
+def test_a_file_has_its_hash_and_size_and_may_be_empty(tmp_path: Path) -> None:
+    (tmp_path / "empty").touch()
+
+    assert read_files([tmp_path / "empty"])[0].entry == CacheEntry("empty", hashlib.sha256(b"").hexdigest(), 0)
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda folder: (folder / "x").symlink_to("/etc/passwd"), "is a link"),
+        (lambda folder: (folder / "x").symlink_to(folder), "is a link"),
+        (lambda folder: os.mkfifo(folder / "x"), "not a file or folder"),
+        (lambda folder: tree(folder, "back\\slash"), "cannot be put"),
+        (lambda folder: tree(folder, "new\nline"), "cannot be put"),
+        (lambda folder: tree(folder, "Same", "same"), "without case"),
+        (lambda folder: (folder / "only-a-folder").mkdir(), "no file"),
+    ],
+)
+def test_what_is_no_plain_file_with_a_plain_name_is_refused(tmp_path: Path, make: Callable[[Path], object], says: str) -> None:
+    make(tmp_path)
+
+    with pytest.raises(InvalidInput, match=says):
+        read_files([tmp_path])
+
+
+def test_two_files_of_one_name_and_a_path_that_is_not_there_are_refused(tmp_path: Path) -> None:
+    tree(tmp_path, "one/a", "two/a")
+
+    with pytest.raises(InvalidInput, match="both be 'a'"):
+        read_files([tmp_path / "one" / "a", tmp_path / "two" / "a"])
+    with pytest.raises(InvalidInput, match="not there"):
+        read_files([tmp_path / "nothing"])
+
+
+@pytest.mark.parametrize(
+    ("require", "statuses", "enough"),
+    [
+        ("all", [OK, SKIPPED], True),
+        ("all", [OK, FAILED], False),
+        ("all", [], True),
+        ("2", [OK, SKIPPED, FAILED], True),
+        ("2", [OK], False),
+        ("50%", [OK, FAILED], True),
+        ("51%", [OK, FAILED], False),
+        ("0%", [FAILED], True),
+    ],
+)
+def test_enough_workers_are_all_a_number_or_a_share(require: str, statuses: list[CacheStatus], enough: bool) -> None:
+    workers = {str(number): WorkerCache(str(number), status) for number, status in enumerate(statuses)}
+
+    assert PutResult("c", 1, 1, workers).satisfies(require) is enough
+
+
+@pytest.mark.parametrize("require", ["", "some", "-1", "101%", "1.5", "%", "٣"])
+def test_another_requirement_is_refused(require: str) -> None:
+    with pytest.raises(InvalidInput, match="require must be"):
+        PutResult("c", 1, 1, {}).satisfies(require)
+
+
+# ---------------------------------------------------------------------------------------------------- asking
+
+
+class FakeClient(CacheCalls):
+    """A server that answers as the test says, after the blobs have come."""
+
+    def __init__(self, *answers: dict[str, Any]) -> None:
+        self.answers = list(answers)
+        self.uploads: list[str] = []
+        self.others: dict[str, FakeClient] = {}
+        self.elsewhere: tuple[str, ...] = ()
+
+    def _ask(self, make: Any) -> Any:
+        raise NotImplementedError
+
+    async def call(self, verb: str, /, **params: Any) -> Any:
+        raise NotImplementedError
+
+    async def ask_cache(self, put: CachePut) -> CacheAck:
+        missing = [entry.sha256 for entry in put.entries if entry.sha256 not in self.uploads]
+        if missing:
+            raise NotFound("blobs", blobs=missing[:1])
+        answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
+        workers = [WorkerCache(name, *(told if isinstance(told, tuple) else (told,))) for name, told in answer.items()]
+        return CacheAck(1, put.cache_id, workers, self.elsewhere)
+
+    async def upload(self, path: Path, ref: BlobRef, progress: Any = None) -> None:
+        self.uploads.append(ref.sha256)
+
+    def beside(self, url: str, connect_timeout_s: float) -> Any:
+        return self.others.get(url)
+
+    async def __aenter__(self) -> FakeClient:
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        pass
+
+
+def put(client: FakeClient, monkeypatch: pytest.MonkeyPatch, *, idle_timeout_s: float = 30.0) -> dict[str, CacheStatus]:
+    monkeypatch.setattr(caches, "ASK_EVERY_S", 0.0)
+    files = [LocalFile(CacheEntry(name, name * 64, 1), Path(name)) for name in "ab"]
+    result = asyncio.run(CacheUpload(client, "c", files, ">", idle_timeout_s, None, None).run())
+    return {name: one.status for name, one in result.workers.items()}
+
+
+def test_missing_blobs_are_brought_and_workers_are_asked_until_they_are_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    client = FakeClient({"w": AWAY, "x": SKIPPED}, {"w": (FETCHING, "", 1), "x": SKIPPED}, {"w": SKIPPED, "x": SKIPPED})
+
+    assert put(client, monkeypatch) == {"w": OK, "x": SKIPPED}
+    assert client.uploads == ["a" * 64, "b" * 64]
+
+
+def test_a_worker_that_left_is_waited_for_and_given_up_when_nothing_moves(monkeypatch: pytest.MonkeyPatch) -> None:
+    back = FakeClient({"w": FETCHING}, {}, {}, {"w": OK})
+    gone = FakeClient({"w": FETCHING, "x": OK}, {"x": SKIPPED})
+
+    assert put(back, monkeypatch) == {"w": OK}
+    assert put(gone, monkeypatch, idle_timeout_s=0.05) == {"w": FAILED, "x": OK}
+
+
+def test_no_worker_is_no_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert put(FakeClient({}), monkeypatch) == {}
+
+
+def test_workers_of_other_servers_are_asked_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    client, other = FakeClient({"w": OK}), FakeClient({"y": OK})
+    client.elsewhere, client.others = ("tcp://b:1", "tcp://nowhere:1"), {"tcp://b:1": other}
+
+    assert put(client, monkeypatch) == {"w": OK, "y": OK}

@@ -1,0 +1,117 @@
+"""Files of caches, with real processes: put to workers over TCP and HTTP, used by jobs, and what dies on the way."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tasuki import Client
+from tasuki.cli.output import ExitCode
+from tasuki.core.job import InputFile
+from tests.e2e.stage import SOON_S, in_background, stdout_of
+from tests.support.processes import ServerProcess, WorkerProcess, start_server, start_worker
+from tests.support.waiting import until
+
+pytestmark = pytest.mark.e2e
+
+MIB = 1024 * 1024
+READ = 'read=/bin/sh -c \'cat "$0"; stat -c %h,%a "$0"\' {file}'
+SPOIL = 'spoil=/bin/sh -c \'chmod u+w "$0"; echo spoilt > "$0"\' {file}'
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    with start_server(tmp_path_factory.mktemp("caches"), "--lease-ttl", "3", "--http", "127.0.0.1:0", "--insecure") as server:
+        yield server
+
+
+@pytest.fixture
+def client(server: ServerProcess) -> Iterator[Client]:
+    with server.client() as client:
+        yield client
+
+
+def worker(server: ServerProcess, folder: Path, name: str, subject: str, *arguments: str, **options: Any) -> WorkerProcess:
+    more = ("--worker-id", name, "--subject", f"{subject}.>", "--data", str(folder / name), "--exec", READ, "--exec", SPOIL)
+    return start_worker(options.pop("to", server), *more, *arguments, command=True, log=folder / f"{name}.log", **options)
+
+
+def assets(folder: Path, **files: str) -> Path:
+    for name, text in files.items():
+        path = folder / "assets" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return folder / "assets"
+
+
+def put(server: ServerProcess, *arguments: str) -> tuple[int, dict[str, Any]]:
+    """Run `tasuki cache put --json`; return its exit code and the status of each worker."""
+    done = server.tasuki("cache", "put", "--json", *arguments, timeout=120.0)
+    return done.returncode, {one["worker_id"]: one["status"] for one in json.loads(done.stdout)["workers"]}
+
+
+def output(client: Client, exec_: str, subject: str, file: InputFile) -> list[str]:
+    return stdout_of(client.submit(exec=exec_, subject=subject, files=[file], retries=0).result(SOON_S)).splitlines()
+
+
+def test_workers_over_tcp_and_http_get_the_files_and_jobs_are_given_links(
+    server: ServerProcess, client: Client, tmp_path: Path
+) -> None:
+    folder = assets(tmp_path, **{"a.txt": "one", "deep/b.txt": "two", "empty": ""})
+    http = {"to": server.http_url, "token": server.create_token("worker")}
+    with (
+        worker(server, tmp_path, "tcp", "first"),
+        worker(server, tmp_path, "http", "first", "--cache", str(tmp_path / "elsewhere"), **http),
+        worker(server, tmp_path, "other", "second"),
+    ):
+        assert put(server, "scene", str(folder), "--target", "first.>") == (0, {"tcp": "OK", "http": "OK"})
+        assert put(server, "scene", str(folder), "--target", "first.>") == (0, {"tcp": "SKIPPED", "http": "SKIPPED"})
+        for cache in (tmp_path / "tcp" / "cache", tmp_path / "elsewhere"):
+            kept = {str(path.relative_to(cache)): path.read_text() for path in cache.glob("scene/**/*") if path.is_file()}
+            assert kept == {"scene/assets/a.txt": "one", "scene/assets/deep/b.txt": "two", "scene/assets/empty": ""}
+        ran = server.tasuki("run", "--subject", "first.tcp", "--file", "scene:assets/deep/b.txt", "read")
+        assert ran.stdout.startswith("two3,444"), ran.stderr  # in .blobs, below its name, and in the run folder
+        late = InputFile("b", cache=("scene", "assets/deep/b.txt"))
+        assert output(client, "read", "second.other", late) == ["two2,444"]
+        # Names are not overwritten, and what is there stays.
+        changed = server.tasuki("cache", "put", "scene", str(assets(tmp_path, **{"a.txt": "changed"})), "--target", "first.>")
+        assert changed.returncode == ExitCode.FAILED
+        assert changed.stdout.count("FAILED  CACHE_CONFLICT: ") == 2
+        [listed] = json.loads(server.tasuki("cache", "list", "--json").stdout)
+        assert [listed[name] for name in ("cache_id", "files", "size_bytes", "target")] == ["scene", 3, 6, "first.>"]
+        unknown = server.tasuki("submit", "--subject", "first.tcp", "--file", "scene:nothing", "read")
+        assert "scene:nothing" in unknown.stderr
+        assert unknown.returncode == ExitCode.NOT_FOUND
+        assert "removed scene (3 files)" in server.tasuki("cache", "rm", "scene").stdout
+        until(lambda: not (tmp_path / "tcp" / "cache" / "scene").exists(), SOON_S, "the worker removes the cache")
+        assert list((tmp_path / "tcp" / "cache" / ".blobs").iterdir()) == []
+
+
+def test_a_job_that_writes_into_its_input_harms_no_other_job(server: ServerProcess, client: Client, tmp_path: Path) -> None:
+    folder = assets(tmp_path, a="right")
+    with worker(server, tmp_path, "w", "spoils"):
+        assert put(server, "spoiled", str(folder), "--target", "spoils.>") == (0, {"w": "OK"})
+        file = InputFile("a", cache=("spoiled", "assets/a"))
+        spoilt = client.submit(exec="spoil", subject="spoils.w", files=[file], retries=0).outcome(SOON_S)
+        assert spoilt.outcome.error_code == "INPUT_CHANGED"
+        assert output(client, "read", "spoils.w", file)[0].startswith("right")
+
+
+def test_a_worker_that_is_killed_at_half_goes_on_when_it_is_back(server: ServerProcess, tmp_path: Path) -> None:
+    large = tmp_path / "large"
+    large.write_bytes(os.urandom(MIB) * 192)
+    victim = worker(server, tmp_path, "victim", "kills")
+    cache = tmp_path / "victim" / "cache"
+    command = ("large", str(large), "--target", "kills.>")
+    with worker(server, tmp_path, "witness", "kills"), in_background(put, server, *command) as end:
+        with victim:
+            until(lambda: any(part.stat().st_size > MIB for part in cache.glob(".incoming/*.part")), 60.0, "some of it is there")
+            victim.kill()
+        with worker(server, tmp_path, "victim", "kills"):
+            assert end.result(120.0) == (0, {"victim": "OK", "witness": "OK"})
+            assert (cache / "large" / "large").read_bytes() == large.read_bytes()

@@ -1,0 +1,244 @@
+"""The cache folder of a worker: what is believed, what is evicted, and what a job is given."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tasuki.core.job import BlobRef
+from tasuki.core.protocol import CacheAck, CachePut, CacheStatus, WorkerCache
+from tasuki.core.store_messages import CacheEntry
+from tasuki.errors import DiskFull, NotFound
+from tasuki.worker import cache as cache_module
+from tasuki.worker.cache import CacheFolder, InputCache
+from tests.support.waiting import until
+
+
+def ref_of(data: bytes) -> BlobRef:
+    return BlobRef(hashlib.sha256(data).hexdigest(), len(data))
+
+
+def entry_of(name: str, data: bytes) -> CacheEntry:
+    return CacheEntry(name, *(ref_of(data).sha256, len(data)))
+
+
+def store(folder: CacheFolder, data: bytes, *names: str) -> BlobRef:
+    """Keep a file as a download does, and give it names in the cache `c`."""
+    ref = ref_of(data)
+    part = folder.part(ref)
+    assert part is not None
+    with part:
+        part.write(data)
+        folder.keep(part, ref)
+    for name in names:
+        folder.name("c", CacheEntry(name, ref.sha256, ref.size_bytes))
+    return ref
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> CacheFolder:
+    return CacheFolder(tmp_path / "cache", 100)
+
+
+def files(folder: CacheFolder) -> set[str]:
+    return {str(path.relative_to(folder.root)) for path in folder.root.rglob("*") if path.is_file()}
+
+
+def test_a_file_has_one_inode_under_all_its_names_and_in_the_job(folder: CacheFolder, tmp_path: Path) -> None:
+    ref = store(folder, b"abc", "a", "deep/b")
+
+    assert folder.link(ref, tmp_path / "in")
+    assert files(folder) == {f".blobs/{ref.sha256}", "c/a", "c/deep/b"}
+    assert (tmp_path / "in").stat().st_nlink == 4
+    assert oct((tmp_path / "in").stat().st_mode & 0o777) == "0o444"
+
+
+def test_what_is_there_is_believed_by_the_next_process(folder: CacheFolder) -> None:
+    ref = store(folder, b"abc")
+
+    assert CacheFolder(folder.root).has(ref)
+
+
+@pytest.mark.parametrize("change", ["write", "chmod", "swap", "truncate"])
+def test_a_changed_file_is_dropped_under_all_its_names(folder: CacheFolder, tmp_path: Path, change: str) -> None:
+    ref = store(folder, b"abc", "a")
+    assert folder.link(ref, tmp_path / "in")
+    path = folder.root / ".blobs" / ref.sha256
+    if change == "swap":  # another file with the same size, mode and times
+        found = path.stat()
+        (tmp_path / "other").write_bytes(b"xyz")
+        (tmp_path / "other").chmod(0o444)
+        os.utime(tmp_path / "other", ns=(found.st_atime_ns, found.st_mtime_ns))
+        (tmp_path / "other").replace(path)
+    else:
+        (tmp_path / "in").chmod(0o644)
+        if change != "chmod":
+            (tmp_path / "in").write_bytes(b"xyz" if change == "write" else b"")
+
+    assert not folder.has(ref)
+    assert not folder.link(ref, tmp_path / "again")
+    assert files(folder) == ({"c/a"} if change == "swap" else set())
+
+
+def test_the_file_used_longest_ago_goes_first_and_never_one_of_a_running_job(folder: CacheFolder, tmp_path: Path) -> None:
+    old, used, new = store(folder, b"o" * 40, "old"), store(folder, b"u" * 30, "used"), store(folder, b"n" * 20, "new")
+    for number, ref in enumerate((old, used, new)):
+        path = folder.root / ".blobs" / ref.sha256
+        os.utime(path, ns=(number, path.stat().st_mtime_ns))
+    assert folder.link(used, tmp_path / "in")
+
+    folder.make_room(50)
+    assert [folder.has(ref) for ref in (old, used, new)] == [False, True, True]
+    folder.make_room(70)
+    assert [folder.has(ref) for ref in (used, new)] == [True, False]
+    with pytest.raises(DiskFull, match="running jobs use all"):
+        folder.make_room(71)
+    with pytest.raises(DiskFull, match="--cache-max"):
+        folder.make_room(101)
+    (tmp_path / "in").unlink()
+    folder.make_room(71)
+    assert files(folder) == set()
+
+
+def test_a_removed_cache_takes_only_what_nothing_else_has(folder: CacheFolder, tmp_path: Path) -> None:
+    shared, alone, used = store(folder, b"1", "a"), store(folder, b"2", "b"), store(folder, b"3", "d")
+    folder.name("other", CacheEntry("x", shared.sha256, 1))
+    assert folder.link(used, tmp_path / "in")
+
+    folder.remove("c")
+    assert [folder.has(ref) for ref in (shared, alone, used)] == [True, False, True]
+    assert (tmp_path / "in").read_bytes() == b"3"
+
+
+def test_a_name_of_a_cache_that_was_put_anew_leads_to_the_new_file(folder: CacheFolder) -> None:
+    store(folder, b"before", "a")
+    store(folder, b"after", "a")
+
+    assert (folder.root / "c" / "a").read_bytes() == b"after"
+
+
+@pytest.mark.parametrize(("cache_id", "name"), [("..", "a"), ("c", "../a"), ("c", "/etc/x"), (".blobs", "a")])
+def test_no_name_leads_out_of_the_folder(folder: CacheFolder, cache_id: str, name: str) -> None:
+    ref = store(folder, b"abc")
+
+    with pytest.raises(Exception, match="must be"):
+        folder.name(cache_id, CacheEntry(name, ref.sha256, 3))
+    assert files(folder) == {f".blobs/{ref.sha256}"}
+
+
+def test_where_there_are_no_links_a_job_gets_a_copy(folder: CacheFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_link(*_: object) -> None:
+        raise OSError(18, "cross-device link")
+
+    ref = store(folder, b"abc")
+    monkeypatch.setattr(cache_module.os, "link", no_link)
+
+    assert folder.link(ref, tmp_path / "in")
+    assert ((tmp_path / "in").read_bytes(), (tmp_path / "in").stat().st_nlink) == (b"abc", 1)
+
+
+# ---------------------------------------------------------------------------------------------------- fetching
+
+
+class Transfers:
+    """Blobs that come when the test lets them."""
+
+    def __init__(self, *data: bytes) -> None:
+        self.data = {ref_of(one).sha256: one for one in data}
+        self.asked: list[tuple[str, str]] = []
+        self.may_come = asyncio.Event()
+
+    async def resume(self, part: Any, ref: BlobRef, source: str) -> None:
+        self.asked.append((ref.sha256, source))
+        if ref.sha256 not in self.data:
+            raise NotFound("no such blob")
+        half = ref.size_bytes // 2
+        part.write(self.data[ref.sha256][:half])
+        await self.may_come.wait()
+        part.write(self.data[ref.sha256][half:])
+
+
+class Stage:
+    """A cache and what it answered."""
+
+    def __init__(self, folder: CacheFolder, *data: bytes) -> None:
+        self.transfers, self.acks = Transfers(*data), asyncio.Queue[CacheAck]()
+        self.cache = InputCache(folder, self.transfers, "w", self.acks.put_nowait)  # type: ignore[arg-type]
+
+    async def put(self, *entries: CacheEntry, wait_s: float = 5.0, msg_id: int = 1) -> WorkerCache:
+        self.cache.asked(CachePut(msg_id, "c", ">", list(entries), wait_s))
+        ack = await self.acks.get()
+        assert (ack.corr_id, ack.cache_id, len(ack.workers)) == (msg_id, "c", 1)
+        return ack.workers[0]
+
+
+@pytest.fixture
+def running() -> Callable[[Any], None]:
+    def run(work: Any) -> None:
+        asyncio.run(asyncio.wait_for(work, 20.0))
+
+    return run
+
+
+def test_a_put_says_how_far_it_is_goes_on_and_is_fetched_once(folder: CacheFolder, running: Any) -> None:
+    async def test() -> None:
+        stage = Stage(folder, b"abcdef")
+        first, again = entry_of("a", b"abcdef"), entry_of("b", b"abcdef")
+
+        told = await stage.put(first, again, wait_s=0.1)
+        assert (told.status, told.done_bytes) == (CacheStatus.FETCHING, 6)  # half of each name's file
+        stage.transfers.may_come.set()
+        assert (await stage.put(first, again, msg_id=2)).status in (CacheStatus.OK, CacheStatus.SKIPPED)
+        assert (await stage.put(first, again)).status is CacheStatus.SKIPPED
+        assert stage.transfers.asked == [(ref_of(b"abcdef").sha256, "cache:c/a")]
+        assert files(folder) == {f".blobs/{ref_of(b'abcdef').sha256}", "c/a", "c/b"}
+
+    running(test())
+
+
+def test_what_cannot_be_fetched_is_told_without_paths_and_the_rest_can_be_put_again(folder: CacheFolder, running: Any) -> None:
+    async def test() -> None:
+        stage = Stage(folder, b"abc")
+        stage.transfers.may_come.set()
+
+        told = await stage.put(entry_of("a", b"abc"), entry_of("x", b"nowhere"))
+        assert (told.status, told.message) == (CacheStatus.FAILED, "NOT_FOUND: no such blob")
+        told = await stage.put(CacheEntry("large", "0" * 64, 1000))
+        assert told.status is CacheStatus.FAILED
+        assert told.message.startswith("DISK_FULL: ")
+        assert str(folder.root) not in told.message
+        assert (await stage.put(entry_of("a", b"abc"))).status in (CacheStatus.OK, CacheStatus.SKIPPED)
+
+    running(test())
+
+
+def test_a_job_that_needs_a_file_fetches_it_through_itself(folder: CacheFolder, tmp_path: Path, running: Any) -> None:
+    async def test() -> None:
+        stage = Stage(folder, b"abc")
+        stage.transfers.may_come.set()
+        ref = ref_of(b"abc")
+
+        await asyncio.gather(*(stage.cache.place("job-1", ref.sha256, 3, tmp_path / str(number)) for number in range(3)))
+        assert stage.transfers.asked == [(ref.sha256, "job-1")]
+        assert {(tmp_path / str(number)).stat().st_ino for number in range(3)} == {
+            (folder.root / ".blobs" / ref.sha256).stat().st_ino
+        }
+
+    running(test())
+
+
+def test_a_server_that_removes_a_cache_is_not_answered(folder: CacheFolder, running: Any) -> None:
+    async def test() -> None:
+        stage = Stage(folder, b"abc")
+        store(folder, b"abc", "a")
+        stage.cache.asked(CachePut(1, "c", ">", []))
+        await asyncio.to_thread(until, lambda: not files(folder), 5.0, "the files are gone")
+        assert stage.acks.empty()
+
+    running(test())
