@@ -47,7 +47,7 @@ class TestAuthority:
 
     def revoke(self, cert: str, path: Path) -> None:
         """Write a list of revoked certificates that has this one."""
-        with tempfile.TemporaryDirectory() as folder:
+        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
             settings = ("database = issued", "crlnumber = number", "default_md = sha256", "default_crl_days = 30")
             Path(folder, "config").write_text("\n".join(("[ca]", "default_ca = here", "[here]", *settings, "")))
             Path(folder, "issued").touch()
