@@ -139,7 +139,7 @@ def _write_zone(file: Path, seconds: int) -> None:
 
 def figures_ms(values: list[float]) -> dict[str, float]:
     """Return the count, and some percentiles of seconds as milliseconds."""
-    shares = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "max": 1.0}
+    shares = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "max": 1.0} if values else {}
     return {"count": len(values), **{name: round(1e3 * percentile(values, share), 2) for name, share in shares.items()}}
 
 

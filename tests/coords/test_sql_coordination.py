@@ -13,6 +13,7 @@ from tasuki.coords.coordination import FORGET_AFTER_S, FORGET_BATCH, ClusterMemb
 from tasuki.coords.sql import SqlCoordination
 from tasuki.core.election import LOCK_TTL_MAX_S, Locked
 from tasuki.errors import ConfigError, TasukiError, Unavailable
+from tasuki.server.assembly import open_postgresql_reader
 from tests.coords.contests import (
     SERVERS,
     TTL_S,
@@ -46,6 +47,28 @@ def open_coordination(postgres_url: str) -> Iterator[Open]:
 def told(error: BaseException) -> str:
     """All that a log could show of an error, its causes too."""
     return "".join(traceback.format_exception(error))
+
+
+def test_a_reader_can_share_its_connection_and_outlives_the_loss_of_it(
+    open_coordination: Open, postgres: PostgresService, postgres_url: str
+) -> None:
+    coordination = open_coordination()
+    reader = open_postgresql_reader(postgres_url, coordination)
+
+    def beat_and_read() -> tuple[tuple[int, str], int]:
+        coordination.beat(ME, seen={})
+        connections = postgres.execute(f"SELECT pid FROM pg_stat_activity WHERE {OURS}", url=postgres_url)
+        return reader.epoch(), len(connections)
+
+    before = beat_and_read()
+    postgres.execute(f"SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE {OURS}", url=postgres_url)
+    with pytest.raises(Unavailable):
+        coordination.beat(ME, seen={})
+    after = beat_and_read()
+    reader.close()
+
+    assert before == after == ((0, ""), 1)
+    coordination.beat(ME, seen={})  # the reader has not closed what is not its own
 
 
 # ------------------------------------------------------------------------------------------------------ many at once

@@ -135,9 +135,13 @@ class SqlCoordination(Coordination):
         return self._connection
 
     def _drop(self) -> None:
-        if self._connection is not None:
-            self._connection.close()
-            self._connection = None
+        connection, self._connection = self._connection, None
+        # Another thread may be reading on it; if that hangs, the connection ends with the process.
+        if connection is not None and connection.lock.acquire(timeout=CLOSE_TIMEOUT_S):
+            try:
+                connection.close()
+            finally:
+                connection.lock.release()
 
     def _translate(self, error: psycopg.Error) -> TasukiError:
         from psycopg import errors
