@@ -8,7 +8,7 @@
 LOCK TABLE tasuki_scopeepoch IN EXCLUSIVE MODE;
 
 INSERT INTO tasuki_scopeepoch (scope, epoch, holder) VALUES ('leader', 0, '') ON CONFLICT (scope) DO NOTHING;
-UPDATE tasuki_scopeepoch SET epoch = (epoch / 1000000000 + 1) * 1000000000, holder = 'restore';
+UPDATE tasuki_scopeepoch SET epoch = (epoch / 1000000000 + 1) * 1000000000, holder = 'restore' WHERE scope = 'leader';
 DELETE FROM tasuki_scopelease;
 DELETE FROM tasuki_member;
 DELETE FROM tasuki_turnmark;

@@ -48,7 +48,7 @@ def _ttls(lease_ttl_s: float) -> tuple[str, ...]:
 
 def registered(postgres: PostgresService, url: str) -> tuple[int, str]:
     """(epoch, holder), as the store knows them."""
-    ((epoch, holder),) = postgres.execute("SELECT epoch, holder FROM tasuki_scopeepoch", url=url)
+    ((epoch, holder),) = postgres.execute("SELECT epoch, holder FROM tasuki_scopeepoch WHERE scope = 'leader'", url=url)
     return int(epoch), str(holder)
 
 
