@@ -27,8 +27,9 @@ HEAVY = (
 )
 TOKEN_COMMANDS = ["token create", "token list", "token revoke"]
 DEAD_COMMANDS = ["dead list", "dead show", "dead retry"]
+CACHE_COMMANDS = ["cache put", "cache list", "cache show", "cache rm"]
 WORKER_COMMANDS = ["worker install", "worker uninstall", "worker status"]
-WORDS = sorted({*COMMANDS, *TOKEN_COMMANDS, *DEAD_COMMANDS, *WORKER_COMMANDS} - {"token", "dead"})
+WORDS = sorted({*COMMANDS, *TOKEN_COMMANDS, *DEAD_COMMANDS, *CACHE_COMMANDS, *WORKER_COMMANDS} - {"token", "dead", "cache"})
 
 
 def shown(arguments: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> tuple[str, object]:

@@ -8,6 +8,7 @@ import logging
 import threading
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import cast
 
 import pytest
 
@@ -18,10 +19,11 @@ from tasuki.core.access import Identity, PeerKind
 from tasuki.core.broker.events import ReceiveBlob, SendBlob
 from tasuki.core.job import BlobRef, InputFile, Job, JobSpec, Lease, Outcome, State
 from tasuki.core.protocol import BlobGet, BlobPut, Chunk, ErrorMessage, Reply
-from tasuki.core.store_messages import BlobPlace
+from tasuki.core.store_messages import BlobPlace, CachedFile
 from tasuki.errors import BlobUnavailable, ConfigError, Corrupt, InvalidInput, NotFound, ProtocolError, Unavailable
 from tasuki.server.refusal_log import RefusalLog
-from tasuki.server.transfers import UPLOADS_PER_CONNECTION_MAX, BlobTransfers
+from tasuki.server.transfers import UPLOADS_PER_CONNECTION_MAX, BlobTransfers, may_read
+from tasuki.stores.store import Reader
 from tests.server.peers import FakeConnection, shares_of
 from tests.support.s3_service import S3Service
 from tests.support.waiting import until
@@ -217,12 +219,26 @@ def wanted(identity: Identity, *, worker_id: str = "", incarnation: str = "", of
 @pytest.mark.parametrize("offset", [0, 9_000])
 def test_a_blob_goes_out_in_order_from_an_offset_with_an_end(blobs: FolderBlobs, offset: int) -> None:
     blobs.put_bytes(DATA)
-    link = run(blobs, lambda transfers, link: transfers.send(link, job(result=True), wanted(ALICE, offset=offset), STORED))
+    link = run(blobs, lambda transfers, link: transfers.send(link, True, wanted(ALICE, offset=offset), STORED))
     chunks = link.all(Chunk)
     assert b"".join(chunk.data for chunk in chunks) == DATA[offset:]
     assert chunks[0].offset == offset
     assert [chunk.last for chunk in chunks][-1] is True
     assert {chunk.corr_id for chunk in chunks} == {9}
+
+
+class JobReader:
+    """A store with one job, or none, and the cached file c:a, which Alice put."""
+
+    def __init__(self, job: Job | None) -> None:
+        self._job = job
+
+    def get(self, job_ids: list[str]) -> list[Job | None]:
+        return [self._job for _ in job_ids]
+
+    def cached_files(self, names: list[tuple[str, str]]) -> list[CachedFile | None]:
+        file = CachedFile("a", SHA256, len(DATA), "render.>", ALICE.name, 0.0)
+        return [file if name == ("c", "a") else None for name in names]
 
 
 @pytest.mark.parametrize(
@@ -242,31 +258,49 @@ def test_who_may_read_which_blob(
     blobs: FolderBlobs, request: pytest.FixtureRequest, command: SendBlob, given: Job | None
 ) -> None:
     blobs.put_bytes(DATA)
+    allowed = may_read(cast(Reader, JobReader(given)), command)
     if "may" in request.node.callspec.id.split("-"):
-        assert run(blobs, lambda transfers, link: transfers.send(link, given, command, STORED)).all(Chunk)
+        assert run(blobs, lambda transfers, link: transfers.send(link, allowed, command, STORED)).all(Chunk)
         return
     with pytest.raises(NotFound):
-        run(blobs, lambda transfers, link: transfers.send(link, given, command, STORED))
+        run(blobs, lambda transfers, link: transfers.send(link, allowed, command, STORED))
+
+
+@pytest.mark.parametrize(
+    ("identity", "name", "sha256", "allowed"),
+    [
+        (ALICE, "a", SHA256, True),
+        (BOB, "a", SHA256, False),
+        (WORKER, "a", SHA256, True),
+        (ALICE, "a", "0" * 64, False),
+        (ALICE, "b", SHA256, False),
+    ],
+    ids=["who put it", "another client", "a worker", "another blob", "another name"],
+)
+def test_who_may_read_a_file_of_a_cache(identity: Identity, name: str, sha256: str, allowed: bool) -> None:
+    command = SendBlob(1, BlobGet(9, sha256, f"cache:c/{name}"), identity)
+    assert may_read(cast(Reader, JobReader(None)), command) is allowed
 
 
 def test_the_worker_that_holds_the_job_reads_its_inputs(blobs: FolderBlobs) -> None:
     blobs.put_bytes(DATA)
     command = wanted(WORKER, worker_id="w1", incarnation="w1-1")
-    assert run(blobs, lambda transfers, link: transfers.send(link, job(holder="w1"), command, STORED)).all(Chunk)
+    assert may_read(cast(Reader, JobReader(job(holder="w1"))), command)
+    assert run(blobs, lambda transfers, link: transfers.send(link, True, command, STORED)).all(Chunk)
 
 
 def test_a_blob_is_read_at_its_place(blobs: FolderBlobs) -> None:
     blobs.put_bytes(DATA, generation=7)
     place = BlobPlace(SHA256, len(DATA), 7, stored=True)
-    link = run(blobs, lambda transfers, link: transfers.send(link, job(result=True), wanted(ALICE), place))
+    link = run(blobs, lambda transfers, link: transfers.send(link, True, wanted(ALICE), place))
     assert b"".join(chunk.data for chunk in link.all(Chunk)) == DATA
     with pytest.raises(BlobUnavailable, match=SHA256):
-        run(blobs, lambda transfers, link: transfers.send(link, job(result=True), wanted(ALICE), STORED))
+        run(blobs, lambda transfers, link: transfers.send(link, True, wanted(ALICE), STORED))
 
 
 def test_a_blob_that_was_collected_is_not_found(blobs: FolderBlobs) -> None:
     with pytest.raises(NotFound, match="not stored any more"):
-        run(blobs, lambda transfers, link: transfers.send(link, job(result=True), wanted(ALICE), None))
+        run(blobs, lambda transfers, link: transfers.send(link, True, wanted(ALICE), None))
 
 
 def test_a_blob_that_was_damaged_never_comes_to_its_end(blobs: FolderBlobs) -> None:
@@ -277,7 +311,7 @@ def test_a_blob_that_was_damaged_never_comes_to_its_end(blobs: FolderBlobs) -> N
 
     async def work(transfers: BlobTransfers, link: FakeConnection) -> None:
         links.append(link)
-        await transfers.send(link, job(result=True), wanted(ALICE), STORED)
+        await transfers.send(link, True, wanted(ALICE), STORED)
 
     with pytest.raises(Corrupt):
         run(blobs, work)
@@ -355,7 +389,7 @@ def test_uploads_that_stand_still_keep_nobody_from_reading(stubborn: StubbornBlo
             transfers.begin(FakeConnection(), ReceiveBlob(2, BlobPut(number, "a" * 64, 1), BlobPlace("a" * 64, 1), ""))
         for _ in range(stubborn.threads):
             await asyncio.to_thread(stubborn.held.acquire, timeout=10)
-        await asyncio.wait_for(transfers.send(link, job(result=True), wanted(ALICE), STORED), 10)
+        await asyncio.wait_for(transfers.send(link, True, wanted(ALICE), STORED), 10)
         assert await asyncio.wait_for(transfers.delete([BlobPlace("c" * 64, 1)]), 10) != []
 
     assert run(stubborn, work).all(Chunk)[-1].last
