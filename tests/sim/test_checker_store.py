@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from tasuki.testing.sim.checker import Checker
-from tasuki.testing.sim.history import AnyLine, DriftedEvent, DueEvent, FiredEvent
+from tasuki.testing.sim.history import AnyLine, DefinitionEvent, DriftedEvent, DueEvent, FiredEvent
 from tests.sim.history_lines import (
     HEALED,
     UNSTAMPED,
@@ -42,6 +42,10 @@ ALL_STATES: Story = (failed("k1"), reaped("k2"), shown("start", "k3"), canceled(
 STORE_DRIFTED = DriftedEvent(at=UNSTAMPED, name="store")
 
 
+def defined(policy: str = "forbid", **given: bool | int) -> DefinitionEvent:
+    return DefinitionEvent(at=UNSTAMPED, definition="nightly", policy=policy, **given)
+
+
 def due(nominal: float) -> DueEvent:
     return DueEvent(at=UNSTAMPED, definition="nightly", nominal=nominal)
 
@@ -49,6 +53,8 @@ def due(nominal: float) -> DueEvent:
 def fired(nominal: float, job_id: str) -> FiredEvent:
     return FiredEvent(at=UNSTAMPED, definition="nightly", nominal=nominal, job_id=job_id)
 
+
+TWO: Story = (fired(10, "n-10"), fired(20, "n-20"), row("RUNNING", "n-10"), began("n-10"))
 
 GOOD: dict[str, list[Story]] = {
     "I2": [
@@ -116,8 +122,10 @@ GOOD: dict[str, list[Story]] = {
         (submitted(), canceled(), row("CANCELED", attempt=0), canceled()),
     ],
     "I15": [
-        (due(10), fired(10, "n-10"), due(20), fired(20, "n-20"), fired(20, "n-20"), HEALED, ended()),
+        (due(10), fired(10, "n-10"), due(20), fired(20, "n-20"), HEALED, ended()),
         (due(10),),
+        (defined(every_s=10), fired(10, "n-10"), defined(every_s=4), fired(12, "n-12"), defined(enabled=False)),
+        (fired(10, "n-10"), row("SUCCEEDED", "n-10"), removed("n-10"), fired(10, "n-10")),
     ],
     "I16": [
         (asked("submit"), submitted(), canceled(), row("CANCELED", attempt=0), asked("requeue"), requeued()),
@@ -126,6 +134,13 @@ GOOD: dict[str, list[Story]] = {
     "I17": [
         (submitted(), granted(), shown("start"), shown("renew"), shown("renew", worker="w2", held=False), finished()),
         (took_over("s1", 1), led("s1", 1)),
+    ],
+    "I18": [
+        (defined(), *TWO, gone("n-10"), row("SUCCEEDED", "n-10"), row("RUNNING", "n-20"), began("n-20")),
+        (defined("allow"), *TWO, row("RUNNING", "n-20"), began("n-20")),
+    ],
+    "I19": [
+        (defined(by_event=True, every_s=3), fired(10, "e-10"), due(10), HEALED, ended()),
     ],
     "lease": [
         (granted(ttl_s=4.0, at=0.0), reaped(at=4.5)),
@@ -248,6 +263,9 @@ BAD: dict[str, list[Story]] = {
     "I15": [
         (due(10), fired(10, "n-10"), fired(10, "n-10 again")),
         (due(10), due(20), fired(10, "n-10"), HEALED, ended()),
+        (fired(10, "n-10"), fired(10, "n-10")),
+        (defined(enabled=False), fired(10, "n-10")),
+        (defined(every_s=10), defined(every_s=4), fired(10, "n-10")),
     ],
     "I16": [
         (
@@ -264,6 +282,15 @@ BAD: dict[str, list[Story]] = {
         (took_over("s1", 1), led("s2", 1)),
         (took_over("s1", 1), led("s1", 2)),
         (took_over("s1", 1), row("PENDING", leader_epoch=2)),
+    ],
+    "I18": [
+        (defined(), *TWO, row("ASSIGNED", "n-20")),
+        (defined("replace"), *TWO[:2], row("PENDING", "n-10"), row("RUNNING", "n-20")),
+        (defined(), *TWO[:2], granted("n-10"), began("n-10"), gone("k"), granted("n-20"), began("n-20", worker="w2")),
+    ],
+    "I19": [
+        (defined(by_event=True), due(10), HEALED, ended()),
+        (defined(by_event=True), fired(10, "e-10"), fired(10, "e-10 again")),
     ],
     "lease": [
         (granted(ttl_s=4.0, at=0.0), reaped(at=3.9)),

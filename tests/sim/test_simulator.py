@@ -12,7 +12,7 @@ from tasuki.core.lifecycle import JobEvent
 from tasuki.core.store_messages import Report, ReportAnswer, ReportStatus, Submission
 from tasuki.stores.memory.records import MemoryJob
 from tasuki.stores.memory.store import Answered, MemoryStore
-from tasuki.testing.sim.history import AnyLine, EndedEvent, FaultEvent, HealedEvent, RowEvent
+from tasuki.testing.sim.history import AnyLine, EndedEvent, FaultEvent, FiredEvent, HealedEvent, RowEvent
 from tasuki.testing.sim.run import check_seed, plan_of, run_plan
 from tasuki.testing.sim.world import HotLoop, SimOptions, World
 
@@ -80,7 +80,9 @@ def test_the_chaos_ends_and_then_everything_comes_to_its_end() -> None:
     assert lines[-1].quiet
     last = {line.job_id: line for line in lines if isinstance(line, RowEvent)}
     assert {row.state for row in last.values()} <= {"SUCCEEDED", "FAILED", "CANCELED", "TIMED_OUT", "SKIPPED"}
-    assert len(last) == outcome.options.jobs
+    runs = {line.job_id for line in lines if isinstance(line, FiredEvent)}
+    assert runs
+    assert len(last) == (outcome.options.jobs or 0) + len(runs)
 
 
 def test_a_part_of_a_plan_can_be_run_by_itself() -> None:

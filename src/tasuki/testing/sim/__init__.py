@@ -8,7 +8,8 @@ import it.
     world        options, time, randomness, processes     faults       kinds of fault, and when they happen
     network      connections between processes            servers      broker, election, hints, the store behind its faults
     workers      attempts, keeper, disk                   clients      operations, calls and their answers
-    system       all processes together                   run          one seed, from its start to the verdict
+    project      definitions and events of applications   system       all processes together
+    run          one seed, from its start to the verdict
     history      lines that an observer hears             recorder     lines of a committed turn
     checker      judges of the invariants                 checker_store   findings, and judges of the store's commits
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from itertools import count
 from types import ModuleType
 from typing import Any, ClassVar, Protocol
 
@@ -17,10 +18,12 @@ from msgspec.structs import replace
 from tasuki.core.job import Lease, Outcome, State
 from tasuki.core.lifecycle import LEASE_MARGIN_S
 from tasuki.core.store_messages import Canceled, LeaseRequest, Offer
+from tasuki.stores import firing
 from tasuki.stores.memory import store as memory
+from tasuki.stores.memory.definitions import MemoryDefinitions
 from tasuki.stores.memory.records import MemoryJob, MemoryRecords
 from tasuki.stores.memory.store import MemoryStore
-from tasuki.stores.sql import lease, report, submit
+from tasuki.stores.sql import fire, lease, report, submit
 from tasuki.stores.sql.database import Transaction
 from tasuki.testing.sim.run import SeedOutcome, check_seed
 from tasuki.testing.sim.world import SimOptions
@@ -104,6 +107,10 @@ class Ablation(msgspec.Struct, frozen=True, kw_only=True):
     """The reason why nothing breaks without it: something else holds the promise, and this one saves time or losses."""
     check: Callable[[int, SimOptions], SeedOutcome] = check_seed
     """The world that misses it."""
+
+    def __post_init__(self) -> None:
+        if self.options.definitions is None:  # a smaller world shows it sooner
+            msgspec.structs.force_setattr(self, "options", replace(self.options, definitions=0))
 
     @property
     def stores(self) -> tuple[str, ...]:
@@ -638,4 +645,90 @@ _OF_THE_LEADER = (
     ),
 )
 
-ORDERS = (*_OF_CLIENTS, *_OF_THE_LEADER)
+# ---------------------------------------------------------------------------------------------------- definitions and events
+
+
+def _settles_too_much(due_times: Method) -> Method:
+    def _due_times(*given: Any) -> Any:
+        due = due_times(*given)
+        return replace(due, settled_until=due.settled_until + EARLY_S)
+
+    return _due_times
+
+
+def _without_the_time(runs_of: Method) -> Method:
+    def _runs_of(*given: Any) -> Any:
+        for run in runs_of(*given):
+            run.spec = replace(run.spec, job_id=f"d{run.definition_id}-0")
+            yield run
+
+    return _runs_of
+
+
+def _each_time_another(run_of_event: Method) -> Method:
+    numbers = count(1)
+
+    def _run_of_event(*given: Any) -> Any:
+        run = run_of_event(*given)
+        run.spec = replace(run.spec, job_id=f"{run.spec.job_id}{next(numbers):06}")
+        return run
+
+    return _run_of_event
+
+
+def _ready_at_once(plan_runs: Method) -> Method:
+    def _plan_runs(*given: Any) -> Any:
+        plan = plan_runs(*given)
+        for run in plan.runs:
+            run.waits_for = None
+        return plan
+
+    return _plan_runs
+
+
+# Without clocks that are set, so that fewer times come at once; with runs that last longer than the time between two of them.
+SCHEDULED = SimOptions(definitions=4, jobs=8, attempts_scale=4.0, kinds=("crash", "power", "pause", "partition", "store_lost"))
+
+_OF_DEFINITIONS = (
+    Ablation(
+        name="nominal_time_in_the_id",
+        what="the id of a run is made of its definition and its nominal time",
+        invariants=("I15",),
+        patches=(Replacement(firing, "runs_of", _without_the_time),),
+        options=SCHEDULED,
+    ),
+    Ablation(
+        name="settled_as_planned",
+        what="no more nominal times are settled than were planned",
+        invariants=("I15",),
+        patches=(Replacement(firing, "due_times", _settles_too_much),),
+        options=SCHEDULED,
+    ),
+    Ablation(
+        name="event_processed_once",
+        what="an event is processed in the turn that stores its runs, whose ids are made of it",
+        invariants=("I18", "I19"),
+        patches=(
+            Replacement(firing, "run_of_event", _each_time_another),
+            Replacement(MemoryDefinitions, "events_processed", lambda _: lambda *_: None),
+            Replacement(fire._Rows, "events_processed", lambda _: lambda *_: None),
+        ),
+        options=SCHEDULED,
+    ),
+    Ablation(
+        name="forbid_sees_the_last_run",
+        what="the turn that fires looks at the last run of the definition",
+        invariants=("I18",),
+        patches=(Replacement(firing, "_last_run", lambda _: lambda *_: None),),
+        options=SCHEDULED,
+    ),
+    Ablation(
+        name="replacement_waits",
+        what="a run that replaces another is not ready before that has ended",
+        invariants=("I18",),
+        patches=(Replacement(firing, "plan_runs", _ready_at_once),),
+        options=SCHEDULED,
+    ),
+)
+
+ORDERS = (*_OF_CLIENTS, *_OF_THE_LEADER, *_OF_DEFINITIONS)

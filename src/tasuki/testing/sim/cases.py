@@ -21,7 +21,7 @@ import msgspec
 from msgspec.structs import replace
 
 from tasuki.errors import InvalidInput
-from tasuki.testing.sim.clients import Operation
+from tasuki.testing.sim.clients import PROJECT, Operation
 from tasuki.testing.sim.faults import KINDS, PlannedFault
 from tasuki.testing.sim.history import AnyLine, FaultEvent, WatchingEvent, kind_of
 from tasuki.testing.sim.run import Plan, SeedOutcome, check_plan, check_seed, plan_of
@@ -205,7 +205,9 @@ def _fault_text(fault: PlannedFault) -> str:
 
 def _operation_text(operation: Operation) -> str:
     bodies = [f"{spec.job_id}{'' if spec.payload == b'body' else ' with another body'}" for spec in operation.specs]
-    return f"{operation.client}  {operation.verb} {', '.join([*bodies, *operation.job_ids])}"
+    definition = operation.definition
+    what = [] if definition is None else [f"{definition.name}: {definition.schedule_value} s, {definition.concurrency_policy}"]
+    return f"{operation.client}  {operation.verb} {', '.join([*bodies, *operation.job_ids, *what])}"
 
 
 def same_failure(case: Case, what: str, make_store: MakeStore | None = None) -> StillFails:
@@ -363,7 +365,7 @@ def _within(plan: Plan, options: SimOptions) -> Plan:
     there = {*cast.processes, STORE, COORDINATION, ""}
     faults = tuple(fault for fault in plan.faults if fault.target in there and fault.other in there)
     operations = tuple(
-        operation if operation.client in cast.clients else replace(operation, client=cast.clients[0])
+        operation if operation.client in (*cast.clients, PROJECT) else replace(operation, client=cast.clients[0])
         for operation in plan.operations
     )
     return Plan(faults, operations)

@@ -262,6 +262,8 @@ class WorkerJudge(Judge):
                 self._no_other_runs(line)
             if len(lives) > 1:
                 self._earlier_life_is_gone(line)
+            if line.job_id in self.findings.others_of:
+                self._no_other_run_of_its_definition(line, self.findings.others_of[line.job_id])
         job.began.add(line.attempt)
         self._by_job.setdefault(line.job_id, {})[line.attempt] = line
         self._by_worker.setdefault(line.worker_id, {})[line.job_id, line.attempt] = line
@@ -275,6 +277,13 @@ class WorkerJudge(Judge):
             if not self._may_go_on(older):
                 ran = f"attempt {older.attempt} of {line.job_id} ran at {older.worker_id}"
                 self.found("I9", f"{ran} while attempt {newer.attempt} did at {newer.worker_id}")
+
+    def _no_other_run_of_its_definition(self, line: history.BeganEvent, runs: list[str]) -> None:
+        """Judge I18: nothing of an earlier run is left when the next one begins."""
+        self.evidence["I18"] += 1
+        for other in [began for run in runs if run != line.job_id for began in self._by_job.get(run, {}).values()]:
+            if not self._may_go_on(other):
+                self.found("I18", f"{line.job_id} began at {line.worker_id} while {other.job_id} ran at {other.worker_id}")
 
     def _may_go_on(self, began: history.BeganEvent) -> bool:
         """Return whether an attempt may go on: by order, for a wrong clock, for want of a keeper; or if that is not known."""
@@ -441,35 +450,72 @@ class EpochJudge(Judge):
 
 
 class ScheduleJudge(Judge):
-    """Judge of schedules: compares the times that were due with the runs."""
+    """Judge of definitions: compares times and events with the runs, and the runs with each other."""
 
     def __init__(self, findings: Findings) -> None:
         super().__init__(findings)
+        self._definitions: dict[str, history.DefinitionEvent] = {}
         self._fired: dict[tuple[str, float], str] = {}
         self._due: set[tuple[str, float]] = set()
+        self._runs: dict[str, list[str]] = {}
 
     def handlers(self) -> dict[type[history.HistoryLine], Handler]:
-        return {history.DueEvent: self._is_due, history.FiredEvent: self._was_fired}
+        return {
+            history.DefinitionEvent: self._was_defined,
+            history.DueEvent: self._is_due,
+            history.FiredEvent: self._was_fired,
+            history.RowEvent: self._row,
+        }
+
+    def _was_defined(self, line: history.DefinitionEvent) -> None:
+        self._definitions[line.definition] = line
 
     def _is_due(self, line: history.DueEvent) -> None:
         self._due.add((line.definition, line.nominal))
 
+    def _invariant(self, definition: str) -> str:
+        known = self._definitions.get(definition)
+        return "I19" if known is not None and known.by_event else "I15"
+
     def _was_fired(self, line: history.FiredEvent) -> None:
-        """Judge I15: at most one run. A schedule also counts as a caller that asked for the job."""
-        self.job(line.job_id).asked = True
-        self.evidence["I15"] += 1
+        """Judge I15, I19: at most one run, of the definition as it is. It also counts as a caller that asked for the job."""
+        job, definition, invariant = (
+            self.job(line.job_id),
+            self._definitions.get(line.definition),
+            self._invariant(line.definition),
+        )
+        self.evidence[invariant] += 1
         first = self._fired.setdefault((line.definition, line.nominal), line.job_id)
-        if first != line.job_id:
-            self.found("I15", f"{line.definition} ran twice for {line.nominal:.0f}: as {first} and as {line.job_id}")
+        if first != line.job_id or (job.asked and not job.removed):
+            self.found(invariant, f"{line.definition} ran twice for {line.nominal:.0f}: as {first} and as {line.job_id}")
+        job.asked = True
+        if definition is None:
+            return
+        if not definition.enabled or (definition.every_s and not definition.by_event and line.nominal % definition.every_s):
+            self.found(invariant, f"{line.definition} ran for {line.nominal:.0f}, which it has not, as it is: {definition}")
+        if definition.policy != "allow":
+            self._runs.setdefault(line.definition, []).append(line.job_id)
+            self.findings.others_of[line.job_id] = self._runs[line.definition]
+
+    def _row(self, line: history.RowEvent) -> None:
+        """Judge I18: of the runs of a definition one at most was begun and is not over."""
+        runs = self.findings.others_of.get(line.job_id)
+        if runs is None or not line.attempt or line.state in TERMINAL:
+            return
+        self.evidence["I18"] += 1
+        for other in runs:
+            job = self.job(other)
+            if other != line.job_id and job.exists and job.attempt and job.state not in TERMINAL:
+                self.found("I18", f"{line.job_id} is {line.state}, and {other} of the same definition is {job.state}")
 
     def end(self) -> None:
-        """Judge I15: no run is missed. A time due a moment before a history was cut off may still get its run."""
+        """Judge I15, I19: no run is missed. A time due a moment before a history was cut off may still get its run."""
         if not self.findings.is_over:
             return
         for definition, nominal in sorted(self._due):
-            self.evidence["I15"] += 1
+            self.evidence[self._invariant(definition)] += 1
             if (definition, nominal) not in self._fired:
-                self.found("I15", f"{definition} never ran for {nominal:.0f}")
+                self.found(self._invariant(definition), f"{definition} never ran for {nominal:.0f}")
 
 
 # ---------------------------------------------------------------------------------------------------- liveness

@@ -16,7 +16,7 @@ from tasuki.core.job import LEASED, READY, TERMINAL, State
 from tasuki.core.lifecycle import TAKEOVER_TIE_S
 from tasuki.testing.sim import history
 
-INVARIANTS = (*(f"I{n}" for n in range(1, 18)), "lease", "credit", "liveness")
+INVARIANTS = (*(f"I{n}" for n in range(1, 20)), "lease", "credit", "liveness")
 """The invariants of docs/invariants.md; `lease`: none ends before its time; `credit`: no worker gets more than it asks for, or
 other jobs."""
 
@@ -73,32 +73,10 @@ class JobFacts:
     """The facts known of one job. None: not known."""
 
     __slots__ = (
-        "acked",
-        "asked",
-        "asked_restarts",
-        "attempt",
-        "began",
-        "body",
-        "counted",
-        "endings",
-        "ends",
-        "existed",
-        "exists",
-        "failures",
-        "generation",
-        "job_id",
-        "lease",
-        "lease_known",
-        "losses",
-        "orphaned",
-        "removed",
-        "reports",
-        "restarts",
-        "results",
-        "retry_at",
-        "row",
-        "state",
-    )
+        "acked", "asked", "asked_restarts", "attempt", "began", "body", "counted", "endings", "ends", "existed", "exists",
+        "failures", "generation", "job_id", "lease", "lease_known", "losses", "orphaned", "removed", "reports", "restarts",
+        "results", "retry_at", "row", "state",
+    )  # fmt: skip
 
     def __init__(self, job_id: str) -> None:
         self.job_id = job_id
@@ -174,6 +152,8 @@ class Findings:
         """Times of the takeovers, in order."""
         self.registered = 0
         """The highest epoch that a server took over."""
+        self.others_of: dict[str, list[str]] = {}
+        """run → all runs of its definition, if they must not overlap."""
 
     def found(self, invariant: str, message: str) -> None:
         violation = Violation(invariant, message, self.at, self.line)

@@ -18,6 +18,7 @@ from tasuki.core.job import JobSpec, body_hash
 from tasuki.core.machine import Now, Peer, Received, Ticked
 from tasuki.core.protocol import Accepted, CancelJobs, HelloClient, Request, SubmitJobs
 from tasuki.core.reconnect import Connect
+from tasuki.core.scheduler.firing import Definition
 from tasuki.core.store_messages import OWN_PROGRAMS, Offer, Takes
 from tasuki.errors import Unavailable
 from tasuki.testing.harness_nodes import ClientNode
@@ -36,20 +37,25 @@ PATTERNS = ((">",), ("render.>", "job.>"), ("price.*", "render.fast"))
 """Patterns of workers; the first worker of every world takes everything, so that every job has one that fits."""
 
 
+PROJECT = "project"
+"""The applications that write definitions and events (`project.py`)."""
+
+
 class Operation(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One call of one client."""
+    """One call of one client, or one write of the project."""
 
     number: int
     at: float
     client: str
     verb: str
-    """submit, rerun, cancel, requeue, get or watch."""
+    """submit, rerun, cancel, requeue, get or watch; of the project define, edit, disable, enable, delete or emit."""
     specs: tuple[JobSpec, ...] = ()
     job_ids: tuple[str, ...] = ()
+    definition: Definition | None = None
 
 
 def draw_operations(streams: Streams, options: SimOptions) -> list[Operation]:
-    """Draw all operations of the chaos phase; most are in its first two thirds."""
+    """Draw all operations of the chaos phase, in any order; most are in its first two thirds."""
     return _Drawing(streams, options).operations()
 
 
@@ -77,8 +83,7 @@ class _Drawing:
             if chance.random() < 0.8:
                 found.append(self._another(at + 4.0 * chance.random()))
         found += [self._another(end * chance.random()) for _ in range(jobs // 4)]
-        found.sort(key=lambda operation: operation.at)
-        return [msgspec.structs.replace(operation, number=place) for place, operation in enumerate(found)]
+        return found
 
     def _spec(self, number: int, at: float) -> JobSpec:
         chance = self.chance

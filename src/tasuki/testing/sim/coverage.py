@@ -176,7 +176,7 @@ _EFFECTS = {"partition": "cut", "one_way": "cut"}
 
 VERBS = (
     "submit", "rerun", "cancel", "requeue", "get", "lease", "held", "start", "renew", "release", "finish", "fail", "take_over",
-    "reap", "skip", "promote", "prune", "token",
+    "reap", "skip", "promote", "prune", "fire", "token",
 )  # fmt: skip
 
 LINES: dict[str, str] = {
@@ -192,6 +192,11 @@ LINES: dict[str, str] = {
     "failed for good": "a job whose retries are used up",
     "timed out": "a job that took too long too often",
     "skipped": "a job that waited past its not_after",
+    "run of a time": "a definition was fired for a nominal time",
+    "run of an event": "a definition was fired for an event",
+    "run forbidden": "a run was due while the last one had not ended",
+    "run replaced": "a run was canceled for the next one",
+    "changed between runs": "a definition was edited, disabled or deleted, and had been fired before",
     "lost while canceled": "a lease was over whose cancel was asked for",
     "cancel wins": "an attempt was canceled while it ran",
     "finish wins": "an attempt succeeded though its cancel was asked for",
@@ -254,6 +259,8 @@ class Coverage:
             history.ReapedEvent: self._reaped,
             history.GrantedEvent: self._granted,
             history.RowEvent: self._row,
+            history.FiredEvent: self._fired,
+            history.DefinitionEvent: self._defined,
             history.CanceledEvent: self._canceled,
             history.RequeuedEvent: self._requeued,
             history.SubmittedEvent: self._submitted,
@@ -268,6 +275,8 @@ class Coverage:
         self._orphaned: set[str] = set()
         self._cancel_asked: set[str] = set()
         self._states: dict[str, str] = {}
+        self._runs: dict[str, str] = {}
+        self._by_event: set[str] = set()
         self._generations: dict[str, int] = {}
         self._granted_in: dict[str, int] = {}
         """lease_id → which life of its worker it was given to."""
@@ -347,7 +356,19 @@ class Coverage:
         if line.state == State.FAILED:
             self.counts["lost for good" if line.error_code == "LOST" else "failed for good"] += 1
         self.counts["timed out"] += line.state == State.TIMED_OUT
-        self.counts["skipped"] += line.state == State.SKIPPED
+        forbidden = line.error_code == "STILL_RUNNING"
+        self.counts["run forbidden"] += forbidden
+        self.counts["skipped"] += line.state == State.SKIPPED and not forbidden
+        self.counts["run replaced"] += line.state == State.CANCELED and line.job_id in self._runs
+
+    def _fired(self, line: history.FiredEvent) -> None:
+        self._runs[line.job_id] = line.definition
+        self.counts["run of an event" if line.definition in self._by_event else "run of a time"] += 1
+
+    def _defined(self, line: history.DefinitionEvent) -> None:
+        if line.by_event:
+            self._by_event.add(line.definition)
+        self.counts["changed between runs"] += line.definition in self._runs.values()
 
     def _canceled(self, line: history.CanceledEvent) -> None:
         before = self._states.get(line.job_id, "")

@@ -11,7 +11,7 @@ import hashlib
 import random
 from collections import Counter
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -20,7 +20,7 @@ from tasuki.core.store_messages import HeldLease, Report, Turn
 from tasuki.stores.batching import execute
 from tasuki.testing.sim.history import DriftedEvent, FaultEvent
 from tasuki.testing.sim.network import SimulatedLink
-from tasuki.testing.sim.servers import COORDINATION, STORE
+from tasuki.testing.sim.servers import COORDINATION, STORE, CoordinationNode, StoreFaults
 from tasuki.testing.sim.system import ProcessNames, System, cast_of
 from tasuki.testing.sim.world import SimOptions, Streams
 
@@ -222,6 +222,42 @@ def _drift_over(system: System, fault: PlannedFault) -> None:
 # ---------------------------------------------------------------------------------------------------- store and disks
 
 
+Begin = Callable[[System, PlannedFault], bool]
+End = Callable[[System, PlannedFault], None]
+
+
+def _chance_of(place: Callable[[System], Any], name: str) -> tuple[Begin, End]:
+    """Return functions that set and reset a probability."""
+
+    def begin(system: System, fault: PlannedFault) -> bool:
+        setattr(place(system), name, fault.amount)
+        return True
+
+    def end(system: System, fault: PlannedFault) -> None:
+        setattr(place(system), name, 0.0)
+
+    return begin, end
+
+
+def _counted(place: Callable[[System, PlannedFault], tuple[Counter[Any], Any]]) -> tuple[Begin, End]:
+    """Return functions that count a fault while it lasts, in a counter and under a name: two at once end one after the other."""
+
+    def begin(system: System, fault: PlannedFault) -> bool:
+        counter, name = place(system, fault)
+        counter[name] += 1
+        return True
+
+    def end(system: System, fault: PlannedFault) -> None:
+        counter, name = place(system, fault)
+        counter[name] -= 1
+
+    return begin, end
+
+
+def _cut_off(node: str) -> tuple[Begin, End]:
+    return _counted(lambda system, fault: (system.network.cut, (fault.target, node)))
+
+
 def _store_slow(system: System, fault: PlannedFault) -> bool:
     system.storage.troubles.slow_s += fault.amount
     return True
@@ -229,51 +265,6 @@ def _store_slow(system: System, fault: PlannedFault) -> bool:
 
 def _store_slow_over(system: System, fault: PlannedFault) -> None:
     system.storage.troubles.slow_s = max(0.0, system.storage.troubles.slow_s - fault.amount)
-
-
-def _store_lost(system: System, fault: PlannedFault) -> bool:
-    system.storage.troubles.lost = fault.amount
-    return True
-
-
-def _store_lost_over(system: System, fault: PlannedFault) -> None:
-    system.storage.troubles.lost = 0.0
-
-
-def _store_refused(system: System, fault: PlannedFault) -> bool:
-    system.storage.troubles.refused = fault.amount
-    return True
-
-
-def _store_refused_over(system: System, fault: PlannedFault) -> None:
-    system.storage.troubles.refused = 0.0
-
-
-def _store_restart(system: System, fault: PlannedFault) -> bool:
-    system.storage.troubles.down["restart"] += 1
-    return True
-
-
-def _store_restart_over(system: System, fault: PlannedFault) -> None:
-    system.storage.troubles.down["restart"] -= 1
-
-
-def _store_cut(system: System, fault: PlannedFault) -> bool:
-    system.network.cut[fault.target, STORE] += 1
-    return True
-
-
-def _store_cut_over(system: System, fault: PlannedFault) -> None:
-    system.network.cut[fault.target, STORE] -= 1
-
-
-def _disk_full(system: System, fault: PlannedFault) -> bool:
-    system.storage.troubles.full["hard" if fault.amount < 0.5 else "floor"] += 1
-    return True
-
-
-def _disk_full_over(system: System, fault: PlannedFault) -> None:
-    system.storage.troubles.full["hard" if fault.amount < 0.5 else "floor"] -= 1
 
 
 def _worker_disk_full(system: System, fault: PlannedFault) -> bool:
@@ -303,32 +294,19 @@ def _impostor(system: System, fault: PlannedFault) -> bool:
     return True
 
 
-# ---------------------------------------------------------------------------------------------------- between servers
-
-
-def _likely(name: str) -> tuple[Callable[[System, PlannedFault], bool], Callable[[System, PlannedFault], None]]:
-    """Return functions that set and reset a probability of the coordination."""
-
-    def begin(system: System, fault: PlannedFault) -> bool:
-        setattr(system.coordination, name, fault.amount)
-        return True
-
-    def end(system: System, fault: PlannedFault) -> None:
-        setattr(system.coordination, name, 0.0)
-
-    return begin, end
-
-
-def _coordination_cut(system: System, fault: PlannedFault) -> bool:
-    system.network.cut[fault.target, COORDINATION] += 1
-    return True
-
-
-def _coordination_cut_over(system: System, fault: PlannedFault) -> None:
-    system.network.cut[fault.target, COORDINATION] -= 1
-
-
 # ---------------------------------------------------------------------------------------------------- the table
+
+
+def _troubles(system: System) -> StoreFaults:
+    return system.storage.troubles
+
+
+def _room(system: System, fault: PlannedFault) -> tuple[Counter[str], str]:
+    return system.storage.troubles.full, "hard" if fault.amount < 0.5 else "floor"
+
+
+def _between(system: System) -> CoordinationNode:
+    return system.coordination
 
 
 def _servers(cast: ProcessNames) -> tuple[str, ...]:
@@ -378,20 +356,20 @@ KINDS: dict[str, FaultKind] = {
     "drift": FaultKind(_clocks, _drift, _drift_over, LONG, (-0.05, 0.05)),
     "drift_far": FaultKind(_workers, _drift, _drift_over, (5.0, 15.0), (-0.8, -0.5)),
     "store_slow": FaultKind(_store, _store_slow, _store_slow_over, SHORT, (0.1, 2.0)),
-    "store_lost": FaultKind(_store, _store_lost, _store_lost_over, SHORT, OFTEN),
-    "store_refused": FaultKind(_store, _store_refused, _store_refused_over, SHORT, OFTEN),
-    "store_restart": FaultKind(_store, _store_restart, _store_restart_over, SHORT),
-    "store_cut": FaultKind(_servers, _store_cut, _store_cut_over, LONG),
-    "disk_full": FaultKind(_store, _disk_full, _disk_full_over, SHORT, (0.0, 1.0)),
+    "store_lost": FaultKind(_store, *_chance_of(_troubles, "lost"), SHORT, OFTEN),
+    "store_refused": FaultKind(_store, *_chance_of(_troubles, "refused"), SHORT, OFTEN),
+    "store_restart": FaultKind(_store, *_counted(lambda system, _: (system.storage.troubles.down, "restart")), SHORT),
+    "store_cut": FaultKind(_servers, *_cut_off(STORE), LONG),
+    "disk_full": FaultKind(_store, *_counted(_room), SHORT, (0.0, 1.0)),
     "impostor": FaultKind(_workers, _impostor),
     "worker_disk_full": FaultKind(_workers, _worker_disk_full, _worker_disk_full_over, LONG),
-    "hints_lost": FaultKind(_coordination, *_likely("hints_lost"), LONG, OFTEN, several=True),
-    "hints_late": FaultKind(_coordination, *_likely("hints_late"), LONG, OFTEN, several=True),
-    "hints_doubled": FaultKind(_coordination, *_likely("hints_doubled"), LONG, OFTEN, several=True),
-    "coordination_lost": FaultKind(_coordination, *_likely("lost"), LONG, OFTEN, several=True),
-    "coordination_late": FaultKind(_coordination, *_likely("late"), LONG, OFTEN, several=True),
-    "coordination_doubled": FaultKind(_coordination, *_likely("doubled"), LONG, OFTEN, several=True),
-    "coordination_cut": FaultKind(_servers, _coordination_cut, _coordination_cut_over, LONG, several=True),
+    "hints_lost": FaultKind(_coordination, *_chance_of(_between, "hints_lost"), LONG, OFTEN, several=True),
+    "hints_late": FaultKind(_coordination, *_chance_of(_between, "hints_late"), LONG, OFTEN, several=True),
+    "hints_doubled": FaultKind(_coordination, *_chance_of(_between, "hints_doubled"), LONG, OFTEN, several=True),
+    "coordination_lost": FaultKind(_coordination, *_chance_of(_between, "lost"), LONG, OFTEN, several=True),
+    "coordination_late": FaultKind(_coordination, *_chance_of(_between, "late"), LONG, OFTEN, several=True),
+    "coordination_doubled": FaultKind(_coordination, *_chance_of(_between, "doubled"), LONG, OFTEN, several=True),
+    "coordination_cut": FaultKind(_servers, *_cut_off(COORDINATION), LONG, several=True),
 }
 
 

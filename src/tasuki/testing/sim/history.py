@@ -186,15 +186,27 @@ class RemovedEvent(HistoryLine, frozen=True):
     job_id: str
 
 
+class DefinitionEvent(HistoryLine, frozen=True):
+    """An application wrote a definition; one that it deleted is not enabled any more."""
+
+    definition: str
+    policy: str
+    """Its concurrency_policy, always the same."""
+    enabled: bool = True
+    by_event: bool = False
+    every_s: int = 0
+    """Its nominal times are the multiples of this."""
+
+
 class DueEvent(HistoryLine, frozen=True):
-    """A nominal time of a schedule came inside its catch-up window: there must be a run for it in the end."""
+    """A nominal time came inside its catch-up window, or an event: there must be a run for it in the end."""
 
     definition: str
     nominal: float
 
 
 class FiredEvent(HistoryLine, frozen=True):
-    """A commit made this job the run of a schedule for a nominal time."""
+    """A commit made this job the run of a definition for a nominal time, or for an event of that time."""
 
     definition: str
     nominal: float
@@ -347,6 +359,7 @@ StoreLine = (
     | LedEvent
     | RowEvent
     | RemovedEvent
+    | DefinitionEvent
     | DueEvent
     | FiredEvent
 )

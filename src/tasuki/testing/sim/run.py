@@ -13,13 +13,16 @@ import gc
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from operator import attrgetter
 
 import msgspec
+from msgspec.structs import replace
 
 from tasuki.testing.sim import clients, faults
 from tasuki.testing.sim.checker import Checker, Violation
 from tasuki.testing.sim.checker_store import ViolationFound
 from tasuki.testing.sim.history import AnyLine, EndedEvent, HealedEvent, WatchingEvent
+from tasuki.testing.sim.project import draw_writes, short_schedules
 from tasuki.testing.sim.servers import MakeStore
 from tasuki.testing.sim.system import System
 from tasuki.testing.sim.world import HotLoop, SimOptions, Streams, Trace, World, derived
@@ -27,7 +30,7 @@ from tasuki.testing.sim.world import HotLoop, SimOptions, Streams, Trace, World,
 LOOK_S = 0.5  # how often a healed world is asked whether it is at rest
 WATCHED = (
     "submitted", "granted", "shown", "reported", "reaped", "canceled", "requeued", "tookover", "led", "row", "removed", "asked",
-    "answered", "arrived", "began", "gone", "settled", "busy", "process", "fault", "drifted", "leading",
+    "answered", "arrived", "began", "gone", "settled", "busy", "process", "fault", "drifted", "leading", "definition", "fired",
 )  # fmt: skip
 VERBS_MIN, FAULTS_MIN = 250, 10  # below these a seed shows too little to count
 
@@ -84,7 +87,9 @@ class SeedOutcome(msgspec.Struct, kw_only=True):
 def plan_of(seed: int, options: SimOptions) -> Plan:
     """Return the plan of this seed under these options, which are complete."""
     streams = Streams(seed)
-    return Plan(tuple(faults.draw_faults(streams, options)), tuple(clients.draw_operations(streams, options)))
+    operations = sorted([*clients.draw_operations(streams, options), *draw_writes(streams, options)], key=attrgetter("at"))
+    numbered = tuple(replace(operation, number=place) for place, operation in enumerate(operations))
+    return Plan(tuple(faults.draw_faults(streams, options)), numbered)
 
 
 def run_plan(
@@ -109,7 +114,7 @@ def run_plan(
     system = System(world, make_store)
     chaos = faults.Faults(system)
     try:
-        with _seldom_collected():
+        with _seldom_collected(), short_schedules():
             _run(system, chaos, plan, outcome)
     except HotLoop as error:
         outcome.problem = str(error)
@@ -149,6 +154,7 @@ def _run(system: System, chaos: faults.Faults, plan: Plan, outcome: SeedOutcome)
         rested_s = 0.0 if outcome.unfinished else rested_s + LOOK_S
     outcome.healed_after_s = world.at - rested_s - healed_at
     system.storage.recorder.all_rows()
+    system.project.tell_what_was_due()
     events = world.events - world.idle_events - healed_events
     world.tell(EndedEvent(at=world.at, quiet=not outcome.unfinished, events=events))
 

@@ -13,8 +13,9 @@ from tasuki.core.machine import Peer
 from tasuki.core.store_messages import TokenRow
 from tasuki.core.worker.events import WorkerIdentity
 from tasuki.testing.harness_nodes import OWN_UID
-from tasuki.testing.sim.clients import OFFERS, PATTERNS, Operation, SimClient
+from tasuki.testing.sim.clients import OFFERS, PATTERNS, PROJECT, Operation, SimClient
 from tasuki.testing.sim.network import Network
+from tasuki.testing.sim.project import Project
 from tasuki.testing.sim.servers import STORE, CoordinationNode, MakeStore, SimServer, StoreNode
 from tasuki.testing.sim.workers import DrawnEndings, SimWorker
 from tasuki.testing.sim.world import HostClock, SimOptions, World
@@ -53,6 +54,7 @@ class System:
         self.cast = cast_of(options)
         self.network = Network(world)
         self.storage = StoreNode(world, self.network, make_store)
+        self.project = Project(world, self.storage)
         self.coordination = CoordinationNode(world, self.network, self.storage.clock)
         shared = self.coordination if len(self.cast.servers) > 1 else None
         self.servers = [
@@ -126,6 +128,9 @@ class System:
             self.world.at_time(operation.at, f"{operation.client} {operation.verb}", self._operate, operation)
 
     def _operate(self, operation: Operation) -> None:
+        if operation.client == PROJECT:
+            self.project.write(operation)
+            return
         client = self.processes[operation.client]
         assert isinstance(client, SimClient)
         client.operate(operation)
@@ -142,6 +147,8 @@ class System:
         """Return what is still to be done; empty if nothing is."""
         if self.storage.recorder.open:
             return f"not terminal: {', '.join(list(self.storage.recorder.open)[:5])}"
+        if self.project.has_times:
+            return "nominal times are to come"
         for client in self.clients:
             if not client.idle:
                 asked = [asking.verb for asking in client.asking.values()]

@@ -56,6 +56,8 @@ class SimOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The time for which finished jobs are kept."""
     attempts_scale: float = 1.0
     """The factor by which attempts take longer."""
+    definitions: int | None = None
+    """The number of definitions that the project has."""
     latency_s: float | None = None
     """The latency of one message on a healthy network; each message draws up to four times that."""
 
@@ -87,6 +89,7 @@ def derived(seed: int, options: SimOptions, kinds: tuple[str, ...]) -> SimOption
         "lock_ttl_s": chance.choice((2.0, 3.0, 5.0)),
         "latency_s": chance.choice((0.0005, 0.002, 0.01)),
         "retention_s": chance.choice((86_400.0,) * 6 + (8.0,)),
+        "definitions": chance.randint(2, 4),
     }
     return replace(options, **{name: value for name, value in drawn.items() if getattr(options, name) is None})
 
@@ -117,6 +120,7 @@ class Streams:
         self.attempts = _stream(seed, "attempts")
         self.jitter = _stream(seed, "jitter")
         self.leases = _stream(seed, "leases")
+        self.applications = _stream(seed, "applications")
 
 
 def _stream(seed: int, concern: str) -> random.Random:
