@@ -60,7 +60,7 @@ print(json.dumps([waiting, task, listed, of_queue, why, canceled, shown, again, 
     assert waiting in listed
     assert "default.task.probes.tasks.add" in listed
     assert of_queue == [waiting]
-    assert "no worker" in why.lower()
+    assert "No worker is connected. Start one with: python manage.py tasuki_worker" in why
     assert canceled == {"job_id": waiting, "state": "CANCELED"}
     assert shown["outcome"]["message"] == "not today"
     assert f"job {task!r} is PENDING, not ended" in again
@@ -80,7 +80,7 @@ print(json.dumps([waiting, task, listed, of_queue, why, canceled, shown, again, 
 
 def test_running_jobs_are_followed_and_stopped_and_old_ones_pruned(site: DjangoSite, tmp_path: Path) -> None:
     site.manage("migrate", "-v0")
-    with site.worker():
+    with site.worker() as worker:
         found = site.ask(
             IMPORTS
             + f"""
@@ -106,7 +106,9 @@ print(json.dumps([why, doctor, canceled, followed, traceback, state, kept, prune
         )
     why, doctor, canceled, followed, traceback, state, kept, pruned, left = found
 
-    assert "runs" in why
+    assert "which is connected." in why
+    assert "(default.probe) started, attempt 1" in worker.output()
+    assert "(default.probe) failed in " in worker.output()
     assert "ok   workers: " in doctor
     assert "BAD" not in doctor
     assert canceled["state"] in ("RUNNING", "ASSIGNED")

@@ -31,6 +31,7 @@ FIRST_SEEDS = {
     "pauses_of_nodes": 96,
     "reconnect_grace": 2,
     "rising_epochs": 9,
+    "run_again_is_the_last": 8,
     "said_once": 14,
     "same_id_again": 2,
     "stops_at_the_deadline": 6,

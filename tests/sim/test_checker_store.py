@@ -138,6 +138,7 @@ GOOD: dict[str, list[Story]] = {
     "I18": [
         (defined(), *TWO, gone("n-10"), row("SUCCEEDED", "n-10"), row("RUNNING", "n-20"), began("n-20")),
         (defined("allow"), *TWO, row("RUNNING", "n-20"), began("n-20")),
+        (defined(), *TWO, defined("allow", enabled=False), row("RUNNING", "n-20"), began("n-20")),
     ],
     "I19": [
         (defined(by_event=True, every_s=3), fired(10, "e-10"), due(10), HEALED, ended()),

@@ -15,6 +15,7 @@ import asyncio
 import logging
 import os
 import sys
+import time
 from collections.abc import Coroutine, Sequence
 from contextlib import AsyncExitStack, closing
 from pathlib import Path
@@ -39,7 +40,7 @@ from tasuki.django.enqueueing import patterns_of
 from tasuki.django.logs import HEAD_BYTES, TAIL_BYTES, KeptLogFollow, LogWriter
 from tasuki.django.models import ScopeEpoch
 from tasuki.doors.guest import open_guest
-from tasuki.errors import ConfigError, InvalidInput, TasukiError
+from tasuki.errors import ConfigError, InvalidInput, TasukiError, Unavailable
 from tasuki.server.assembly import BLOB_MAX_BYTES, NoBlobs, StorageLocations, make_node_guest, open_scheduler_coordination
 from tasuki.server.cluster import Cluster
 from tasuki.server.server import Server, ServerConfig
@@ -107,6 +108,9 @@ class NodeWorker(Worker):
         self._thresholds = scheduler_settings(self._alias).thresholds()  # the first node writes the project's values
         self.worker_id = str(new_worker_id(self._alias, self._project.coordination))
         close_connections()
+        if not self._guest_url:
+            queues = ", ".join(dict.fromkeys(pattern.partition(".")[0].replace("*", "all") for pattern in self.patterns))
+            logger.info("jobs of the database %r, queues: %s. SIGTERM or Ctrl-C drains", self._project.database, queues)
         super().run()
 
     async def serve(self, *, signals: bool = False) -> None:
@@ -165,10 +169,17 @@ class NodeWorker(Worker):
         except InvalidInput as error:
             self._end(active, Outcome(error_code="COMMAND_NOT_ALLOWED", message=error.message, permanent=True))
             return
+        self._job_log.started(active.attempt.spec, active.attempt.attempt, time.time())
         try:
             await super()._run_command(active, stop)
         finally:
             self._kept_logs.take_rest(active.attempt.lease_id)  # of an attempt that was given back
+
+    def _end(self, active: ActiveAttempt, outcome: Outcome) -> None:
+        attempt = active.attempt
+        if attempt.spec.exec:
+            self._job_log.ended(attempt.spec, attempt.attempt, outcome, self._started_at(attempt.lease_id), time.time())
+        super()._end(active, outcome)
 
     async def _as_reported(self, attempt: Attempt, result: RunResult) -> RunResult:
         """Store the rest of the log; a command of a project has no archive: its outcome and its log are in the database."""
@@ -234,7 +245,11 @@ class NodeWorker(Worker):
         config = _server_config(self.worker_id, folder, self._project, collects_blobs=bool(self._project.blobs))
 
         def open_store() -> SqlStore:
-            OwnerLock(file)  # held until the process ends
+            try:
+                OwnerLock(file)  # held until the process ends
+            except Unavailable as error:
+                fact, _, _ = error.message.partition(";")
+                raise Unavailable(f"{fact}; SQLite takes one tasuki_worker, for more processes give it --workers N") from error
             return SqlStore.in_django(alias)
 
         blobs = _open_blobs(self._project, folder, config)

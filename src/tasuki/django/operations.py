@@ -18,7 +18,7 @@ from typing import Any
 
 import msgspec
 from django.core.exceptions import ValidationError
-from django.db import connections, transaction
+from django.db import connections, models, transaction
 
 from tasuki.core.cluster_messages import Hint, ServerInfo, WorkerInfo
 from tasuki.core.explain import ExplainContext, explain
@@ -33,6 +33,7 @@ from tasuki.django.models import (
     AdminActionLog,
     Detached,
     Event,
+    JobRun,
     LogChunk,
     SchedulerSettings,
     ScopeEpoch,
@@ -122,14 +123,17 @@ def explain_run(job_id: str) -> dict[str, Any]:
         start_worker="python manage.py tasuki_worker",
         run_again="python manage.py tasuki_runs rerun",
     )
-    return explain(job, store.incidents(job_id), around)
+    found = explain(job, store.incidents(job_id), around)
+    start = "tasuki worker --to URL", "python manage.py tasuki_worker"
+    return {**found, "because": [reason.replace(*start) for reason in found["because"]]}
 
 
 def live_workers() -> list[tuple[str, WorkerInfo]]:
     """Return the live workers with the ids of their servers."""
     alias = project_settings().database
     if connections[alias].vendor == "sqlite":
-        return _owner_of(Path(str(connections[alias].settings_dict["NAME"])).resolve())
+        owner = _owner_of(Path(str(connections[alias].settings_dict["NAME"])).resolve())
+        return [*owner, *_workers_with_jobs(alias, owner[0][0])] if owner else []
     return [(server.server_id, worker) for server, _ in live_servers() for worker in server.workers]
 
 
@@ -164,6 +168,14 @@ def _owner_of(file: Path) -> list[tuple[str, WorkerInfo]]:
     finally:
         os.close(descriptor)
     return []
+
+
+def _workers_with_jobs(alias: str, server_id: str) -> Iterator[tuple[str, WorkerInfo]]:
+    """Yield the workers of a SQLite file that have jobs and have renewed their leases lately."""
+    now = project_store().clock.lease()
+    rows = JobRun.objects.using(alias).filter(lease_expires_at__gt=now + models.F("lease_ttl_s") / 2)
+    for worker_id, incarnation in rows.values_list("assigned_worker_id", "incarnation").distinct():
+        yield server_id, WorkerInfo(worker_id, incarnation, patterns=patterns_of("*"))
 
 
 def cancel_runs(job_ids: Sequence[str], *, actor: Actor, reason: str = "") -> list[State]:

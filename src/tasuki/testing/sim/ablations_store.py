@@ -686,6 +686,16 @@ def _ready_at_once(plan_runs: Method) -> Method:
     return _plan_runs
 
 
+def _not_the_last_one(begin_again: Method) -> Method:
+    def _begin_again(self: Any, run: Any) -> Any:
+        notes = dict(self.notes_of)
+        answer = begin_again(self, run)
+        self.notes_of.update(notes)
+        return answer
+
+    return _begin_again
+
+
 # Without clocks that are set, so that fewer times come at once; with runs that last longer than the time between two of them.
 SCHEDULED = SimOptions(definitions=4, jobs=8, attempts_scale=4.0, kinds=("crash", "power", "pause", "partition", "store_lost"))
 
@@ -720,6 +730,20 @@ _OF_DEFINITIONS = (
         what="the turn that fires looks at the last run of the definition",
         invariants=("I18",),
         patches=(Replacement(firing, "_last_run", lambda _: lambda *_: None),),
+        options=SCHEDULED,
+    ),
+    Ablation(
+        name="run_again_alone",
+        what="a run is not set going again while another one of its definition goes on",
+        invariants=("I18",),
+        patches=(Replacement(MemoryDefinitions, "_begin_again", lambda _: lambda *_: None),),
+        options=SCHEDULED,
+    ),
+    Ablation(
+        name="run_again_is_the_last",
+        what="a run that is set going again is the last one of its definition",
+        invariants=("I18",),
+        patches=(Replacement(MemoryDefinitions, "_begin_again", _not_the_last_one),),
         options=SCHEDULED,
     ),
     Ablation(

@@ -469,6 +469,9 @@ class ScheduleJudge(Judge):
 
     def _was_defined(self, line: history.DefinitionEvent) -> None:
         self._definitions[line.definition] = line
+        if line.policy == "allow":
+            for run in self._runs.pop(line.definition, ()):
+                del self.findings.others_of[run]
 
     def _is_due(self, line: history.DueEvent) -> None:
         self._due.add((line.definition, line.nominal))

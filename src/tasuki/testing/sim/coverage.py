@@ -195,6 +195,7 @@ LINES: dict[str, str] = {
     "run of a time": "a definition was fired for a nominal time",
     "run of an event": "a definition was fired for an event",
     "run forbidden": "a run was due while the last one had not ended",
+    "run again": "an operator set a run going again",
     "run replaced": "a run was canceled for the next one",
     "changed between runs": "a definition was edited, disabled or deleted, and had been fired before",
     "lost while canceled": "a lease was over whose cancel was asked for",
@@ -381,6 +382,7 @@ class Coverage:
 
     def _requeued(self, line: history.RequeuedEvent) -> None:
         self.counts["requeued" if line.done else "requeue refused"] += 1
+        self.counts["run again"] += line.done and line.job_id in self._runs
         self._generations[line.job_id] = line.generation
 
     def _submitted(self, line: history.SubmittedEvent) -> None:

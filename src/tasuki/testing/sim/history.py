@@ -191,7 +191,7 @@ class DefinitionEvent(HistoryLine, frozen=True):
 
     definition: str
     policy: str
-    """Its concurrency_policy, always the same."""
+    """Its concurrency_policy, always the same; allow if it was deleted, since nothing keeps its runs apart then."""
     enabled: bool = True
     by_event: bool = False
     every_s: int = 0

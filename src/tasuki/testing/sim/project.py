@@ -15,7 +15,7 @@ from unittest import mock
 
 from msgspec.structs import asdict, replace
 
-from tasuki.core.scheduler.firing import Definition, EventRow
+from tasuki.core.scheduler.firing import Definition, EventRow, event_run_id, run_id
 from tasuki.core.scheduler.schedule import ClockChange, Schedule
 from tasuki.stores import firing
 from tasuki.stores.memory.store import MemoryStore
@@ -52,8 +52,10 @@ def short_schedules() -> Iterator[None]:
 
 
 def draw_writes(streams: Streams, options: SimOptions) -> list[Operation]:
-    """Draw the writes of the applications: definitions at the start, changes of those by time, and events."""
+    """Draw the writes of the applications: definitions at the start, changes of those by time, and events; and the runs that an
+    operator sets going again, whether or not they are there by then."""
     chance, found = streams.applications, list[Operation]()
+    operator = f"client-{options.clients}"  # who may see all jobs
 
     def write(at: float, verb: str, definition: Definition | None = None) -> None:
         found.append(Operation(number=0, at=at, client=PROJECT, verb=verb, definition=definition))
@@ -79,6 +81,11 @@ def draw_writes(streams: Streams, options: SimOptions) -> list[Operation]:
             verb = chance.choice(("edit", "edit", "disable", "enable", "delete"))
             value = str(chance.choice(STEPS_S))
             write(1.0 + 12.0 * chance.random(), verb, replace(definition, schedule_value=value, enabled=verb != "disable"))
+        for _ in range(chance.choice((0, 1, 2, 3))):
+            nominal = _parsed("", definition.schedule_value).after(WALL_START_S + 9.0 * chance.random()) or 0
+            run = event_run_id(chance.randint(1, 4), number) if by_event else run_id(number, nominal)
+            at = 3.0 + 12.0 * chance.random()
+            found.append(Operation(number=0, at=at, client=operator, verb="requeue", job_ids=(run,)))
     for _ in range(chance.randint(2, 6) if options.definitions else 0):
         write(1.0 + 12.0 * chance.random(), "emit")
     return found
@@ -113,7 +120,7 @@ class Project:
             DefinitionEvent(
                 at=self.world.at,
                 definition=str(definition.id),
-                policy=definition.concurrency_policy,
+                policy="allow" if is_gone else definition.policy,
                 enabled=definition.enabled,
                 by_event=definition.type == "event",
                 every_s=int(definition.schedule_value),

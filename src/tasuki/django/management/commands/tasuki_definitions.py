@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from tasuki.core.scheduler.firing import EVENT_ARGUMENT, arguments_of
+from tasuki.core.scheduler.firing import EVENT_ARGUMENT, arguments_of, problem_of
 from tasuki.django import definitions
 from tasuki.django.commands import check_arguments, check_command
 from tasuki.django.conf import project_settings
@@ -109,7 +109,7 @@ def _described(row: JobDefinition) -> dict[str, Any]:
         "command_name": row.command_name,
         "when": f"event {row.event_type}" if row.type == "event" else f"{row.schedule_type} {row.schedule_value}",
         "time_zone": row.time_zone,
-        "next_at": state.next_at if state is not None and row.enabled and not state.problem else None,
+        "next_at": row.preview(1)[0] if row.enabled and row.type == "time" and problem_of(row.definition()) is None else None,
         "last_run_id": state.last_run_id if state is not None else "",
         "managed_by": row.managed_by,
         "problem": state.problem if state is not None else "",

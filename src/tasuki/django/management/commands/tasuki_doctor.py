@@ -37,7 +37,8 @@ class Command(ActionCommand):
             self.show_json(found)
         else:
             for one in found:
-                self.stdout.write(f"{'ok  ' if one['ok'] else 'BAD '} {one['what']}: {one['text']}")
+                word = "WARN" if one["what"].startswith("tasuki.W") else "ok  " if one["ok"] else "BAD "
+                self.stdout.write(f"{word} {one['what']}: {one['text']}")
         if not all(one["ok"] for one in found):
             raise CommandError("something is wrong, see above")
 
