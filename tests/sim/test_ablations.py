@@ -15,10 +15,10 @@ from tasuki.testing.sim.checker import INVARIANTS, Violation
 FIRST_SEEDS = {
     "budgets_reset": 2,
     "cancel_is_kept": 4,
-    "counts_from_before": 50,
+    "counts_from_before": 106,
     "credit_at_the_worker": 3,
     "doubles_dropped": 16,
-    "epoch_fence": 8,
+    "epoch_fence": 48,
     "fenced_is_not_told": 12,
     "finish_lease": 60,
     "held_of_this_life": 38,
