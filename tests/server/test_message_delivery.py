@@ -39,6 +39,10 @@ class Link:
         self.paused = False
 
     @property
+    def undelivered_bytes(self) -> int:
+        return self.unread_bytes
+
+    @property
     def dropped(self) -> int:
         return sum(message.dropped for message in self.got)
 

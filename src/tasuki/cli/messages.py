@@ -52,7 +52,7 @@ def _headers(given: tuple[str, ...]) -> dict[str, str]:
     examples=[
         "tasuki pub prices.fx.eurusd 1.0931",
         "tasuki pub prices.fx.eurusd 1.0931 -H source=ecb",
-        "tasuki pub config.new - < settings.toml",
+        "tasuki pub config.new -                    # its contents come from stdin",
         "tasuki pub test.load x --count 1000",
     ],
 )

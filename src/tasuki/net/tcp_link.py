@@ -234,6 +234,8 @@ class TcpLink(asyncio.Protocol):
         """Number of bytes that wait for the peer to read."""
         return self._out_bytes + self.transport.get_write_buffer_size() if self.transport is not None and not self._closed else 0
 
+    undelivered_bytes = unread_bytes
+
     @property
     def full(self) -> bool:
         """True if more bytes than the soft limit wait for the peer."""

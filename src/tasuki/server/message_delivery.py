@@ -129,12 +129,12 @@ class MessageDelivery:
             self._tell(conn, slow)
         self.delivered += len(message.items)
         link.deliver(message)
-        if slow is not None or link.unread_bytes >= SLOW_BYTES:
+        if slow is not None or link.undelivered_bytes >= SLOW_BYTES:
             self._look(conn, self._slow.setdefault(conn, SlowSubscriber(self._owner_of(conn))))
 
     def _look(self, conn: int, slow: SlowSubscriber, more_bytes: int = 0) -> None:
         """Count what the subscriber has not read, and decide whether it gets more: messages of this size."""
-        unread, owner = self._links[conn].unread_bytes, slow.owner
+        unread, owner = self._links[conn].undelivered_bytes, slow.owner
         self._unread[owner] += unread - slow.unread_bytes
         slow.unread_bytes = unread
         limit = SUBSCRIBER_MAX_BYTES // 2 if slow.dropping else SUBSCRIBER_MAX_BYTES

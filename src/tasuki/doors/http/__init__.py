@@ -11,6 +11,7 @@ when the store has recorded it.
     payload_checks       JSON Schemas of apps, in a process of their own
     app_workers          /calc/{app}/compute: the workers of an app; /v1/workers
     v1                   /v1: the general client API; /healthz, /readyz, /metrics
+    messages             /v1/messages: publish, and subscribe as server-sent events
     frames               /v1/frames and /v1/worker: the wire protocol of clients and workers
     blobs                /v1/blobs: large files, streamed or with presigned URLs
     context              authentication; one request and the state that all requests share

@@ -18,10 +18,11 @@ from msgspec.structs import replace
 from starlette.responses import Response
 
 from tasuki.core import protocol
+from tasuki.core.broker import publish_subscribe
 from tasuki.core.broker.client_messages import lists_bytes
 from tasuki.doors.http.context import RequestContext
 from tasuki.doors.http.exchange import disconnected, discreet, wait_of, whole_number
-from tasuki.doors.http.virtual_connection import Listener, TokenConnection, VirtualConnection
+from tasuki.doors.http.virtual_connection import ClientRequest, Listener, TokenConnection, VirtualConnection
 from tasuki.doors.http.worker_sessions import HttpWorkerSession
 from tasuki.errors import InvalidInput, RefusedRequest, TasukiError, Unauthorized, UnknownFrame, from_wire
 from tasuki.net.tcp_link import encode_answer
@@ -34,10 +35,9 @@ NUMBER_MAX = 2**53
 WATCH_AT_ONCE = 256  # jobs whose rows, with results of up to 64 KiB, the store reads in one query
 GATHER_PER_JOB_S = 1e-5  # about the cost of naming a job again, which a client answered at the first end does for all others
 GATHER_MAX_S = 0.05
+NO_SUBSCRIPTIONS = "messages are read over tcp:// or tls://, or over HTTP with GET /v1/messages?pattern=…"
 
-ClientQuestion = (
-    protocol.HelloClient | protocol.SubmitJobs | protocol.CancelJobs | protocol.Request | protocol.Heartbeat | protocol.CachePut
-)
+ClientQuestion = protocol.HelloClient | ClientRequest | protocol.CachePut
 
 
 # ---------------------------------------------------------------------------------------------------- bodies
@@ -70,7 +70,7 @@ async def messages_in(context: RequestContext, body: bytes) -> list[protocol.Mes
             continue
         if isinstance(message, protocol.ErrorMessage):
             raise InvalidInput("an error is the server's to send")
-        items = max(len(getattr(message, name, ())) for name in ("specs", "endings", "claims", "job_ids", "entries"))
+        items = max(len(getattr(message, name, ())) for name in ("specs", "endings", "claims", "job_ids", "entries", "items"))
         lists = sum(map(lists_bytes, message.specs)) if isinstance(message, protocol.SubmitJobs) else 0
         context.reserve(len(plain) + DECODED_ITEM_BYTES * items + lists)
         messages.append(message)
@@ -135,10 +135,14 @@ async def _answer(
         return message
     if isinstance(message, protocol.HelloClient):
         return await _welcome(context, message)
+    if isinstance(message, protocol.Request) and message.verb in publish_subscribe.VERBS:
+        return protocol.error_message(message.msg_id, InvalidInput(f"{message.verb}: {NO_SUBSCRIPTIONS}"))
     msg_id = client.connection.next_id()  # all requests of the token share the virtual connection
     if isinstance(message, protocol.SubmitJobs):
         context.http.metrics.submitted(len(message.specs))
         question: ClientQuestion = replace(message, msg_id=msg_id, watch=False)
+    elif isinstance(message, protocol.PublishMessages):
+        question = replace(message, msg_id=msg_id, confirm=True)
     else:
         question = replace(message, msg_id=msg_id)
     try:

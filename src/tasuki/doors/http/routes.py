@@ -16,7 +16,7 @@ from starlette.responses import Response
 from tasuki.core.access import PeerKind
 from tasuki.core.job import BUDGET_MAX, PRIORITY_MAX, TIMEOUT_MAX_S
 from tasuki.core.protocol import BLOBS_PATH, FRAMES_PATH, FRAMES_TYPE, WORKER_PATH
-from tasuki.doors.http import app_jobs, app_workers, blobs, frames, v1
+from tasuki.doors.http import app_jobs, app_workers, blobs, frames, messages, v1
 from tasuki.doors.http.exchange import WAIT_MAX_S
 from tasuki.wire.compression import CODECS
 
@@ -67,8 +67,12 @@ def _route(method: str, path: str, handle: Callable[..., Awaitable[Any]], **fiel
     body, answer = hints.get("body"), hints["return"]
     if body is not None and body is not bytes:
         fields["body"], fields["batch"] = (*_members(body), None)[:2]
-    fields["answers"] = tuple(dict[str, Any] if kind is Any else kind for kind in _members(answer) if kind is not Response)
+    fields["answers"] = tuple(dict[str, Any] if kind is Any else kind for kind in _members(answer) if not _is_response(kind))
     return Route(method=method, path=path, handle=handle, **fields)
+
+
+def _is_response(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, Response)
 
 
 def _members(kind: Any) -> tuple[Any, ...]:
@@ -168,6 +172,18 @@ ROUTES: tuple[Route, ...] = (
     ),
     _get("/v1/jobs/{job_id}/explain", v1.explain),
     _get("/v1/stats", v1.stats, kinds=ADMINS, errors=()),
+    # -- messages, which are stored nowhere
+    _post("/v1/messages", messages.publish, needs_body=True),
+    _get(
+        "/v1/messages",
+        messages.subscribe,
+        media_types=(messages.EVENTS_TYPE,),
+        errors=(),
+        query=(
+            ("pattern", {"type": "array", "items": _TEXT}, "Subjects, * and > allowed; several times."),
+            ("queue", _TEXT, "Queue group: of its members one gets a message."),
+        ),
+    ),
     # -- the wire protocol of clients (`tasuki --to http://…`) and workers (`tasuki worker --to https://…`)
     _post(
         FRAMES_PATH,

@@ -39,7 +39,8 @@ HEARD_MAX_BYTES = 4 * 1024 * 1024  # results of one listener, inline ones of 64 
 
 _Answers = asyncio.Queue[protocol.Message | TasukiError]
 Hello = protocol.HelloClient | protocol.HelloWorker
-Question = Hello | protocol.SubmitJobs | protocol.CancelJobs | protocol.Request | protocol.Heartbeat | protocol.Put
+ClientRequest = protocol.SubmitJobs | protocol.CancelJobs | protocol.Request | protocol.Heartbeat | protocol.PublishMessages
+Question = Hello | ClientRequest | protocol.Put
 SubmitAnswer = protocol.Acceptance | TasukiError | None
 """The answer for one job: None if it is new and stored, its acceptance if it was there, or the error."""
 
@@ -61,6 +62,8 @@ class VirtualConnection:
 
     codec: str | None = None
     full, unread_bytes = False, 0  # the HTTP door counts its answers itself
+    undelivered_bytes = 0
+    """Size of the published messages that wait for their reader."""
 
     def __init__(
         self,
@@ -431,8 +434,8 @@ async def dedicated_connection(
 ) -> AsyncIterator[VirtualConnection]:
     """Yield a connection of its own for a client, or for this process of a worker; its end aborts what is under way."""
     connection = VirtualConnection(server, caller.address, lambda message: None)
-    beating = asyncio.ensure_future(_beat(connection))
-    hello: Hello = _hello(connection, caller)
+    beating = asyncio.ensure_future(beat(connection))
+    hello: Hello = hello_of(connection, caller)
     if caller.identity.kind is PeerKind.WORKER:
         hello = protocol.HelloWorker(
             msg_id=hello.msg_id, worker_id=worker_id, incarnation=incarnation, token=caller.secret, agent="http", transfers=True
@@ -445,11 +448,12 @@ async def dedicated_connection(
         connection.leave()
 
 
-def _hello(connection: VirtualConnection, caller: Caller) -> protocol.HelloClient:
+def hello_of(connection: VirtualConnection, caller: Caller) -> protocol.HelloClient:
+    """Return the Hello of a client with the caller's token."""
     return protocol.HelloClient(msg_id=connection.next_id(), client_id=CLIENT_ID, token=caller.secret, agent="http")
 
 
-async def _beat(connection: VirtualConnection) -> None:
+async def beat(connection: VirtualConnection) -> None:
     """Send heartbeats: a long download sends nothing by itself."""
     while connection.closed is None:
         await asyncio.sleep(BEAT_S)
@@ -469,7 +473,7 @@ class Clients:
         client = self._clients.get(caller.sha256)
         if client is None or client.connection.closed is not None:
             client = self._clients[caller.sha256] = TokenConnection(self._server, caller.address)
-            client.opened = asyncio.ensure_future(client.connection.ask(_hello(client.connection, caller)))
+            client.opened = asyncio.ensure_future(client.connection.ask(hello_of(client.connection, caller)))
         assert client.opened is not None
         client.users += 1
         try:

@@ -94,6 +94,7 @@ class HttpWorkerSession:
         frame = encode_answer(message, self._codec)
         self._kept.append(frame)
         self._kept_bytes += len(frame)
+        self._connection.undelivered_bytes = self._kept_bytes
         if isinstance(message, protocol.AssignJobs):
             claims = [protocol.Claim(grant.job_id, grant.lease_id, grant.attempt) for grant in message.grants]
             self._assigned.append((self._confirmed + len(self._kept), claims))
@@ -135,6 +136,7 @@ class HttpWorkerSession:
         for _ in range(heard - self._confirmed):
             self._kept_bytes -= len(self._kept.popleft())
         self._confirmed = heard
+        self._connection.undelivered_bytes = self._kept_bytes
 
     def _next(self) -> list[bytes]:
         frames: list[bytes] = []

@@ -1,0 +1,115 @@
+"""/v1/messages: messages are published as JSON and read as server-sent events; what may not be is refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import httpx
+import pytest
+
+from tasuki import Client
+from tasuki.core.protocol import DeliverMessages, PublishedMessage
+from tasuki.doors.http.messages import EVENTS_TYPE
+from tasuki.errors import InvalidInput
+from tests.doors.http.stage import Stage
+from tests.support.waiting import until
+
+
+class Events:
+    """The events of one stream, as they come."""
+
+    def __init__(self, response: httpx.Response) -> None:
+        self._lines = response.iter_lines()
+        assert next(self._lines) == ": subscribed"  # from here on nothing is missed
+
+    def __next__(self) -> tuple[str, Any]:
+        while not (line := next(self._lines)).startswith("event: "):
+            assert not line or line.startswith(":")
+        data = next(self._lines)
+        return line.removeprefix("event: "), json.loads(data.removeprefix("data: "))
+
+
+@contextmanager
+def events(stage: Stage, token: str, *patterns: str, **query: str) -> Iterator[Events]:
+    headers = {"Authorization": f"Bearer {token}"}
+    params: list[tuple[str, str | int | float | bool | None]] = [("pattern", one) for one in patterns]
+    with httpx.stream("GET", f"{stage.url}/v1/messages", params=[*params, *query.items()], headers=headers, timeout=20) as answer:
+        assert answer.status_code == 200, answer.read()
+        assert answer.headers["content-type"].startswith(EVENTS_TYPE)
+        assert answer.headers["cache-control"] == "no-store"
+        yield Events(answer)
+
+
+def test_what_is_published_over_http_is_read_as_events_once_whatever_matches(stage: Stage) -> None:
+    with events(stage, stage.client, "http.>", "http.a") as read, events(stage, stage.admin, "http.*", queue="g") as member:
+        text = {"subject": "http.a", "payload": "1\n2", "headers": {"source": "ecb"}, "reply_to": "x"}
+        assert stage.post("/v1/messages", text, stage.client).json() == {"subject": "http.a"}
+        stage.post("/v1/messages", {"subject": "http.b.c", "payload_base64": "/w=="}, stage.client)
+        stage.post("/v1/messages", {"subject": "http.b"}, stage.client)
+
+        assert next(read) == ("message", {**text, "queue": ""})
+        rest = {"headers": {}, "reply_to": "", "queue": ""}
+        assert next(read) == ("message", {"subject": "http.b.c", "payload_base64": "/w==", **rest})
+        assert next(read) == ("message", {"subject": "http.b", "payload": "", **rest})
+        assert [next(member)[1]["subject"] for _ in range(2)] == ["http.a", "http.b"]
+
+
+def test_a_reader_is_told_what_it_lost_and_its_subscription_ends_with_it(stage: Stage) -> None:
+    routes = stage.server.broker.messages
+    before = len(routes)
+    with events(stage, stage.client, "slow.>") as read:
+        assert len(routes) == before + 1
+        [conn] = routes.find("slow.x").conns
+        told = DeliverMessages([PublishedMessage("slow.x", b"1")], dropped=3)
+        stage.server._loop.call_soon_threadsafe(stage.server._links[conn].deliver, told)
+        assert [next(read)[0], next(read)] == ["message", ("dropped", {"dropped": 3})]
+    until(lambda: len(routes) == before, what="the stream's connection ends")
+
+
+@pytest.mark.parametrize(
+    ("query", "status"),
+    [({}, 400), ({"pattern": "a..b"}, 400), ({"pattern": "_INBOX.>"}, 400), ({"pattern": "a", "queue": "x" * 65}, 400)],
+    ids=str,
+)
+def test_a_subscription_that_makes_no_sense_is_400(stage: Stage, query: dict[str, str], status: int) -> None:
+    assert stage.get("/v1/messages", stage.client, params=query).status_code == status
+
+
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [
+        ({"subject": "a.*"}, 400),
+        ({"subject": "a", "payload": "x", "payload_base64": "eA=="}, 400),
+        ({"subject": "a", "payload": 5}, 400),
+        ({"subject": "a", "payload": "x" * (1024 * 1024 + 1)}, 413),
+        ({"subject": "a", "headers": {"h": "x" * 16_384}}, 413),
+        ({}, 400),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_a_message_that_cannot_be_published_is_refused(stage: Stage, body: dict[str, Any], status: int) -> None:
+    assert stage.post("/v1/messages", body, stage.client).status_code == status
+
+
+def test_a_token_without_the_scope_neither_publishes_nor_reads(stage: Stage) -> None:
+    token = stage.create_token("client", scope=["publish:a.>", "subscribe:b.>"])
+    answers = [
+        stage.post("/v1/messages", {"subject": "a.x"}, token),
+        stage.post("/v1/messages", {"subject": "b.x"}, token),
+        stage.get("/v1/messages", token, params={"pattern": "a.x"}),
+        stage.get("/v1/messages", stage.register().token, params={"pattern": "a.x"}),
+    ]
+    assert [answer.status_code for answer in answers] == [200, 403, 403, 403]
+
+
+def test_a_client_over_http_publishes_and_is_told_where_messages_are_read(stage: Stage) -> None:
+    with Client(stage.url, token=stage.client) as client, events(stage, stage.client, "lib.>") as read:
+        for number in range(3):
+            client.publish("lib.a", b"%d" % number, headers={"n": str(number)})
+
+        assert [next(read)[1]["headers"] for _ in range(3)] == [{"n": str(number)} for number in range(3)]
+        with pytest.raises(InvalidInput, match=r"GET /v1/messages"), client.subscribe("lib.>"):
+            pass
