@@ -80,7 +80,7 @@ async def act(job):
         case ["withdraw"]:
             raise asyncio.CancelledError
         case ["subscribe", *patterns]:
-            worker.subscribe(*patterns)
+            worker.change_subjects(*patterns)
         case ["large", size_bytes]:
             return ended(job, int(size_bytes))
     return ended(job)

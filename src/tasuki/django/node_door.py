@@ -60,7 +60,7 @@ class NodeWorkerControl:
         if self._worker.is_draining:
             return  # it is about to end, and does not take work again
         self._is_paused = on
-        self._worker.subscribe(*(() if on else self._worker.patterns))
+        self._worker.change_subjects(*(() if on else self._worker.patterns))
 
     async def cancel(self, job_run_id: str, reason: str) -> None:
         async with AsyncClient(self._worker.url) as client:

@@ -24,7 +24,7 @@ import secrets
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -39,7 +39,8 @@ from tasuki.core.address import parse_url
 from tasuki.core.job import RESULT_INLINE_MAX_BYTES, BlobRef, JobSpec, OnDisconnect, Outcome, Progress, is_marked
 from tasuki.core.lifecycle import GRACE_MAX_S, HTTP_LEASE_TTL_S
 from tasuki.core.machine import Closed, Hangup, Opened, Received, Send, Ticked
-from tasuki.core.protocol import PROGRESS_STREAM, Ending, HeartbeatAnswer, Message, Welcome
+from tasuki.core.message_requests import MessagesArrived, PublishNow, PublishRefused, SubscriptionAnswered
+from tasuki.core.protocol import PROGRESS_STREAM, Ending, HeartbeatAnswer, Message, PublishedMessage, PublishMessages, Welcome
 from tasuki.core.reconnect import Connect
 from tasuki.core.store_messages import OWN_PROGRAMS, Grant, Offer, Takes
 from tasuki.core.subject import check_pattern
@@ -47,6 +48,7 @@ from tasuki.core.worker import events
 from tasuki.core.worker.machine import WorkerMachine
 from tasuki.errors import ConfigError, TasukiError, Unavailable
 from tasuki.event_loop import BackgroundTasks, loop_factory
+from tasuki.net.messages import AsyncMessageSubscription, MessageExchange, check_subscription
 from tasuki.net.server_connection import ServerConnection
 from tasuki.net.tls import client_tls
 from tasuki.version import __version__
@@ -85,7 +87,10 @@ ASYNC_CONCURRENCY = 100
 AHEAD_PER_SLOT = 4  # commands that are requested beyond the slots while commands are short
 AHEAD_MAX = 32
 
+CONNECTED_WITHIN_S = 30.0  # how long a message waits for a connection
+
 logger = logging.getLogger("tasuki.worker")
+OnMessage = Callable[[PublishedMessage], Awaitable[None]]
 Function = TypeVar("Function", bound=Callable[..., Any])
 _decode_spec = msgspec.msgpack.Decoder(JobSpec).decode
 
@@ -162,8 +167,9 @@ class Worker:
         self._connection = ServerConnection(self._heard, client_tls(tls_ca), is_worker=True)
         self._folder = None if data is None else data_folder(data).root
         self._transfers = WorkerTransfers(self._connection.blobs, self._folder)
-        self._log_follow = LogFollow(self._send)
-        self._log_caps = log_caps
+        self._messages = MessageExchange(self._connection, self._apply, self._publish_now, CONNECTED_WITHIN_S)
+        self._message_functions: list[tuple[str, str, OnMessage]] = []
+        self._log_follow, self._log_caps = LogFollow(self._send), log_caps
         self._outbox_files: OutboxFiles | None = None
         self._status: StatusFile | None = None
         if self._folder is not None:
@@ -175,9 +181,8 @@ class Worker:
         self._cleaning = BackgroundTasks()  # of run folders; the next start removes what is left
         self._function_processes: FunctionProcesses | None = None
         self._keeper: Keeper | None = None
-        self._flushing = False
         self._flush_timer: asyncio.TimerHandle | None = None
-        self._wall, self._signals = 0.0, 0
+        self._flushing, self._wall, self._signals = False, 0.0, 0
         self._welcome: Welcome | None = None
         self._logged_reason, self._log_again_at = "", 0.0
         self._job_log = JobLog()
@@ -209,6 +214,31 @@ class Worker:
             return function
 
         return register
+
+    def subscribe(self, pattern: str, *, queue: str = "") -> Callable[[OnMessage], OnMessage]:
+        """Register an `async def` function for the messages of a pattern; it gets one after the other.
+
+            @worker.subscribe("settings.>")
+            async def changed(message): print(message.subject, message.payload)
+
+        Of all subscribers with the same `queue`, one gets a message. A message that comes while the worker is not connected is
+        lost, and so are those that come faster than the function takes them. An exception is logged.
+        """
+        check_subscription(pattern, queue)
+
+        def register(function: OnMessage) -> OnMessage:
+            if not inspect.iscoroutinefunction(function):
+                raise ConfigError(f"the function for messages of {pattern!r} must be async def")
+            self._message_functions.append((pattern, queue, function))
+            return function
+
+        return register
+
+    async def publish(
+        self, subject: str, payload: bytes = b"", *, headers: Mapping[str, str] | None = None, reply_to: str = ""
+    ) -> None:
+        """Send a message to all who are subscribed to its subject now, as a client does; a refusal is logged."""
+        await self._messages.publish(PublishedMessage(subject, payload, reply_to, dict(headers or {})))
 
     @property
     def patterns(self) -> tuple[str, ...]:
@@ -282,6 +312,8 @@ class Worker:
                     self._machine.uploading.add(record.ending.lease_id)
                 self._tasks.spawn(self._offer(record))
             self._tasks.spawn(self._tick())
+            for pattern, queue, function in self._message_functions:
+                self._tasks.spawn(self._take_messages(pattern, queue, function))
             try:
                 await self._done
             finally:
@@ -317,7 +349,29 @@ class Worker:
         if self._status is not None:
             self._tasks.spawn(self._status.keep(self.running_jobs, lambda: self._machine.draining))
 
+    async def _take_messages(self, pattern: str, queue: str, function: OnMessage) -> None:
+        try:
+            async with AsyncMessageSubscription(self._messages, pattern, queue) as messages:
+                async for message in messages:
+                    try:
+                        await function(message)
+                    except Exception:
+                        logger.exception("the function for messages of %s failed on %s", pattern, message.subject)
+        except TasukiError as error:  # the worker ends, or may not read these
+            if not self._done.done():
+                logger.error("messages of %s are not read: %s", pattern, error.message)
+
+    def _publish_now(self, make: Callable[[int], Message]) -> asyncio.Future[Any]:
+        """Send messages over HTTP, where the link has no back-pressure of its own."""
+        published = make(1)
+        assert isinstance(published, PublishMessages)
+        self._apply(PublishNow(published.items))
+        done = self._loop.create_future()
+        done.set_result(None)
+        return done
+
     async def _close(self) -> None:
+        self._messages.close()
         self._apply(events.Drain())  # attempts that were not started yet are given back, at no cost for their jobs
         for active in list(self._active.values()):
             active.request_stop(StopReason.SHUTDOWN)
@@ -367,7 +421,7 @@ class Worker:
         """Run at most so many jobs at once; 0: as many as it was started with."""
         self._machine.limit_slots(most)
 
-    def subscribe(self, *subjects: str) -> None:
+    def change_subjects(self, *subjects: str) -> None:
         """Change the patterns of a running worker."""
         self._apply(events.ChangePatterns(tuple(check_pattern(subject) for subject in subjects)))
 
@@ -438,6 +492,12 @@ class Worker:
             case events.Stop():
                 if (active := self._active.get(command.lease_id)) is not None:
                     active.request_stop(StopReason(command.reason))
+            case MessagesArrived():
+                self._messages.arrived(command.delivery)
+            case SubscriptionAnswered():
+                self._messages.answered(command)
+            case PublishRefused():
+                logger.warning("a message was not published: %s", command.error.message)
             case Connect():
                 self._connection.dial(command)
             case Hangup():
@@ -472,10 +532,12 @@ class Worker:
             event = left
         if type(event) is Received and type(event.message) is Welcome and self._connection.link is not None:
             self._welcome = event.message
+            self._messages.welcomed()
             logger.info("connected to %s as %s", self._connection.link.peer.address, self.worker_id)
             if self._status is not None:
                 self._status.connected(self._connection.link.peer.address)
         elif type(event) is Closed and not self._done.done():
+            self._messages.lost()
             self._log_follow.forget()
             if self._status is not None:
                 self._status.lost(event.reason)

@@ -9,6 +9,7 @@ from msgspec.structs import asdict
 
 from tasuki.core.job import OnDisconnect, Outcome
 from tasuki.core.machine import Closed, Hangup, Opened, Received, Send, Ticked
+from tasuki.core.message_requests import MessageCommand, MessageEvent
 from tasuki.core.protocol import PROTOCOL_OLDEST, PROTOCOL_VERSION, CachePut, Ending, HelloWorker, ReadLog
 from tasuki.core.reconnect import Connect
 from tasuki.core.store_messages import Grant, Takes
@@ -147,5 +148,6 @@ Event = (
     | EndingSaved
     | Drain
     | ChangePatterns
+    | MessageEvent
 )
-Command = Connect | Send | Hangup | Run | Stop | Tail | TakeFiles | Save | KeepRejected | Forget | Exit
+Command = Connect | Send | Hangup | Run | Stop | Tail | TakeFiles | Save | KeepRejected | Forget | Exit | MessageCommand

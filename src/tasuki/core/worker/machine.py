@@ -27,6 +27,7 @@ from tasuki.core.address import Address
 from tasuki.core.job import OnDisconnect, Outcome, Progress
 from tasuki.core.lifecycle import LEASE_MARGIN_S, LEASE_TTL_S
 from tasuki.core.machine import Closed, Hangup, Now, Opened, Received, Send, Ticked
+from tasuki.core.message_requests import MessageRequests, MessagesArrived
 from tasuki.core.reconnect import HELLO_QUICK_S, Redial
 from tasuki.core.store_messages import Grant
 from tasuki.core.worker import events
@@ -224,6 +225,7 @@ class WorkerMachine:
         self.flush_at: float | None = None  # the time at which to flush even if nothing happens until then
         self._released_due: list[protocol.Claim] = []
         self._progress = ProgressNotes()
+        self._messages = MessageRequests(self._next_id)
         self.uploading: set[str] = set()
         """Leases of earlier processes whose large results are being uploaded. Credit before that could bring the same jobs."""
         self._alone_since: float | None = None
@@ -264,6 +266,11 @@ class WorkerMachine:
             case events.ChangePatterns():
                 self.patterns = event.patterns
                 return self._subscribe(event.patterns)
+            case _:
+                return self._sends(self._messages.take(event, online=self.online))
+
+    def _sends(self, messages: Sequence[protocol.Message]) -> list[events.Command]:
+        return [Send(self._conn, message) for message in messages if self._conn is not None]
 
     def _next_id(self) -> int:
         self._msg_id += 1
@@ -299,13 +306,18 @@ class WorkerMachine:
                 return self._welcomed(message, now)
             case protocol.CancelLeases():
                 return self._stop(message.lease_ids, "CANCELED")
+            case protocol.DeliverMessages():
+                return [MessagesArrived(message)]
             case protocol.ErrorMessage():
-                return self._refused(message)
+                about_messages = self._messages.answered(message)
+                return self._refused(message) if about_messages is None else [*about_messages]
             case protocol.ReadLog():
                 return [events.Tail(message)]
             case protocol.CachePut():
                 return [events.TakeFiles(message)]
             case protocol.Reply():
+                if (answered := self._messages.answered(message)) is not None:
+                    return [*answered]
                 if message.corr_id == self._drain_id:
                     self._drained = True  # no assignment follows
                 return self._maybe_exit()
@@ -329,7 +341,7 @@ class WorkerMachine:
         running = [held for held in self.held.values() if held.ending is None]
         self._started_due = [held.claim for held in running if held.reported_start]
         self._slots.asked = len(running)
-        return self._no_more() if self.draining else []
+        return (self._no_more() if self.draining else []) + self._sends(self._messages.welcomed())
 
     def _refused(self, error: protocol.ErrorMessage) -> list[events.Command]:
         if error.corr_id or error.code not in FATAL_CODES:
