@@ -61,7 +61,8 @@ class Project:
     def leader(self) -> ChildProcess | None:
         """Return the node that leads, if it lives."""
         for (holder,) in self.rows("SELECT holder FROM tasuki_scopelease WHERE scope = 'leader'"):
-            return next((node for node in self._nodes if f"-{node.pid}-" in holder and node.running), None)
+            named = f"connected to unix socket as {holder}\n"
+            return next((node for node in self._nodes if named in node.output() and node.running), None)
         return None
 
     def close(self) -> None:
