@@ -40,7 +40,7 @@ class Played:
         self.welcome: Welcome | None = None
         self.ended = asyncio.Event()
 
-    async def request(self, verb: str, **params: Any) -> Any:
+    async def call(self, verb: str, **params: Any) -> Any:
         assert verb == "logs"
         self.asked.append(params)
         if not self.answers:

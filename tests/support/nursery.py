@@ -34,6 +34,10 @@ PRELOADED = (
     "tasuki.doors.http.door", "tasuki.agent.app", "tasuki.agent.store_registry", "tasuki.dispatcher.app",
     "tasuki.stores.sql.store", "tasuki.stores.sql.postgres", "tasuki.stores.redis.store", "tasuki.coords.sql",
     "tasuki.coords.redis", "tasuki.net.http.worker_link", "tasuki.client.sync", "tasuki.blobs.s3.store",
+    # Those of Django that need no settings; a project brings its own.
+    "django.contrib.auth.hashers", "django.core.mail", "django.core.management.commands.migrate",
+    "django.core.management.commands.test", "django.db.backends.postgresql.base", "django.db.backends.sqlite3.base",
+    "django.template.defaultfilters", "django.views.generic", "django_tasks",
 )  # fmt: skip
 READ_AT_START = ("PYTHON", "LD_", "LC_", "LANG", "MALLOC")
 """Beginnings of the names of variables that count only when a program starts."""
