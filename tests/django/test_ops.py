@@ -82,7 +82,8 @@ print(json.dumps([found, asset, anonymous.get("/ops/jobs/?state=FAILED").headers
     screens, asset, location = found
 
     assert set(screens) == {
-        "overview", "jobs", "job", "log", "workers", "definitions", "new_definition", "definition", "events", "settings"
+        "overview", "jobs", "job", "log", "workers", "definitions", "new_definition", "definition", "events", "settings",
+        "audit",
     }  # fmt: skip
     for name, (gets, posts, forged, has_policy, buttons) in screens.items():
         assert gets == [302, 403, 200, 200, 200], name
@@ -123,7 +124,7 @@ print(json.dumps([
     assert location == "/ops/jobs/?done=Canceled%3A+2.+Being+stopped%3A+0."
     assert states == ["CANCELED", "CANCELED"]
     assert again == f"/ops/jobs/{job_id}/?done=Run+again%3A+1."
-    assert "user:operator" in page
+    assert "<td>operator</td>" in page
     assert "not today" in page
     assert "python manage.py tasuki_worker" in page
     for (status, text), says in zip(bad, ("no job was chosen", "is none of cancel, rerun", "not ended"), strict=True):
@@ -151,18 +152,21 @@ emitted = post(operator, "/ops/events/", event_type="order.paid", payload='{"ord
 unreadable = post(operator, "/ops/events/", event_type="order.paid", payload="{").content.decode()
 Event.objects.update(problem="definition mail: it is wrong")
 told = ["definition mail: it is wrong" in viewer.get(address).content.decode() for address in ("/ops/", "/ops/events/")]
-limits = {field.name: 60 for field in SchedulerSettings._meta.fields if field.name != "id"}
+admin.get("/ops/settings/")
+[row] = SchedulerSettings.objects.values()
+limits = {**{name: value for name, value in row.items() if value is not None}, "skip_late_runs_after_seconds": 60}
 late = [post(browser, "/ops/settings/", **limits).status_code for browser in (operator, admin)]
 print(json.dumps([wrong.status_code, "schedule_value" in wrong.content.decode(), refused, saved, "03:30" in page, run, emitted,
                   "is not JSON" in unreadable, Event.objects.count(), told, late,
-                  SchedulerSettings.objects.get().skip_late_runs_after_seconds]))
+                  SchedulerSettings.objects.get().skip_late_runs_after_seconds,
+                  [(one["actor"], one["action"]) for one in json.loads(viewer.get("/ops/audit/?format=json").content)]]))
 """,
     )
 
     assert found[:5] == [200, True, 403, 302, True]
     assert found[5].startswith("/ops/jobs/e1-")
     assert found[6:9] == [302, True, 2]
-    assert found[9:] == [[True, True], [403, 302], 60.0]
+    assert found[9:] == [[True, True], [403, 302], 60.0, [["admin", "settings.change"]]]
 
 
 def test_output_is_shown_as_text_whatever_it_is(tmp_path: Path) -> None:

@@ -34,10 +34,7 @@ from tasuki.errors import NotFound, TasukiError
 
 VIEW = "tasuki.view_jobrun"
 """Permission to look at the screens; Django makes it with the table."""
-OPERATE = "tasuki.change_jobrun"
-"""Permission to cancel jobs, run them again, run definitions now and emit events."""
 DEFINE = "tasuki.change_jobdefinition"
-CONFIGURE = "tasuki.change_schedulersettings"
 
 LOGIN_FAILURES_MAX = 10
 LOGIN_PAUSE_S = 300

@@ -18,6 +18,7 @@ urlpatterns = [
     path("definitions/<int:pk>/", views.definition, name="definition"),
     path("events/", views.events, name="events"),
     path("settings/", views.settings, name="settings"),
+    path("audit/", views.audit, name="audit"),
     path("login/", screens.login, name="login"),
     path("logout/", screens.logout, name="logout"),
     path("assets/<str:name>", screens.asset, name="asset"),

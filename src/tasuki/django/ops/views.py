@@ -18,8 +18,8 @@ from tasuki.django.conf import project_settings
 from tasuki.django.definitions import emit, run_now, scheduler_settings
 from tasuki.django.enqueueing import project_store
 from tasuki.django.logs import ERRORS, read_log
-from tasuki.django.models import DefinitionState, Event, JobDefinition, JobRun, SchedulerSettings
-from tasuki.django.ops.screens import CONFIGURE, DEFINE, EXPORT_MAX, OPERATE, Table, back, moment, screen
+from tasuki.django.models import AdminActionLog, DefinitionState, Event, JobDefinition, JobRun, SchedulerSettings
+from tasuki.django.ops.screens import DEFINE, EXPORT_MAX, Table, back, moment, screen
 from tasuki.errors import InvalidInput, NotFound, quoted
 from tasuki.server.queries import describe
 
@@ -41,10 +41,6 @@ JOB_COLUMNS = {
 
 def _alias() -> str:
     return project_settings().database
-
-
-def _actor(request: HttpRequest) -> str:
-    return f"user:{request.user.get_username()}"
 
 
 # ---------------------------------------------------------------------------------------------------- overview and workers
@@ -97,7 +93,7 @@ def workers(_request: HttpRequest) -> dict[str, Any]:
 # ---------------------------------------------------------------------------------------------------- jobs
 
 
-@screen("jobs", change=OPERATE)
+@screen("jobs", change=operations.OPERATE)
 def jobs(request: HttpRequest) -> HttpResponse | dict[str, Any]:
     """List jobs, the newest first; cancel those that were chosen, or run them again."""
     if request.method == "POST":
@@ -122,12 +118,12 @@ def _act_on_jobs(request: HttpRequest) -> HttpResponse:
         raise InvalidInput("no job was chosen; tick some first")
     reason = request.POST.get("reason", "")[:1000]
     if action == "cancel":
-        states = operations.cancel_runs(chosen, actor=_actor(request), reason=reason)
+        states = operations.cancel_runs(chosen, actor=request.user, reason=reason)
         done = (
             f"Canceled: {sum(state.terminal for state in states)}. Being stopped: {sum(not state.terminal for state in states)}."
         )
     elif action == "rerun":
-        operations.rerun(chosen, actor=_actor(request), reason=reason)
+        operations.rerun(chosen, actor=request.user, reason=reason)
         done = f"Run again: {len(chosen)}."
     else:
         raise InvalidInput(f"action {quoted(action)} is none of cancel, rerun")
@@ -165,7 +161,7 @@ def job(request: Any, job_id: str) -> dict[str, Any]:
         "logs": [shown for stream in STREAMS if (shown := _shown_log(job_id, stream, find))["size"]],
         "find": find,
         "ended": found.state.terminal,
-        "may": request.user.has_perm(OPERATE),
+        "may": request.user.has_perm(operations.OPERATE),
     }
 
 
@@ -220,7 +216,7 @@ def log(_request: HttpRequest, job_id: str, stream: str) -> StreamingHttpRespons
 # ---------------------------------------------------------------------------------------------------- definitions and events
 
 
-@screen("definitions", change=OPERATE)
+@screen("definitions", change=operations.OPERATE)
 def definitions(request: HttpRequest) -> HttpResponse | dict[str, Any]:
     """List definitions with their next times; run one now."""
     if request.method == "POST":
@@ -298,7 +294,7 @@ def _next_times(row: JobDefinition) -> list[dict[str, Any]]:
             for time, shift, before in zip(times, shifts, [*shifts[:1], *shifts], strict=False)]  # fmt: skip
 
 
-@screen("events", change=OPERATE)
+@screen("events", change=operations.OPERATE)
 def events(request: HttpRequest) -> HttpResponse | dict[str, Any]:
     """List events, the newest first; emit one to try definitions."""
     if request.method == "POST":
@@ -332,12 +328,25 @@ def events(request: HttpRequest) -> HttpResponse | dict[str, Any]:
 SettingsForm = modelform_factory(SchedulerSettings, exclude=["id"])
 
 
-@screen("settings", change=CONFIGURE)
+@screen("settings", change=operations.CONFIGURE)
 def settings(request: HttpRequest) -> HttpResponse | dict[str, Any]:
     """Show and change the settings that are in force without a restart."""
     row = scheduler_settings()
     form = SettingsForm(request.POST or None, instance=row)
     if request.method == "POST" and form.is_valid():
-        form.save()
+        changes = {name: form.cleaned_data[name] for name in form.changed_data}
+        operations.change_settings(changes, actor=request.user)
         return back("settings", done="Saved. In force within two ticks.")
     return {"form": form}
+
+
+@screen("list")
+def audit(request: HttpRequest) -> dict[str, Any]:
+    """List what people did, the newest first."""
+    before = request.GET.get("cursor", "")
+    found = AdminActionLog.objects.using(_alias()).order_by("-id")
+    page = list((found.filter(id__lt=before) if before.isdigit() else found)[: EXPORT_MAX if "format" in request.GET else PAGE])
+    columns = {"at": "Time", "actor": "Who", "action": "What", "target": "To", "detail": "Reason"}
+    rows = [{name: getattr(row, name) for name in columns} for row in page]
+    cursor = str(page[-1].pk) if len(page) == PAGE else None
+    return {"title": "Audit", "table": Table(columns, rows, cursor=cursor, empty="Nobody has changed anything yet.")}
