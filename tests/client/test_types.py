@@ -135,7 +135,8 @@ def test_a_bare_text_is_one_job_id_in_both_clients(server: ServerProcess) -> Non
         assert {answer.state for answer in client.cancel(*"abc", reason="over").values()} == {State.CANCELED}
 
 
-ONLY_ASYNC = {"open", "beside", "welcome", "inline_result"}  # the blocking client is open; the others are for the library itself
+# The blocking client is open; the others are for the library itself.
+ONLY_ASYNC = {"open", "beside", "welcome", "inline_result", "ask_cache", "upload"}
 ONLY_BLOCKING = {"aio", "wait", "begin", "begin_outcome", "future"}
 
 
