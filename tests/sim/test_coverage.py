@@ -151,10 +151,10 @@ def test_nothing_is_counted_any_more_when_it_is_over() -> None:
 
 def test_what_never_came_is_named() -> None:
     counts = Counter(dict.fromkeys(EXPECTED, 1))
-    del counts["orphan resumed"]
+    del counts["orphan finished"]
     counts["fault pause"] = 0
 
-    assert missing(counts) == ["fault pause", "orphan resumed"]
+    assert missing(counts) == ["fault pause", "orphan finished"]
 
 
 def test_every_kind_of_fault_is_expected_to_come() -> None:

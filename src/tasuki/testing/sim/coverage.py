@@ -230,6 +230,9 @@ WORLDS: dict[str, Callable[[SimOptions], bool]] = {
     "wire": lambda options: bool(options.wire),
 }
 
+RARE = ("orphan resumed",)
+"""Counted, but not expected: less than one in 2,000 seeds. The suite of the stores has it on each store."""
+
 EXPECTED: dict[str, str] = {
     **{f"fault {kind}": "it happened" for kind in KINDS},
     **{
@@ -238,7 +241,7 @@ EXPECTED: dict[str, str] = {
     },
     **{f"verb {verb}": "the store was asked" for verb in VERBS},
     **{f"world {name}": "a seed had such a world" for name in WORLDS},
-    **LINES,
+    **{name: meaning for name, meaning in LINES.items() if name not in RARE},
     **PROBES,
 }
 """All events that must happen at least once in a run of many seeds, with their meanings."""
