@@ -374,6 +374,12 @@ def test_a_client_learns_of_a_server_that_came_later_when_it_reconnects(
     with start_server(tmp_path, store=postgres_url, data="first") as first, first.client() as client:
         early = client.submit(subject="x.1", job_id="early")
         with start_server(tmp_path, store=postgres_url, data="later") as later, jobs_worker(later, ledger, "--subject", "x.2"):
+            until(
+                lambda: any(later.url in seen["addresses"] for seen in servers_seen(client)),
+                SOON_S,
+                "the later server has told where it is",
+            )
+
             # when: its server restarts, and later dies for good
             first.kill()
             first.restart()
