@@ -22,7 +22,7 @@ from tasuki.core import protocol
 from tasuki.core.job import BlobRef, OnDisconnect, Outcome
 from tasuki.core.store_messages import Grant, LeaseStatus, Takes
 from tasuki.doors.http.virtual_connection import ANSWER_TIMEOUT_S, Caller, VirtualConnection
-from tasuki.errors import TasukiError, TooManyRequests, Unauthorized, Unavailable
+from tasuki.errors import ProtocolError, TasukiError, TooManyRequests, Unauthorized, Unavailable
 from tasuki.event_loop import ignore_result
 from tasuki.server.server import Server
 
@@ -210,14 +210,20 @@ class HttpWorker:
 
     async def renew(self, caller: Caller, claims: Sequence[protocol.Claim]) -> list[LeaseStatus]:
         """Renew leases and return the status of each."""
-        connection = await self._open(caller)
-        answer = await connection.ask(protocol.Heartbeat(connection.next_id(), list(claims)))
+        try:
+            answer = await self._beat(caller, claims)
+        except ProtocolError:  # closed by a late hint that the worker is at another server: it may talk to several
+            answer = await self._beat(caller, claims)
         assert isinstance(answer, protocol.HeartbeatAnswer)
         cancel, lost = set(answer.cancel), set(answer.lost)
         return [
             LeaseStatus.LOST if claim.lease_id in lost else LeaseStatus.CANCEL if claim.lease_id in cancel else LeaseStatus.GO_ON
             for claim in claims
         ]
+
+    async def _beat(self, caller: Caller, claims: Sequence[protocol.Claim]) -> protocol.Message:
+        connection = await self._open(caller)
+        return await connection.ask(protocol.Heartbeat(connection.next_id(), list(claims)))
 
     async def put_blob(self, caller: Caller, data: bytes) -> BlobRef:
         """Store a result that is too large for the store's row."""
