@@ -20,7 +20,7 @@ from tasuki.errors import Unavailable
 from tasuki.worker import function_processes
 from tasuki.worker.attempt import HandlerJob, StopReason
 from tasuki.worker.function_processes import FunctionProcesses
-from tests.support.waiting import until_async
+from tests.support.waiting import until, until_async
 from tests.worker.runs import DEADLINE_S, alive
 
 
@@ -236,7 +236,7 @@ def test_a_time_limit_kills_a_function_that_computes_and_what_it_started(childre
 
     assert outcome.error_code == "TIMED_OUT"
     assert len(pids_in(note)) == 2
-    assert not [number for number in pids_in(note) if alive(number)]
+    until(lambda: not any(map(alive, pids_in(note))), what="nothing of it runs")
 
 
 @pytest.mark.parametrize("reason", list(StopReason))
