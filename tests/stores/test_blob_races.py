@@ -272,7 +272,7 @@ def test_at_random_no_recorded_job_has_lost_its_blob(postgres_url: str, postgres
         side = Side(postgres_url)
         assert side.store.take_over("leader", 1)
         with postgres.connect(postgres_url) as connection:
-            while not stop.is_set():
+            while not stop.is_set() or not tally["condemned"]:  # on a busy machine the others may end first
                 places = side.store.condemn_blobs(ALL, epoch=1).places
                 tally["condemned"] += len(places)
                 side.store.forget_blobs(places, epoch=1)
