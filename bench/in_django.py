@@ -2,21 +2,23 @@
 
     python bench/in_django.py                    everything, with the peers; recorded
     python bench/in_django.py --quick            a short look, nothing recorded, no peers
-    python bench/in_django.py --only due,idle    some parts; recorded under their names
+    python bench/in_django.py --only due,idle    some parts; recorded beside the others
 
 A project (examples/django_site with the app of bench/django_project) on a PostgreSQL of its own, whose fsync is on, and one node:
 `manage.py tasuki_worker`. All share the cores of this machine. Parts:
 
     due      from the nominal time of a definition to the first line of its command. One is due every three seconds: a definition
              is due each minute, so the zones of the bench are some seconds apart.
-    crowd    60 definitions due at the same second, with one slot per core; and 60 tasks with the same run_after and 60 slots.
+    crowd    60 definitions due at the same second, with one slot per core; and 60 tasks with the same run_after and 60 slots, in
+             processes that have run others before.
     enqueue  `enqueue` in a transaction beside `Model.objects.create` of a row with four columns, in turn; `enqueue_many` of
              1,000 tasks, on PostgreSQL and SQLite.
     commit   from the commit of a transaction to the first line of its task, at idle.
     tasks    empty tasks per second, from the first enqueue to the last recorded end.
     warm     from the grant of a command to its first line, in a fork of the warm interpreter; `python manage.py` beside it.
     idle     connections and CPU time of a node that leads, and of a second one that does not.
-    peers    the same for Celery, procrastinate, django-tasks-db, django-q2 and APScheduler (peers/on_django.py).
+    peers    enqueue, commit and tasks for Celery, procrastinate, django-tasks-db and django-q2 (peers/on_django.py).
+    peers_due  due for Celery beat, procrastinate, django-q2 and APScheduler.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from _common import HERE, Process, folder, limit, percentile, record
+from _common import HERE, RESULTS, Process, folder, limit, machine, percentile, record
 from _postgresql import PostgresService, postgresql, settings
 
 EXAMPLE = HERE.parent / "examples" / "django_site"
@@ -61,8 +63,8 @@ class Size:
     """How much is done."""
 
     def __init__(self, *, quick: bool) -> None:
-        self.due_s = 65.0 if quick else 300.0
-        self.crowds = 1 if quick else 3
+        self.due_s = 65.0 if quick else 180.0
+        self.crowds = 1 if quick else 2
         self.enqueues = 50 if quick else 1_000
         self.batches = 3 if quick else 15
         self.commits = 20 if quick else 300
@@ -70,10 +72,10 @@ class Size:
         self.task_rounds = 1 if quick else 3
         self.commands = 10 if quick else 200
         self.cold = 3 if quick else 20
-        self.idle_s = 10.0 if quick else 60.0
+        self.idle_s = 10.0 if quick else 40.0
         self.peer_s = 1.0 if quick else 8.0
-        self.peer_commits = 5 if quick else 60
-        self.peer_due_s = 12.0 if quick else 120.0
+        self.peer_commits = 5 if quick else 40
+        self.peer_due_s = 12.0 if quick else 45.0
 
 
 class Site:
@@ -183,14 +185,15 @@ for number in range({CROWD}):
         site.ask("JobDefinition.objects.all().delete()")
         tasks: list[float] = []
         with site.node("--slots", str(CROWD)):
-            for _ in range(size.crowds):
+            for number in range(size.crowds + 1):
                 at = int(time.time()) + 8  # the process that enqueues has ended by then
                 site.ask(f"""
 from datetime import UTC, datetime
 later = stamped.using(run_after=datetime.fromtimestamp({at}, UTC))
 enqueue_many(partial(later.enqueue, f"t{{number}}@{at}") for number in range({CROWD}))
 """)
-                tasks += lateness(site.wait_for_stamps(CROWD, 60.0))
+                found = lateness(site.wait_for_stamps(CROWD, 60.0))
+                tasks += found if number else []  # the first crowd has made the processes
     return {"commands_ms": figures_ms(commands), "tasks_ms": figures_ms(tasks), "crowds": size.crowds}
 
 
@@ -201,9 +204,12 @@ ENQUEUE = """
 create, enqueue = [], []
 with transaction.atomic():
     empty.enqueue()  # imports, the connection, the first plan
+calls = [(create, lambda: Order.objects.create(customer="Sato", total=1)), (enqueue, empty.enqueue)]
 for number in range(ENQUEUES):
+    calls.reverse()
     with transaction.atomic():
-        for times, call in ((create, lambda: Order.objects.create(customer="Sato", total=number)), (enqueue, empty.enqueue)):
+        Order.objects.exists()  # the driver begins the transaction with the first statement
+        for times, call in calls:
             began = time.perf_counter()
             call()
             times.append(time.perf_counter() - began)
@@ -324,10 +330,16 @@ def _connections(service: PostgresService, site: Site) -> int:
     return int(count)
 
 
-def peers(service: PostgresService, size: Size, venv: Path | None) -> dict[str, Any]:
+def peers(service: PostgresService, size: Size, data: Path) -> dict[str, Any]:
     from peers.on_django import measure
 
-    return measure(iter(service.empty_database, None), size, venv, figures_ms, lateness)
+    return measure(iter(service.empty_database, None), size, data, figures_ms)
+
+
+def peers_due(service: PostgresService, size: Size, data: Path) -> dict[str, Any]:
+    from peers.on_django import measure_due
+
+    return measure_due(service.empty_database(), size, data, lateness, figures_ms)
 
 
 # ---------------------------------------------------------------------------------------------------- all
@@ -341,6 +353,8 @@ PARTS: dict[str, Callable[[PostgresService, Size, Path], dict[str, Any]]] = {
     "tasks": tasks,
     "warm": warm,
     "idle": idle,
+    "peers": peers,  # last: what they leave behind cannot disturb ours
+    "peers_due": peers_due,
 }
 
 
@@ -379,6 +393,15 @@ def verdict(figures: dict[str, Any]) -> dict[str, Any]:
         other, leader = figures["idle"]["other"], figures["idle"]["leader"]
         most |= {"idle_connections": (2, other["connections"]), "leader_connections": (4, leader["connections"])}
         most |= {"idle_cpu_percent": (1.0, other["cpu_percent"]), "leader_cpu_percent": (1.0, leader["cpu_percent"])}
+    if "peers" in figures and {"enqueue", "tasks"} <= figures.keys():
+        theirs, ours = figures["peers"], figures["tasks"]["tasks_per_s"]
+        enqueued_ms = figures["enqueue"]["postgresql"]["enqueue_ms"]["p50"]
+        least["enqueue_times_procrastinate"] = (1.5, round(theirs["enqueue"]["procrastinate"] / enqueued_ms, 2))
+        least["tasks_times_celery_prefork"] = (1.5, round(ours / theirs["tasks"]["celery_prefork"], 2))
+        least["tasks_times_procrastinate"] = (3.0, round(ours / theirs["tasks"]["procrastinate"], 2))
+    if "peers_due" in figures and "due" in figures:
+        durable = min(figures["peers_due"][name]["p50"] for name in ("procrastinate", "django_q2"))
+        least["due_times_closer"] = (10.0, round(durable / figures["due"]["first_line_ms"]["p50"], 1))
     found = {name: {"wanted": f"<= {wanted:g}", "got": got, "met": got <= wanted} for name, (wanted, got) in most.items()}
     return found | {name: {"wanted": f">= {wanted:g}", "got": got, "met": got >= wanted} for name, (wanted, got) in least.items()}
 
@@ -386,23 +409,23 @@ def verdict(figures: dict[str, Any]) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a short run without the peers; nothing is recorded")
-    parser.add_argument("--only", default="", metavar="PART,…", help=f"of {', '.join((*PARTS, 'peers'))}")
-    parser.add_argument("--peers-venv", type=Path, default=None, help="where the peers' environment is or is made")
+    parser.add_argument("--only", default="", metavar="PART,…", help=f"of {', '.join(PARTS)}")
     options = parser.parse_args()
-    wanted = options.only.split(",") if options.only else [*PARTS, *(() if options.quick else ("peers",))]
-    if unknown := set(wanted) - {*PARTS, "peers"}:
+    quick_parts = [name for name in PARTS if not name.startswith("peers")]
+    wanted = options.only.split(",") if options.only else quick_parts if options.quick else [*PARTS]
+    if unknown := set(wanted) - set(PARTS):
         parser.error(f"unknown parts: {', '.join(sorted(unknown))}")
     size = Size(quick=options.quick)
     with limit(QUICK_LIMIT_S if options.quick else LIMIT_S), postgresql() as service:
-        figures: dict[str, Any] = {"postgresql": settings(service)}
+        recorded = RESULTS / "in_django.json"
+        earlier = json.loads(recorded.read_text()) if options.only and not options.quick and recorded.exists() else {}
+        figures: dict[str, Any] = {**earlier, "postgresql": settings(service)}
         for name, part in PARTS.items():
             if name in wanted:
+                before = {key: value for key, value in machine().items() if key in ("commit", "load_before")}
                 with folder() as data:
-                    figures[name] = part(service, size, data)
-        if "peers" in wanted:  # last: what they leave behind cannot disturb ours
-            figures["peers"] = peers(service, size, options.peers_venv)
-        name = "_".join(("in_django", *(wanted if options.only else ())))
-        record(name, {**figures, "targets": verdict(figures)}, save=not options.quick)
+                    figures[name] = {"measured": before, **part(service, size, data)}
+        record("in_django", {**figures, "machine": machine(), "targets": verdict(figures)}, save=not options.quick)
 
 
 if __name__ == "__main__":

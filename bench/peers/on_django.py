@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from _common import folder, leftover
+from _common import leftover
 from _redis import redis_server
 from peers.on_postgresql import SETTINGS, measure_procrastinate
 from peers.run import DEFAULT_VENV, HERE, ensure_environment, measure_peers, python_of, running_process, stop_group
@@ -84,20 +84,28 @@ class Peers:
         return {name: float(at) for name, at in map(str.split, lines)}
 
 
-def measure(postgres_urls: Iterator[str], size: Any, venv: Path | None, figures_ms: Any, lateness: Any) -> dict[str, Any]:
-    """Return the figures of all peers, under the names of the parts of bench/in_django.py."""
-    venv = (venv or DEFAULT_VENV).absolute()
-    ensure_environment(venv, HERE / "requirements-django.txt")
-    figures: dict[str, Any] = {}
-    with folder() as data, redis_server() as redis:
-        peers = Peers(venv, data, next(postgres_urls), redis.url())
-        figures["enqueue"] = _enqueue(peers, size)
-        figures["commit"] = _commit(peers, size, figures_ms)
-        figures["due"] = _due(peers, size, lateness, figures_ms)
+def measure(postgres_urls: Iterator[str], size: Any, data: Path, figures_ms: Any) -> dict[str, Any]:
+    """Return the figures of peers under the names of the parts of bench/in_django.py, but for `due`."""
+    with _peers_on(next(postgres_urls), data) as peers:
+        figures: dict[str, Any] = {"enqueue": _enqueue(peers, size), "commit": _commit(peers, size, figures_ms)}
+    venv = DEFAULT_VENV.absolute()
     rates = [measure_procrastinate(next(postgres_urls), name, venv, seconds=size.peer_s)["jobs_per_s"] for name in SETTINGS]
     celery = measure_peers(["celery"], venv=venv, seconds=size.peer_s, all_settings=True)
     prefork = next(one.jobs_per_s for one in celery if one.setting == "prefork")
     return {**figures, "tasks": {"procrastinate": max(rates), "celery_prefork": round(prefork)}}
+
+
+def measure_due(postgres_url: str, size: Any, data: Path, lateness: Any, figures_ms: Any) -> dict[str, Any]:
+    """Return how late the schedulers among the peers are."""
+    with _peers_on(postgres_url, data) as peers:
+        return _due(peers, size, lateness, figures_ms)
+
+
+@contextlib.contextmanager
+def _peers_on(postgres_url: str, data: Path) -> Iterator[Peers]:
+    ensure_environment(DEFAULT_VENV.absolute(), HERE / "requirements-django.txt")
+    with redis_server() as redis:
+        yield Peers(DEFAULT_VENV.absolute(), data, postgres_url, redis.url())
 
 
 def _enqueue(peers: Peers, size: Any) -> dict[str, float]:
@@ -107,6 +115,7 @@ times = {{name: [] for name in ("create", *CALLS)}}
 for number in range({size.enqueues}):
     with transaction.atomic():
         calls = {{"create": lambda name: Order.objects.create(customer="Sato", total=1), **CALLS}}
+        Order.objects.exists()  # the driver begins the transaction with the first statement
         for name, call in calls.items():
             began = time.perf_counter()
             call("x")

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from tasuki.tasks.eager import EagerJobs
     from tasuki.tasks.task import Task, current_job
     from tasuki.tasks.tasks import Tasks
-    from tasuki.worker.attempt import HandlerJob
+    from tasuki.worker.attempt import HandlerJob, HandlerResult
     from tasuki.worker.worker import Worker
 
 _HOME = {
@@ -54,6 +54,7 @@ _HOME = {
     "Explanation": "tasuki.client.types",
     "Forbidden": "tasuki.errors",
     "HandlerJob": "tasuki.worker.attempt",
+    "HandlerResult": "tasuki.worker.attempt",
     "InputFile": "tasuki.core.job",
     "InvalidInput": "tasuki.errors",
     "Job": "tasuki.core.job",
@@ -97,6 +98,7 @@ __all__ = [  # a type checker reads this list as it stands
     "Explanation",
     "Forbidden",
     "HandlerJob",
+    "HandlerResult",
     "InputFile",
     "InvalidInput",
     "Job",

@@ -286,10 +286,14 @@ def is_listener_ours(port: int) -> bool:
 def _make_key(path: Path, key: bytes) -> None:
     """Make the file of a key or a token, whole and durable or not at all; of several processes one wins."""
     new = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
-    with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb") as file:
-        file.write(key)
-        file.flush()
-        os.fsync(file.fileno())
+    try:
+        with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb") as file:
+            file.write(key)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        new.unlink(missing_ok=True)
+        raise OSError(error.errno, error.strerror, str(path)) from None  # a write names no file
     with suppress(FileExistsError):
         os.link(new, path)
     new.unlink()

@@ -3,6 +3,7 @@
     TasukiError                  ERROR               a code of a newer peer becomes this one
     ├── InvalidInput             INVALID             the request can never work as it is
     │   ├── TooLarge             TOO_LARGE           a size limit was exceeded
+    │   ├── UnsupportedEncoding  UNSUPPORTED_ENCODING * a body that is compressed in another way than gzip or zstd
     │   ├── BlobMismatch         CORRUPT           * an upload whose size or sha256 is not the announced one
     │   ├── WrongType            INVALID             an argument of the wrong type (also a TypeError)
     │   ├── RefusedRequest       (given)             a request that cannot be read
@@ -97,6 +98,10 @@ class WrongType(InvalidInput, TypeError):
 
 class TooLarge(InvalidInput, code="TOO_LARGE"):
     """A size limit was exceeded."""
+
+
+class UnsupportedEncoding(InvalidInput, code="UNSUPPORTED_ENCODING", on_wire=False):
+    """A body over HTTP with a Content-Encoding that its route does not take."""
 
 
 class BlobMismatch(InvalidInput, code="CORRUPT", on_wire=False):

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import json
 import socket
+import subprocess
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,11 +16,8 @@ import pytest
 from tasuki.cli import agents
 from tasuki.cli.output import ExitCode, Output
 from tests.agent.stage import AgentStage
-from tests.cli.commands import Done, User
-from tests.cli.inside import Inside, inside
+from tests.cli.commands import DEADLINE_S, TASUKI, Done, User, environment
 from tests.support.waiting import until
-
-__all__ = ["inside"]
 
 
 @pytest.fixture(scope="module")
@@ -158,15 +155,21 @@ def test_the_doctor_looks_at_node_agents(agent: AgentStage, user: User) -> None:
 # ---------------------------------------------------------------------------------------------------- errors
 
 
-def test_an_agent_on_a_full_disk_says_so_in_a_line(inside: Inside, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    def full(*arguments: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
+@pytest.mark.parametrize(("options", "file"), [((), "agent-token"), (("--no-token",), "agent.lock")])
+def test_an_agent_on_a_full_disk_names_in_a_line_what_it_could_not_write(
+    tmp_path: Path, options: tuple[str, ...], file: str
+) -> None:
+    data = tmp_path / "data"
+    words = (*TASUKI, "agent", "--listen", "127.0.0.1:0", "--exec", "x=/bin/true", "--data", str(data), *options)
 
-    monkeypatch.setattr("tasuki.config._make_key", full)
+    done = subprocess.run(
+        ["sh", "-c", 'ulimit -f 0 && exec "$@"', "sh", *words],
+        env=environment(tmp_path), capture_output=True, text=True, timeout=DEADLINE_S, check=False,
+    )  # fmt: skip
 
-    done = inside("agent", "--exec", "x=/bin/true", "--data", str(tmp_path / "data"))
-
-    assert (done.returncode, done.stderr.startswith("tasuki: DISK_FULL: ")) == (ExitCode.UNAVAILABLE, True)
+    assert done.returncode == ExitCode.UNAVAILABLE
+    assert done.stderr.splitlines()[-1].startswith(f"tasuki: DISK_FULL: cannot write '{data / file}': ")
+    assert [path.name for path in data.iterdir() if path.name != "agent.lock"] == []
 
 
 def test_a_canceled_run_may_go_on_only_at_nodes_that_may_have_it(capsys: pytest.CaptureFixture[str]) -> None:

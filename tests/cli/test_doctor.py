@@ -82,14 +82,19 @@ def test_keys_of_a_redis_that_other_programs_spoilt_are_named(user: User, redis_
     zpe.raw.delete("zpe:queue", "zpe:lease:index")
     zpe.raw.delete("zpe:status:waits")
     zpe.raw.set("zpe:status:waits", "queued")
+    zpe.raw.set("zpe:status:\x1b[2J\nodd", "queued")
     bad = findings(user, "--store", redis_url)["store keys"]
     zpe.close()
 
     assert good["state"] == "ok"
     assert bad["state"] == "warn"
-    assert "zpe:status:waits is a string and must be a hash" in bad["message"]
-    assert "job waits waits and is not in zpe:queue: LPUSH zpe:queue waits" in bad["message"]
-    assert "job runs is leased and in no index: ZADD zpe:lease:index 0 runs" in bad["message"]
+    assert bad["message"].endswith(" keys: 4 keys or jobs are not as they should be")
+    assert sorted(bad["way_out"].split("\n    ")[1:]) == [
+        "job runs is leased and in no index: ZADD zpe:lease:index 0 runs",
+        "job waits waits and is not in zpe:queue: LPUSH zpe:queue waits",
+        r"zpe:status:\u001b[2J\u000aodd is a string and must be a hash: DEL it",
+        "zpe:status:waits is a string and must be a hash: DEL it",
+    ]
 
 
 def test_a_running_server_is_found(served: tuple[User, Running]) -> None:

@@ -16,6 +16,7 @@ from tasuki.cli.connect import with_client
 from tasuki.cli.jobs import progress_of
 from tasuki.client.aio import AsyncClient
 from tests.cli.commands import DEADLINE_S, TASUKI, Running, User, read_fifo
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.e2e
 
@@ -85,6 +86,20 @@ def test_each_line_is_a_job_and_is_never_split(served: Served) -> None:
     assert (done.stdout, done.returncode) == ("lines\n", 0)
     assert user.run("logs", "lines.1").stdout == "<a b>"
     assert user.run("logs", "lines.3").stdout == "<$HOME>"
+
+
+def test_a_broadcast_runs_on_each_worker_and_its_result_is_the_ledger(served: Served) -> None:
+    user, _ = served
+    [worker_id] = {worker["worker_id"] for worker in user.json("workers", "--json")}
+    told = user.json("submit", "--json", "--broadcast", "--subject", "render.>", "--job-id", "keys", "--wait", "echo", "turned")
+    assert {name: did["state"] for name, did in told["ledger"].items()} == {worker_id: "SUCCEEDED"}
+
+    assert user.json("result", "--json", "keys")["ledger"] == told["ledger"]
+    assert f"{worker_id}  SUCCEEDED" in user.run("status", "keys").stdout
+    assert user.run("wait", "keys").returncode == 0
+    assert user.json("status", "--json", f"keys.{worker_id}")[0]["subject"] == f"render.@{worker_id}"
+    refused = user.run("submit", "--broadcast", "true")
+    assert "--subject PATTERN" in refused.stderr
 
 
 def test_the_inputs_of_an_array_reach_every_element(served: Served) -> None:
@@ -191,6 +206,7 @@ def test_ctrl_c_ends_following_and_not_the_job(served: Served) -> None:
     following = user.start("logs", "-f", "left-alone")
     assert following.stdout is not None
     following.stdout.readline()
+    until(lambda: user.json("status", "--json", "left-alone")[0]["state"] == "RUNNING", DEADLINE_S, "its start is recorded")
 
     following.send_signal(signal.SIGINT)
     _, errors = following.communicate(timeout=DEADLINE_S)
@@ -351,6 +367,19 @@ def test_stats_count_the_jobs_and_name_the_workers(served: Served) -> None:
     assert told["groups"]["counted"]["succeeded"] == 1
     assert [worker["patterns"] for worker in told["workers"]] == [[">"]]
     assert "counted" in user.run("stats").stdout
+
+
+def test_stats_of_groups_tell_what_they_did_of_late(served: Served) -> None:
+    user, _ = served
+    user.run("submit", "--wait", "--subject", "lately.here", "true")
+
+    told = user.json("stats", "--groups", "--json")
+    shown = user.run("stats", "--groups", "--last", "5m", "--limit", "1").stdout
+
+    row = told["groups"]["lately"]
+    assert (row["submitted"], row["finished"], row["dead"], row["queued"]) == (1, 1, 0, 0)
+    assert 0 < row["latency_p50_s"] <= row["latency_p99_s"]
+    assert shown.splitlines()[0].split()[:4] == ["GROUP", "QUEUED", "RUNNING", "SUBMITTED"]
 
 
 def test_stats_are_told_again_and_again_until_ctrl_c(served: Served) -> None:

@@ -194,9 +194,13 @@ def test_a_result_with_another_hash_than_announced_is_not_kept(tmp_path: Path) -
 
 
 def test_a_lost_connection_is_told_with_its_reason() -> None:
-    problem = HttpTransport(parse_url("http://n1:7090")[0], None, 1.0)._problem(httpx.ReadError(""), 1.0)
+    transport = HttpTransport(parse_url("http://n1:7090")[0], None, 1.0)
+    at_first = transport._problem(httpx.ReadError(""), 1.0)
+    transport._answered = True
+    later = transport._problem(httpx.ReadError(""), 1.0)
 
-    assert problem.message == "the connection to http://n1:7090 was lost: ReadError"
+    assert at_first.message == "http://n1:7090 hung up without an answer in HTTP; is it tcp://, or with TLS https://?"
+    assert later.message == "the connection to http://n1:7090 was lost: ReadError"
 
 
 def test_a_node_that_answers_with_something_else_is_left_out_of_a_list() -> None:

@@ -29,6 +29,15 @@ def test_result_of_a_job(client: Client) -> None:
     assert job.result(timeout=1) == b"49"
 
 
+def test_a_broadcast_reaches_each_worker_with_such_a_handler(client: Client) -> None:
+    jobs = client.broadcast(JobSpec(job_id="all", subject="math.square", payload=b"9"))
+
+    assert [job.result(timeout=10) for job in jobs] == [b"81"]
+    assert [one.array_id for one in client.list_jobs(array_id="all")] == ["all"]
+    with pytest.raises(NotFound, match="no connected worker"):
+        client.broadcast(JobSpec(job_id="none", subject="nobody.>"))
+
+
 def test_async_client_does_the_same(server: ServerProcess) -> None:
     async def main() -> bytes:
         async with server.async_client() as client:

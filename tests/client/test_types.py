@@ -119,6 +119,15 @@ def test_a_request_that_the_server_cannot_read_fails_alone(server: ServerProcess
 # ---------------------------------------------------------------------------------------------------- one shape
 
 
+@pytest.mark.parametrize("method", ["cancel", "retry", "statuses"])
+def test_more_ids_than_a_request_may_have_are_refused_with_the_way_out(server: ServerProcess, method: str) -> None:
+    with (
+        server.client() as client,
+        pytest.raises(InvalidInput, match="2000 job ids at once are too many, the limit is 1024; use several calls"),
+    ):
+        getattr(client, method)(*(f"j{number}" for number in range(2000)))
+
+
 def test_a_bare_text_is_one_job_id_in_both_clients(server: ServerProcess) -> None:
     async def ask(client: AsyncClient) -> str:
         with pytest.raises(NotFound) as unknown:
@@ -191,7 +200,7 @@ def test_answers_are_structs_with_the_names_of_the_json(server: ServerProcess) -
         assert isinstance(client.explain("typed").story[0], JobIncident)
         assert client.counts()["math"].succeeded >= 1
         [worker] = [worker for worker in client.workers() if "math.square" in worker.patterns]
-        assert set(client.call("workers")[0]) - set(worker.__struct_fields__) == {"addressed", "owner"}
+        assert set(client.call("workers")[0]) - set(worker.__struct_fields__) == {"addressed", "owner", "held"}
 
 
 def test_a_handle_is_awaited_decoded_asked_and_canceled(server: ServerProcess) -> None:

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from tasuki.coords.coordination import MEMBER_TIMEOUT_S, ClusterMember
-from tasuki.coords.scheduler_redis import DETACH_S, SchedulerCoordination
+from tasuki.coords.coordination import EXPELLED_S, MEMBER_TIMEOUT_S, ClusterMember
+from tasuki.coords.scheduler_redis import SchedulerCoordination
 from tasuki.core.election import Locked
 from tasuki.stores.redis.connection import connect, place_of
 from tests.coords.contests import never_two_hold_it_and_epochs_strictly_rise, one_of_many_gets_it
@@ -20,7 +20,7 @@ FACTS = {
     "load": 1,
     "current_job_run_id": "d7-60",
 }
-LEADER = ClusterMember(member_id="7", incarnation="1", leads=True, workers={"7": FACTS})
+LEADER = ClusterMember(member_id="7", incarnation="1", led_ago_s=0.0, workers={"7": FACTS})
 
 Open = Callable[[], SchedulerCoordination]
 
@@ -105,7 +105,8 @@ def test_a_flag_that_somebody_else_sets_detaches_a_worker_until_it_is_deleted(
 
     raw.set("scheduler:detach:7", 1)
 
-    assert coordination.beat(LEADER, seen={}).detached == {"7"}
+    view = coordination.beat(LEADER, seen={})
+    assert view.detached == view.expelled == {"7"}
     assert raw.hget("scheduler:worker:7", "detached") == b"1"
     assert other.beat(ClusterMember(member_id="8", incarnation="1"), seen={}).detached == {"7"}, "others know it from then on"
     raw.delete("scheduler:detach:7")
@@ -118,7 +119,7 @@ def test_a_number_is_detached_for_a_day_and_a_name_that_lasts_until_it_is_attach
     for name in ("7", "lasting"):
         coordination.set_detached(name, True, actor="admin")
 
-    assert (raw.ttl("scheduler:detach:7"), raw.ttl("scheduler:detach:lasting")) == (DETACH_S, -1)
+    assert (raw.ttl("scheduler:detach:7"), raw.ttl("scheduler:detach:lasting")) == (EXPELLED_S, -1)
 
 
 @pytest.mark.parametrize("key", ["scheduler:leader:degrade", "scheduler:worker:7"])

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 from tasuki.core.access import token_sha256
 from tasuki.core.broker.broker import Broker
-from tasuki.core.broker.events import AskReady, BrokerConfig, Command, ReadyFound, TurnDone
+from tasuki.core.broker.events import AskReady, AskRouted, BrokerConfig, Command, ReadyFound, RoutedFound, TurnDone
 from tasuki.core.job import Job, JobSpec, Outcome
 from tasuki.core.machine import Closed, Hangup, Now, Opened, Peer, Received, Send, Ticked
 from tasuki.core.protocol import (
@@ -25,6 +25,7 @@ from tasuki.core.protocol import (
 )
 from tasuki.core.store_messages import Grant, TokenRow
 from tasuki.errors import TasukiError
+from tasuki.server.queries import routed_jobs
 from tasuki.stores.batching import execute
 from tasuki.stores.memory.store import MemoryStore
 from tasuki.testing.clocks import FakeClock
@@ -68,6 +69,8 @@ class BrokerStage:
                 self.hung_up[command.conn] = command.error
             elif isinstance(command, AskReady) and self.walks:
                 self.apply(ReadyFound(self.store.ready_queues(command.place, limit=command.limit)))
+            elif isinstance(command, AskRouted) and self.walks:
+                self.apply(RoutedFound(routed_jobs(self.store, command)))
             else:
                 self.others.append(command)
 

@@ -469,3 +469,18 @@ def test_a_foreign_job_far_behind_own_ones_refuses_the_whole_cancel() -> None:
 
     assert (stage.last(client, ErrorMessage).corr_id, stage.last(client, ErrorMessage).code) == (9, "NOT_FOUND")
     assert {job.state for job in stage.store.get(job_ids)} == {State.PENDING}
+
+
+def test_orders_of_administrators_that_give_a_reason_are_in_the_audit(stage: BrokerStage) -> None:
+    alice, root = stage.client(), stage.client("admin", "root")
+    stage.submit(alice, "a", "b", "c")
+
+    stage.ask(alice, CancelJobs(7, ["a"], "mine"))
+    stage.ask(root, CancelJobs(8, ["b"]))
+    stage.ask(root, CancelJobs(9, ["c"], "wrong input"))
+    stage.request(root, "requeue", job_ids=["c"], reason="it is right now")
+
+    found = [
+        (row.actor, row.action, row.target, row.detail) for row in stage.store.audit() if not row.action.startswith("token.")
+    ]
+    assert found == [("token:root", "run.rerun", "c", "it is right now"), ("token:root", "run.cancel", "c", "wrong input")]

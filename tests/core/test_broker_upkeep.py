@@ -296,7 +296,7 @@ def test_after_a_failed_turn_leases_are_ended_in_one_that_fires_nothing() -> Non
     stage.clock.advance(DUTY_INTERVAL_S)
     again = next_duty(stage)
 
-    assert (again.reap, again.fire) == (turn.reap, 0)
+    assert (again.reap, again.fire) == (turn.reap, None)
     stage.apply(TurnDone(again, execute(stage.store, again)))
     stage.clock.advance(FIRE_INTERVAL_S)
     assert next_duty(stage).fire == turn.fire
@@ -559,7 +559,7 @@ def test_a_server_whose_store_has_no_definitions_asks_for_none() -> None:
     stage = BrokerStage()
     stage.broker.config = replace(stage.broker.config, fires=False)
 
-    assert next_duty(stage).fire == 0
+    assert next_duty(stage).fire is None
     assert stage.broker.upkeep.until_due_s(stage.now(), 0.1) == 0.1
 
 

@@ -31,6 +31,7 @@ from tasuki.core.election import (
     Lead,
     Leading,
     Locked,
+    LockReleased,
     Release,
     Renew,
     Renewed,
@@ -108,6 +109,7 @@ TABLE: list[tuple[State, Event, list[Command] | type[Exception], State]] = [
     (FOLLOWING, EpochFenced(EPOCH), [], FOLLOWING),
     (FOLLOWING, Lapsed(EPOCH), [], FOLLOWING),
     (FOLLOWING, Degraded(), [], FOLLOWING),
+    (FOLLOWING, LockReleased(), [], FOLLOWING_DUE),
     (FOLLOWING, Resign(), [], RESIGNED),
     (ACQUIRING, Ticked(), [], ACQUIRING),
     (ACQUIRING, LOCKED, [TakeOver(EPOCH)], TAKING_OVER),
@@ -120,6 +122,7 @@ TABLE: list[tuple[State, Event, list[Command] | type[Exception], State]] = [
     (ACQUIRING, EpochFenced(EPOCH), [], ACQUIRING),
     (ACQUIRING, Lapsed(EPOCH), [], ACQUIRING),
     (ACQUIRING, Degraded(), [], ACQUIRING),
+    (ACQUIRING, LockReleased(), [], ACQUIRING),
     (ACQUIRING, Resign(), [], ACQUIRING),
     (TAKING_OVER, Ticked(), [], TAKING_OVER),
     (TAKING_OVER, LOCKED, NOT_ASKED, TAKING_OVER),
@@ -134,6 +137,7 @@ TABLE: list[tuple[State, Event, list[Command] | type[Exception], State]] = [
     (TAKING_OVER, EpochFenced(EPOCH - 1), [], TAKING_OVER),
     (TAKING_OVER, Lapsed(EPOCH), [], TAKING_OVER),
     (TAKING_OVER, Degraded(), [], TAKING_OVER),
+    (TAKING_OVER, LockReleased(), [], TAKING_OVER),
     (TAKING_OVER, Resign(), [], TAKING_OVER),
     (LEADING, Ticked(), [], LEADING),
     (LEADING_DUE, Ticked(), [Renew(EPOCH)], Leading(EPOCH, UNTIL, NOW, renewing=True)),
@@ -144,7 +148,8 @@ TABLE: list[tuple[State, Event, list[Command] | type[Exception], State]] = [
     (LEADING, EpochFenced(EPOCH - 1), [], LEADING),
     (LEADING, Lapsed(EPOCH), [StepDown(EPOCH, AWAY), Release(EPOCH)], FOLLOWING_DUE),
     (LEADING, Lapsed(EPOCH - 1), [], LEADING),
-    (LEADING, Degraded(), [StepDown(EPOCH, TOLD), Release(EPOCH)], Following(NOW + TTL_S)),
+    (LEADING, Degraded(), [StepDown(EPOCH, TOLD), Release(EPOCH)], Following(NOW + TTL_S + ASK_MAX_S)),
+    (LEADING, LockReleased(), [], LEADING),
     (LEADING, Resign(), [StepDown(EPOCH, GOING), Release(EPOCH)], RESIGNED),
     (RENEWING, Ticked(), [], RENEWING),
     (RENEWING, LOCKED, NOT_ASKED, RENEWING),
@@ -156,6 +161,7 @@ TABLE: list[tuple[State, Event, list[Command] | type[Exception], State]] = [
     (RENEWING, EpochFenced(EPOCH + 1), [], RENEWING),
     (RENEWING, Lapsed(EPOCH), [StepDown(EPOCH, AWAY)], AWAITING),
     (RENEWING, Degraded(), [StepDown(EPOCH, TOLD)], AWAITING),
+    (RENEWING, LockReleased(), [], RENEWING),
     (RENEWING, Resign(), [StepDown(EPOCH, GOING)], AWAITING),
     (OVER, Ticked(), [StepDown(EPOCH, NOT_RENEWED)], PAUSE),
     (OVER, EpochFenced(EPOCH), [StepDown(EPOCH, NOT_RENEWED)], PAUSE),
@@ -174,6 +180,7 @@ TABLE: list[tuple[State, Event, list[Command] | type[Exception], State]] = [
     (AWAITING, EpochFenced(EPOCH), [], AWAITING),
     (AWAITING, Lapsed(EPOCH), [], AWAITING),
     (AWAITING, Degraded(), [], AWAITING),
+    (AWAITING, LockReleased(), [], AWAITING),
     (AWAITING, Resign(), [], AWAITING),
     (RESIGNED, Ticked(), [], RESIGNED),
     (RESIGNED, LOCKED, NOT_ASKED, RESIGNED),
@@ -182,6 +189,7 @@ TABLE: list[tuple[State, Event, list[Command] | type[Exception], State]] = [
     (RESIGNED, EpochFenced(EPOCH), [], RESIGNED),
     (RESIGNED, Lapsed(EPOCH), [], RESIGNED),
     (RESIGNED, Degraded(), [], RESIGNED),
+    (RESIGNED, LockReleased(), [], RESIGNED),
     (RESIGNED, Resign(), [], RESIGNED),
 ]
 
@@ -558,3 +566,14 @@ def test_a_leader_that_resigns_is_followed_within_a_second() -> None:
     world.run(world.now + ASK_MAX_S + 0.1)
 
     assert [leader is first for leader in world.leaders()] == [False]
+
+
+def test_a_server_that_lets_others_stand_first_asks_after_the_end_of_the_lock_that_it_knows_of() -> None:
+    term = term_in(ACQUIRING)
+    term.deference_s = 1.5
+
+    term.apply(Acquired(Busy("other", 4.0), ASKED_AT), NOW)
+    assert term.state == Following(NOW + 5.5)
+
+    term.apply(LockReleased(), NOW + 1)
+    assert term.state == Following(NOW + 2.5)

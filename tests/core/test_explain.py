@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from tasuki.core.explain import ExplainContext, explain, why_not
+from tasuki.core.explain import ExplainContext, explain, takers, why_not
 from tasuki.core.job import Job, JobIncident, JobSpec, Lease, Outcome, State
 
 NOW = 1_700_000_000.0
@@ -51,6 +51,17 @@ def why(job: Job, *workers: dict[str, Any], **fields: Any) -> str:
 def test_no_worker_at_all() -> None:
     assert "No worker is connected" in because(job())
     assert why(job()) == "NO_WORKERS"
+
+
+def test_a_run_is_assigned_ahead_not_due_or_waits_for_a_leader() -> None:
+    early = {"job_definition_id": 7, "not_before": NOW + 12, "asked_not_before": NOW + 12}
+    assigned = job(State.ASSIGNED, lease=lease("w9"), attempt=1, **early)
+
+    assert why(job(**early), worker(), ahead=None) == "NOT_DUE"
+    assert why(assigned, worker()) == "ASSIGNED_AHEAD"
+    assert "assigned to worker w9, and due in 12s" in because(assigned, worker())
+    assert why(job(job_definition_id=7), worker(), ahead=None, has_leader=False) == "NO_LEADER"
+    assert why(job(), worker(), has_leader=False) != "NO_LEADER"  # it is ready, and a worker takes it
 
 
 def test_a_run_that_replaces_another_waits_for_its_end() -> None:
@@ -422,3 +433,27 @@ def test_a_job_that_was_canceled_while_it_ran_has_run_until_then() -> None:
     answer = told(ended, incidents=(asked, canceled), now_wall=NOW + 99)
     assert spans(answer) == {"running_s": 10.2}
     assert answer["facts"]["times"]["ready_at"] == NOW
+
+
+def test_each_worker_says_whether_it_would_take_a_job_and_why() -> None:
+    workers = [
+        worker("busy", credit=0, running=2),
+        worker("elsewhere", "other.>"),
+        worker("away") | {"detached": True},
+        worker("handlers", takes="handlers"),
+        worker("idle", credit=1) | {"patterns": []},
+    ]
+    found = {one["worker_id"]: (one["takes"], one["because"]) for one in takers("render.eu.1", "ffmpeg", "token:a", workers)}
+
+    assert found["busy"] == (True, "its pattern '>' matches, when one of its 2 running jobs has ended")
+    assert found["elsewhere"] == (False, "'other.>': its token 1 is 'other', not 'render'")
+    assert found["away"] == (False, "it is detached")
+    assert found["handlers"] == (False, "its pattern '>' matches, but it takes handlers")
+    assert found["idle"] == (False, "it subscribes to nothing")
+    named = takers("render.eu.busy", "", "token:a", [worker("busy"), worker("other")])
+    assert [one["takes"] for one in named] == [True, False]
+    chosen = takers("render.eu.1", "ffmpeg", "token:a", [worker("any"), worker("own", execs=["ffmpeg"])])
+    assert [one["because"] for one in chosen] == [
+        "it leaves the exec 'ffmpeg' to workers that name it",
+        "its pattern '>' matches",
+    ]

@@ -264,6 +264,7 @@ def test_every_field_of_the_body_counts(name: str) -> None:
         {"retry_exit_codes": (75,)},
         {"headers": {"a": "b"}},
         {"array_id": "array"},
+        {"route_key": "customer-7"},
         {"delay_first_loss": True},
     ],
     ids=str,
@@ -276,7 +277,7 @@ def test_nothing_else_counts(fields: dict[str, Any]) -> None:
 def test_the_body_and_the_rest_are_all_fields() -> None:
     times, codes = {"not_before", "not_after", "timeout_s"}, {"permanent_exit_codes", "retry_exit_codes"}
     budgets = {"max_retries", "max_losses", "backoff_s", "delay_first_loss"}
-    rest = {"job_id", "priority", "headers", "array_id", "mac"} | times | codes | budgets
+    rest = {"job_id", "priority", "headers", "array_id", "route_key", "mac"} | times | codes | budgets
 
     assert set(BODY) | rest == set(JobSpec.__struct_fields__)
 

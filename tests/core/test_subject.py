@@ -14,6 +14,7 @@ from tasuki.core.subject import (
     SubjectTrie,
     check_pattern,
     check_subject,
+    covers,
     group_of,
     literal_prefix,
     matches,
@@ -358,3 +359,20 @@ def test_the_cache_is_bounded() -> None:
         assert trie.match(f"a.{number}") == ("worker",)
 
     assert 0 < len(trie._cache) <= SubjectTrie.CACHE_SIZE
+
+
+@pytest.mark.parametrize(
+    ("wide", "narrow", "is_covered"),
+    [
+        ("a.>", "a.>", True),
+        (">", "a.*", True),
+        ("*.>", "a.>", True),
+        ("a.*", "a.b", True),
+        ("a.*", "a.>", False),
+        ("a.b", "a.*", False),
+        ("a.>", "a", False),
+        ("a.b", "a.b.c", False),
+    ],
+)
+def test_a_pattern_covers_another_if_it_matches_all_of_its_subjects(wide: str, narrow: str, is_covered: bool) -> None:
+    assert covers(wide, narrow) is is_covered

@@ -40,7 +40,7 @@ def log(job_id, stream="stdout"):
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> DjangoSite:
     site = DjangoSite(tmp_path_factory.mktemp("site"), SITE_TASUKI=json.dumps({"commands": ["showmigrations"]}))
-    site.manage("migrate", "-v0")
+    site.migrate()
     return site
 
 
@@ -202,7 +202,7 @@ def test_source_that_changed_is_noticed_without_a_restart_and_commands_are_warm_
     (copy / "probes" / "management" / "commands" / "broken.py").write_text("1 / 0\n")  # keeps no other command from running
     site = DjangoSite(tmp_path)
     site.env["PYTHONPATH"] = site.env["PYTHONPATH"].replace(os.fspath(PROJECT), os.fspath(copy))
-    site.manage("migrate", "-v0")
+    site.migrate()
     say = IMPORTS + 'job_id = enqueue_command("probe", "say")\nended(job_id)\nprint(json.dumps(log(job_id)))'
     with site.worker() as worker:
         worker.wait_for_output("is warm")
@@ -219,9 +219,33 @@ def test_source_that_changed_is_noticed_without_a_restart_and_commands_are_warm_
     assert len(warm) == 2
 
 
+NEW_COMMAND = """
+from django.core.management.base import BaseCommand
+
+
+class Command(BaseCommand):
+    def handle(self, *arguments, **options):
+        self.stdout.write("new")
+"""
+
+
+def test_a_command_that_was_added_is_found_without_a_restart(tmp_path: Path) -> None:
+    copy = tmp_path / "project"
+    shutil.copytree(PROJECT, copy)
+    site = DjangoSite(tmp_path)
+    site.env["PYTHONPATH"] = site.env["PYTHONPATH"].replace(os.fspath(PROJECT), os.fspath(copy))
+    site.manage("migrate", "-v0")
+    with site.worker() as worker:
+        worker.wait_for_output("is warm")
+        (copy / "probes" / "management" / "commands" / "added.py").write_text(NEW_COMMAND)
+        said = site.ask(IMPORTS + 'job_id = enqueue_command("added")\nended(job_id)\nprint(json.dumps(log(job_id)))')
+
+    assert said == "new\n"
+
+
 def test_a_project_that_starts_threads_at_its_import_runs_commands_cold(tmp_path: Path) -> None:
     site = DjangoSite(tmp_path, SITE_THREADS="1")
-    site.manage("migrate", "-v0")
+    site.migrate()
     with site.worker() as worker:
         worker.wait_for_output("each job starts an interpreter of its own")
         said = site.ask(IMPORTS + 'job_id = enqueue_command("probe", "say")\nended(job_id)\nprint(json.dumps(log(job_id)))')
@@ -231,7 +255,7 @@ def test_a_project_that_starts_threads_at_its_import_runs_commands_cold(tmp_path
 
 def test_a_drained_node_leaves_nothing_behind(site: DjangoSite, tmp_path: Path) -> None:
     other = DjangoSite(tmp_path)
-    other.manage("migrate", "-v0")
+    other.migrate()
     with other.worker() as worker:
         worker.wait_for_output("is warm")
         children = Path(f"/proc/{worker.pid}/task/{worker.pid}/children").read_text().split()

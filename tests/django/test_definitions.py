@@ -66,8 +66,8 @@ def test_a_disabled_definition_stays_disabled_when_it_is_applied_again(alias: st
     ("entry", "words"),
     [
         ({"daily_at": "02:30"}, "has no command_name"),
-        ({**NIGHTLY, "daily_at": "25:00"}, "schedule_value: schedule_value '25:00'"),
-        ({**NIGHTLY, "time_zone": "Mars/Olympus"}, "time_zone: time_zone 'Mars/Olympus' is not known"),
+        ({**NIGHTLY, "daily_at": "25:00"}, "'bad': schedule_value '25:00'"),
+        ({**NIGHTLY, "time_zone": "Mars/Olympus"}, "'bad': time_zone 'Mars/Olympus' is not known"),
         ({**NIGHTLY, "cron": "* * * * *"}, "has more than one schedule: daily_at, cron"),
         ({**NIGHTLY, "colour": 1}, "has unknown columns: colour"),
         ({**NIGHTLY, "default_args_json": "x"}, "default_args_json"),

@@ -102,9 +102,10 @@ print(json.dumps([grant.attempt, str(job_id)]))
         drained = site.manage("tasuki_ops", "drain", worker_id, "--off", "--json", env=env)
         assert json.loads(drained.stdout) == {"worker_id": worker_id, "draining": False}
         assert not client.call("GetStatus").get("draining")
-        old = {**order, "leaderEpoch": epoch - 1}
-        if epoch > 1:
-            assert client.call("StartJob", **old, runs=[run])["statuses"] == ["ORDER_STATUS_STALE_EPOCH"]
+        # A node that drains does not lead, and leads again under another epoch.
+        until(lambda: client.call("Ping")["role"] == "ROLE_LEADER", what="the node leads again")
+        assert client.call("StartJob", **order, runs=[run])["statuses"] == ["ORDER_STATUS_STALE_EPOCH"]
+        order["leaderEpoch"] = int(client.call("Ping")["epochSeen"])
         assert client.call("StartJob", workerId=worker_id, runs=[run])["code"] == "INVALID_ARGUMENT"
         assert not (tmp_path / "running").exists()
         assert client.call("StartJob", **order, runs=[run])["statuses"] == ["ORDER_STATUS_ACCEPTED"]

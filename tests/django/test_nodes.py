@@ -43,9 +43,9 @@ for place, key in enumerate(KEYS):
 class Project:
     """A project on PostgreSQL, its nodes, and questions to its database."""
 
-    def __init__(self, folder: Path, postgres: PostgresService, url: str) -> None:
+    def __init__(self, folder: Path, postgres: PostgresService, url: str, **variables: str) -> None:
         self.folder = folder
-        self.site = DjangoSite(folder, postgres_url=url)
+        self.site = DjangoSite(folder, postgres_url=url, **variables)
         self._postgres, self._url = postgres, url
         self._nodes: list[ChildProcess] = []
         self._stack = ExitStack()
@@ -55,14 +55,31 @@ class Project:
         self._nodes.append(node)
         return node
 
+    def start_cluster(self, nodes: int, *arguments: str, node_ids: int = 3) -> list[ChildProcess]:
+        """Start nodes that take orders, on so many node ids, all at once."""
+
+        def start(number: int) -> ChildProcess:
+            env = {"TASUKI_NODE_ID": f"n{number % node_ids + 1}"}
+            return self.site.worker("--grpc", "127.0.0.1:0", *arguments, env=env, log=f"worker-{number}.log")
+
+        before = len(self._nodes)
+        with ThreadPoolExecutor(nodes) as threads:
+            started = list(threads.map(start, range(before, before + nodes)))
+        self._nodes += [self._stack.enter_context(node) for node in started]
+        return started
+
+    def node_of(self, worker_id: str) -> ChildProcess | None:
+        """Return the node whose worker has this number, if it lives."""
+        named = f"connected to unix socket as {worker_id}\n"
+        return next((node for node in self._nodes if named in node.output() and node.running), None)
+
     def rows(self, statement: str) -> list[tuple[Any, ...]]:
         return self._postgres.execute(statement, url=self._url)
 
     def leader(self) -> ChildProcess | None:
         """Return the node that leads, if it lives."""
-        for (holder,) in self.rows("SELECT holder FROM tasuki_scopelease WHERE scope = 'leader'"):
-            named = f"connected to unix socket as {holder}\n"
-            return next((node for node in self._nodes if named in node.output() and node.running), None)
+        for (holder,) in self.rows("SELECT holder FROM tasuki_scopeepoch WHERE scope = 'leader'"):
+            return self.node_of(holder)
         return None
 
     def close(self) -> None:

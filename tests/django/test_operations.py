@@ -31,7 +31,7 @@ def data(*arguments):
 
 
 def test_waiting_jobs_are_listed_explained_and_canceled(site: DjangoSite) -> None:
-    site.manage("migrate", "-v0")
+    site.migrate()
     found = site.ask(
         IMPORTS
         + """
@@ -79,7 +79,7 @@ print(json.dumps([waiting, task, listed, of_queue, why, canceled, shown, again, 
 
 
 def test_running_jobs_are_followed_and_stopped_and_old_ones_pruned(site: DjangoSite, tmp_path: Path) -> None:
-    site.manage("migrate", "-v0")
+    site.migrate()
     with site.worker() as worker:
         found = site.ask(
             IMPORTS

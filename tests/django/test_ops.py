@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.support.django_site import DjangoSite
+from tests.support.postgres_service import PostgresService
 
 pytestmark = pytest.mark.e2e
 
@@ -48,7 +50,7 @@ nightly = JobDefinition.objects.get()
 
 @pytest.fixture
 def migrated(site: DjangoSite) -> DjangoSite:
-    site.manage("migrate", "-v0")
+    site.migrate()
     return site
 
 
@@ -66,7 +68,7 @@ names = {"job_id": job_id, "stream": "stdout", "pk": nightly.pk, "name": "ops.cs
 found = {}
 for pattern in get_resolver("tasuki.django.ops.urls").url_patterns:
     address = "/ops/" + re.sub(r"<\\w+:(\\w+)>", lambda match: str(names[match[1]]), str(pattern.pattern))
-    if pattern.name in ("login", "logout", "asset"):
+    if pattern.name in ("login", "logout", "language", "asset", "result", "tokens", "caches"):
         continue
     gets = [browser.get(address) for browser in (anonymous, nobody, viewer, operator, admin)]
     posts = [post(browser, address).status_code for browser in (viewer, operator)]
@@ -82,8 +84,8 @@ print(json.dumps([found, asset, anonymous.get("/ops/jobs/?state=FAILED").headers
     screens, asset, location = found
 
     assert set(screens) == {
-        "overview", "jobs", "job", "log", "workers", "definitions", "new_definition", "definition", "events", "settings",
-        "audit",
+        "overview", "jobs", "job", "log", "run", "dead", "subjects", "workers", "definitions", "new_definition", "definition",
+        "events", "settings", "audit",
     }  # fmt: skip
     for name, (gets, posts, forged, has_policy, buttons) in screens.items():
         assert gets == [302, 403, 200, 200, 200], name
@@ -91,7 +93,7 @@ print(json.dumps([found, asset, anonymous.get("/ops/jobs/?state=FAILED").headers
         assert forged == [403, 403], f"{name}: without a token of the page nothing is changed"
         assert has_policy, name
         assert not buttons[0], f"{name}: a viewer sees no action"
-    assert {name for name, row in screens.items() if row[4][1]} == {"jobs", "job", "definitions"}
+    assert {name for name, row in screens.items() if row[4][1]} == {"jobs", "job", "definitions"}, "an operator sees some"
     assert asset == [200, 404]
     assert location == "/ops/login/?next=%2Fops%2Fjobs%2F%3Fstate%3DFAILED"
 
@@ -108,7 +110,8 @@ page = operator.get(f"/ops/jobs/{job_id}/").content.decode()
 bad = [post(operator, "/ops/jobs/", **values) for values in (
     {"action": "cancel"}, {"action": "erase", "job_id": [job_id]}, {"action": "rerun", "job_id": [job_id]})]
 listed = [operator.get("/ops/jobs/", values) for values in (
-    {"state": "CANCELED"}, {"subject": "night.>"}, {"text": job_id}, {"state": "GONE"}, {"cursor": "x"}, {"subject": "a..b"})]
+    {"state": "CANCELED", "within": "1h"}, {"subject": "night.>"}, {"text": job_id},
+    {"state": "GONE"}, {"cursor": "x"}, {"subject": "a..b"})]
 exported = json.loads(operator.get("/ops/jobs/?format=json").content)
 csv = operator.get("/ops/jobs/?format=csv").content.decode().splitlines()
 print(json.dumps([
@@ -164,14 +167,20 @@ print(json.dumps([wrong.status_code, "schedule_value" in wrong.content.decode(),
     )
 
     assert found[:5] == [200, True, 403, 302, True]
-    assert found[5].startswith("/ops/jobs/e1-")
+    assert found[5].startswith("/ops/definitions/1/?done=Run+e1-1+was+asked+for")
     assert found[6:9] == [302, True, 2]
-    assert found[9:] == [[True, True], [403, 302], 60.0, [["admin", "settings.change"]]]
+    assert found[9:12] == [[True, True], [403, 302], 60.0]
+    assert found[12] == [
+        ["admin", "settings.change"],
+        ["operator", "event.emit"],
+        ["operator", "definition.run"],
+        ["admin", "definition.change"],
+    ]
 
 
 def test_output_is_shown_as_text_whatever_it_is(tmp_path: Path) -> None:
     site = DjangoSite(tmp_path)
-    site.manage("migrate", "-v0")
+    site.migrate()
     found = ask(
         site,
         """
@@ -197,7 +206,7 @@ print(json.dumps([len(page), "<script>alert" in page + search, "&lt;/pre&gt;&lt;
 
 def test_a_login_needs_the_password_goes_where_it_was_asked_and_is_slowed_down(tmp_path: Path) -> None:
     site = DjangoSite(tmp_path)
-    site.manage("migrate", "-v0")
+    site.migrate()
     found = ask(
         site,
         """
@@ -213,3 +222,39 @@ print(json.dumps([wanted, wrong, log_in("a long password").status_code, viewer.g
     assert found[0] == ["/ops/jobs/", "/ops/", "/ops/"]
     assert found[1] == [401] * 10 + [429] * 2
     assert found[2:] == [429, 405, 302, 302]
+
+
+def test_nodes_are_detached_drained_and_told_to_step_down_on_the_screen(postgres: PostgresService, tmp_path: Path) -> None:
+    url = postgres.empty_database()
+    site = DjangoSite(tmp_path, postgres_url=url, SITE_TASUKI=json.dumps({"grpc": {"authentication": "bearer"}}))
+    site.manage("migrate", "-v0")
+    with site.worker("--grpc", "127.0.0.1:0"):
+        found = ask(
+            site,
+            """
+from django.contrib.auth.models import Group
+from tasuki.django import operations
+
+manager = user("manager")
+User.objects.get(username="manager").groups.add(Group.objects.get(name="tasuki admin"))
+until = time.monotonic() + 30
+while not operations.cluster_status()["leader"]:
+    assert time.monotonic() < until, "nobody leads"
+page = manager.get("/ops/workers/").content.decode()
+[worker] = operations.cluster_status()["workers"]
+did = [post(manager, "/ops/workers/", action=action, id=worker["worker_id"]).status_code
+       for action in ("drain", "undrain", "detach", "attach", "degrade", "erase")]
+refused = post(operator, "/ops/workers/", action="detach", id=worker["worker_id"]).status_code
+log = json.loads(manager.get("/ops/audit/?format=json").content)
+print(json.dumps([[f'value="{action}"' in page for action in ("drain", "undrain", "detach", "attach", "degrade")], did, refused,
+                  [(one["actor"], one["action"]) for one in log], sorted(Group.objects.values_list("name", flat=True))]))
+""",
+        )
+    postgres.drop(url)
+
+    assert found[0] == [True, True, True, False, True]
+    assert found[1:3] == [[302, 302, 302, 302, 302, 400], 403]
+    assert found[3] == [
+        ["manager", action] for action in ("leader.degrade", "worker.attach", "worker.detach", "worker.undrain", "worker.drain")
+    ]
+    assert found[4] == ["tasuki admin", "tasuki operator", "tasuki viewer"]

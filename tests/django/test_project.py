@@ -16,7 +16,7 @@ pytestmark = pytest.mark.e2e
 
 @pytest.fixture
 def migrated(site: DjangoSite) -> DjangoSite:
-    site.manage("migrate", "-v0")
+    site.migrate()
     return site
 
 
@@ -104,7 +104,7 @@ def test_sigterm_lets_running_tasks_finish(migrated: DjangoSite, tmp_path: Path)
 
 def test_several_worker_processes_share_one_sqlite_file_and_end_with_the_first(tmp_path: Path) -> None:
     site = DjangoSite(tmp_path)
-    site.manage("migrate", "-v0")
+    site.migrate()
 
     def hold_two(name: str) -> tuple[list[Path], list[str]]:
         """Return the folders and ids of two tasks that run at the same time: each worker process has one slot."""
@@ -178,7 +178,7 @@ def test_all_jobs_of_a_transaction_are_one_hint_which_a_savepoint_can_take_back(
 ) -> None:
     url = postgres.empty_database()
     site = DjangoSite(tmp_path, postgres_url=url)
-    site.manage("migrate", "-v0")
+    site.migrate()
     hints = site.ask("""
 import psycopg
 listening = psycopg.connect(os.environ["DATABASE_URL"], autocommit=True)
@@ -206,7 +206,7 @@ print(json.dumps([json.loads(one.payload) for one in listening.notifies(timeout=
 def test_an_idle_node_holds_two_connections_and_the_leader_three(tmp_path: Path, postgres: PostgresService) -> None:
     url = postgres.empty_database()
     site = DjangoSite(tmp_path, postgres_url=url)
-    site.manage("migrate", "-v0")
+    site.migrate()
 
     def connections() -> int:
         mine = "datname = current_database() AND pid <> pg_backend_pid()"

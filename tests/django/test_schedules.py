@@ -34,7 +34,7 @@ def test_a_file_of_definitions_becomes_runs_by_hand_and_upon_events(site: Django
     (tmp_path / "other" / "jobs.toml").write_text(
         '[definitions.hourly]\ncommand_name = "probe"\nhourly_at_minute = 5\ndefault_args_json = ["say"]\n'
     )
-    site.manage("migrate", "-v0")
+    site.migrate()
     with site.worker() as worker:
         worker.wait_for_output("is warm")
         found = site.ask(

@@ -19,7 +19,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> DjangoSite:
     folder = tmp_path_factory.mktemp("site")
     (folder / "signals").mkdir()
     site = DjangoSite(folder, SITE_SIGNALS=str(folder / "signals"))
-    site.manage("migrate", "-v0")
+    site.migrate()
     return site
 
 
@@ -127,7 +127,7 @@ print(json.dumps(asyncio.run(main())))
 
 def test_tasks_wait_for_their_time_and_for_more_urgent_ones(tmp_path: Path) -> None:
     site = DjangoSite(tmp_path)
-    site.manage("migrate", "-v0")
+    site.migrate()
     ids = site.ask("""
 from datetime import timedelta
 from django.utils import timezone
@@ -210,7 +210,7 @@ def test_a_large_return_value_without_a_place_for_blobs_names_the_setting(tmp_pa
 
 def test_a_large_return_value_is_read_from_where_blobs_are(tmp_path: Path) -> None:
     site = DjangoSite(tmp_path, SITE_TASUKI=json.dumps({"blobs": str(tmp_path / "blobs")}))
-    site.manage("migrate", "-v0")
+    site.migrate()
     with site.worker("--slots", "1"):
         size, job_id = site.ask("""
 result = finished(repeat.enqueue("x", 100_000))

@@ -30,7 +30,7 @@ def test_the_example_passes_its_own_tests_on_postgresql(tmp_path: Path, postgres
 
 def test_commands_that_may_not_run_or_do_not_take_their_arguments_fail_as_in_a_node(tmp_path: Path) -> None:
     site = DjangoSite(tmp_path)
-    site.manage("migrate", "-v0")
+    site.migrate()
     found = site.ask("""
 from tasuki.core.job import JobSpec
 from tasuki.django.enqueueing import enqueue_job
@@ -149,7 +149,7 @@ print(json.dumps(found()))
 
 def test_a_second_worker_on_the_same_sqlite_file_is_refused(tmp_path: Path) -> None:
     site = DjangoSite(tmp_path, SITE_TASUKI=json.dumps({}))
-    site.manage("migrate", "-v0")
+    site.migrate()
     with site.worker():
         refused = site.manage("tasuki_worker", check=False)
 

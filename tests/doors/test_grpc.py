@@ -21,9 +21,10 @@ from tasuki.core.broker.broker import Broker
 from tasuki.core.broker.events import BrokerConfig, ClusterView, StartAssigned
 from tasuki.core.cluster_messages import ServerInfo, WorkerInfo
 from tasuki.core.job import JobSpec, body_hash
+from tasuki.core.lifecycle import LEASE_TTL_S
 from tasuki.core.machine import Now
 from tasuki.core.scheduler.orders import OrderEpochs
-from tasuki.core.store_messages import Assignment, HeldLease, Submission
+from tasuki.core.store_messages import Assignment, HeldLease, LeaseStatus, Submission
 from tasuki.errors import ConfigError, Unauthorized, Unavailable
 from tasuki.server.refusal_log import RefusalLog
 from tasuki.stores.memory.store import MemoryStore
@@ -66,6 +67,7 @@ class Node:
         self.canceled: list[tuple[str, str]] = []
         self.held: dict[str, int] = {}
         self.is_away = False
+        self.led_for_s = 60.0
         self.meet()
 
     def meet(self, *detached: str) -> None:
@@ -94,6 +96,15 @@ class Node:
 
     async def cancel(self, job_run_id: str, reason: str) -> None:
         self.canceled.append((job_run_id, reason))
+
+    def now(self) -> Now:
+        return Now(self.clock.lease(), self.clock.wall())
+
+    async def renew(self, claims: list[HeldLease]) -> list[LeaseStatus]:
+        return self.store.renew(claims)
+
+    async def holds_lead(self, renewed_ago_s: float) -> bool:
+        return renewed_ago_s < self.led_for_s
 
     def assigned(self, job_id: str, *, incarnation: str = "2/1") -> pb.JobRunRef:
         spec = JobSpec(job_id=job_id, subject="default.report", exec="django")
@@ -419,12 +430,31 @@ def test_the_leader_says_whether_a_run_goes_on_and_others_say_whom_to_ask(tmp_pa
             answer = await door.call(asked)
             assert (answer.continuation, list(answer.addresses)) == (pb.CONTINUATION_ASK_ELSEWHERE, ["n1:50051"])
 
-            door.node.role = pb.ROLE_LEADER
+            door.node.role = pb.ROLE_SUBLEADER
+            door.node.clock.advance(5.0)
             assert (await door.call(asked)).continuation == pb.CONTINUATION_CONTINUE
+            [job] = door.node.store.get(["a"])
+            assert job is not None
+            assert job.lease is not None
+            assert job.lease.expires_at > door.node.clock.lease() + LEASE_TTL_S, "it has renewed the lease"
             asked.run.attempt = 2
             assert (await door.call(asked)).continuation == pb.CONTINUATION_STOP
-            door.node.is_away = True
-            assert (await door.refusal(asked))[0] == "UNAVAILABLE"
+
+    run(scenario())
+
+
+def test_while_the_database_is_away_the_leader_lets_runs_go_on_that_were_renewed_since_it_leads(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with opened(tmp_path) as door:
+            ours = pb.Caller(node_id="n2", worker_id="2")
+            asked = pb.ConfirmContinuationRequest(
+                caller=ours, leader_epoch=EPOCH, run=door.node.assigned("a"), renewed_ago_s=12.0
+            )
+            door.node.role, door.node.is_away = pb.ROLE_LEADER, True
+
+            assert (await door.call(asked)).continuation == pb.CONTINUATION_CONTINUE
+            door.node.led_for_s = 10.0
+            assert (await door.call(asked)).continuation == pb.CONTINUATION_ASK_ELSEWHERE
 
     run(scenario())
 

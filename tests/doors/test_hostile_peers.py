@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import os
+import select
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
@@ -36,7 +37,7 @@ from tasuki.core.protocol import (
 )
 from tasuki.wire.messages import encode
 from tests.doors.raw import RawPeer
-from tests.support.processes import ServerProcess, open_files, open_sockets, rss_bytes
+from tests.support.processes import ServerProcess, open_files, peer_ports, rss_bytes
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.e2e
@@ -87,20 +88,22 @@ def test_questions_that_nobody_waits_for_any_more_are_not_worked_off(
 def test_slow_reader_that_is_hung_up_on_keeps_no_memory(server: ServerProcess, others_are_served: Served) -> None:
     # Given peers that have megabytes of unread answers waiting
     big = b"x" * 60_000
-    with server.client() as client:
+    token_id, token = server.create_named_token("client")
+    with server.client(token=token) as client:
         jobs = client.submit_many([JobSpec(job_id=f"unread-{n}", subject="echo.unread", payload=big) for n in range(100)])
         assert all(job.result(timeout=10) == big for job in jobs)
-    before = open_sockets(server.pid)
-    peers = [RawPeer(server.url, receive_buffer_bytes=4096).as_client(server.token) for _ in range(5)]
-    ids = [f"unread-{n}" for n in range(100)]
+    peers = [RawPeer(server.url, receive_buffer_bytes=4096).as_client(token) for _ in range(5)]
     for peer in peers:
-        peer.send(Request(2, "watch", {"job_ids": ids}))
-    # When they then break the protocol, so that the server hangs up on them
-    for peer in peers:
-        peer.send(GiveCredit(1))  # a worker's word
+        peer.send(Request(2, "watch", {"job_ids": [job.job_id for job in jobs]}))
+    ports = {peer.socket.getsockname()[1] for peer in peers}
+    until(lambda: all(select.select([peer.socket], [], [], 0)[0] for peer in peers), what="answers wait for all of them")
+    assert peer_ports(server.pid, server.port) >= ports
+    # When the server hangs up on them
+    with server.client() as admin:
+        admin.wait(admin.aio.call("token.revoke", token_id=token_id))
     others_are_served()
     # Then their connections are really gone soon, though they never read what was left for them
-    until(lambda: open_sockets(server.pid) <= before, timeout_s=8, what="the server drops the hung-up connections")
+    until(lambda: not ports & peer_ports(server.pid, server.port), timeout_s=8, what="the server drops the hung-up connections")
     for peer in peers:
         peer.socket.close()
 

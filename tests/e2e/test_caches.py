@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ pytestmark = pytest.mark.e2e
 
 MIB = 1024 * 1024
 READ = 'read=/bin/sh -c \'cat "$0"; stat -c %h,%a "$0"\' {file}'
+LINKS = "links=/usr/bin/stat -c '%h %a %s' {file}"
 SPOIL = 'spoil=/bin/sh -c \'chmod u+w "$0"; echo spoilt > "$0"\' {file}'
 
 
@@ -37,7 +39,20 @@ def client(server: ServerProcess) -> Iterator[Client]:
 
 
 def worker(server: ServerProcess, folder: Path, name: str, subject: str, *arguments: str, **options: Any) -> WorkerProcess:
-    more = ("--worker-id", name, "--subject", f"{subject}.>", "--data", str(folder / name), "--exec", READ, "--exec", SPOIL)
+    more = (
+        "--worker-id",
+        name,
+        "--subject",
+        f"{subject}.>",
+        "--data",
+        str(folder / name),
+        "--exec",
+        READ,
+        "--exec",
+        SPOIL,
+        "--exec",
+        LINKS,
+    )
     return start_worker(options.pop("to", server), *more, *arguments, command=True, log=folder / f"{name}.log", **options)
 
 
@@ -115,3 +130,52 @@ def test_a_worker_that_is_killed_at_half_goes_on_when_it_is_back(server: ServerP
         with worker(server, tmp_path, "victim", "kills"):
             assert end.result(120.0) == (0, {"victim": "OK", "witness": "OK"})
             assert (cache / "large" / "large").read_bytes() == large.read_bytes()
+
+
+def test_of_two_puts_of_one_id_at_once_the_same_files_are_both_there_and_others_are_refused(
+    server: ServerProcess, tmp_path: Path
+) -> None:
+    same = [assets(tmp_path / "one", a="same", b="first"), assets(tmp_path / "two", a="same", c="second")]
+    other = assets(tmp_path / "three", a="another")
+    with worker(server, tmp_path, "w", "twice"):
+        target = ("--target", "twice.>")
+        with ExitStack() as stack:
+            ends = [stack.enter_context(in_background(put, server, "twice", str(folder), *target)) for folder in same]
+            assert [end.result(120.0)[0] for end in ends] == [0, 0]
+        with ExitStack() as stack:
+            command = ("cache", "put", "twice", str(other), *target)
+            ends = [stack.enter_context(in_background(server.tasuki, *command)) for _ in range(2)]
+            assert all("CACHE_CONFLICT" in end.result(120.0).stdout for end in ends)
+        cache = tmp_path / "w" / "cache" / "twice" / "assets"
+        assert {path.name: path.read_text() for path in cache.iterdir()} == {"a": "same", "b": "first", "c": "second"}
+
+
+def test_files_are_put_while_jobs_use_others_of_the_cache(server: ServerProcess, client: Client, tmp_path: Path) -> None:
+    with worker(server, tmp_path, "w", "busy", "--slots", "4"):
+        put(server, "grows", str(assets(tmp_path, **{"0": "text 0"})), "--target", "busy.>")
+        jobs = []
+        for number in range(1, 6):
+            file = InputFile("a", cache=("grows", f"assets/{number - 1}"))
+            jobs += [client.submit(exec="read", subject="busy.w", files=[file], retries=0) for _ in range(8)]
+            told = put(server, "grows", str(assets(tmp_path, **{str(number): f"text {number}"})), "--target", "busy.>")
+            assert told == (0, {"w": "OK"})
+        texts = [stdout_of(job.result(SOON_S))[:6] for job in jobs]
+        assert texts == [f"text {number}" for number in range(5) for _ in range(8)]
+
+
+def test_a_worker_without_room_fails_alone_and_the_requirement_decides(
+    server: ServerProcess, client: Client, tmp_path: Path
+) -> None:
+    large = tmp_path / "large"
+    large.write_bytes(os.urandom(2 * MIB))
+    with worker(server, tmp_path, "roomy", "room"), worker(server, tmp_path, "tight", "room", "--cache-max", "1MiB"):
+        command = ("full", str(large), "--target", "room.>")
+        assert put(server, *command, "--require", "1") == (0, {"roomy": "OK", "tight": "FAILED"})
+        done = server.tasuki("cache", "put", *command, timeout=120.0)
+        assert done.returncode == ExitCode.FAILED
+        assert "DISK_FULL" in done.stdout
+        # Its jobs get a copy of their own.
+        file = InputFile("a", cache=("full", "large"))
+        for name, links in (("tight", 1), ("roomy", 3)):
+            job = client.submit(exec="links", subject=f"room.{name}", files=[file], retries=0)
+            assert stdout_of(job.result(SOON_S)).split() == [str(links), "444", str(2 * MIB)]

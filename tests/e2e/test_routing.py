@@ -1,14 +1,19 @@
-"""Which worker gets a job is decided by subjects, and by nothing else."""
+"""Which worker gets a job is decided by subjects, by routes, and by nothing else."""
 
 from __future__ import annotations
 
+import contextlib
+import json
+import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tasuki import Client
-from tests.e2e.stage import SOON_S, Ledger, jobs_worker
-from tests.support.processes import ServerProcess, WorkerProcess, start_worker
+from tasuki.core.job import JobSpec
+from tests.e2e.stage import LEAD_TTL_S, LEASE_TTL_S, LOST_WITHIN_S, SOON_S, Ledger, jobs_worker, wait_until_met
+from tests.support.processes import ServerProcess, WorkerProcess, start_server, start_worker
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.e2e
@@ -102,3 +107,74 @@ def test_a_worker_can_change_its_subscriptions_while_it_runs(
         gate.touch()
         assert running.result(SOON_S) == b"1"
         assert ledger.attempts("old-after") == []
+
+
+# ---------------------------------------------------------------------------------------------------- routing policies
+
+
+@pytest.fixture
+def routed_pair(tmp_path: Path, postgres_url: str) -> Iterator[list[ServerProcess]]:
+    """Two servers on one database; only the first was started with routes."""
+    ttls = ("--lease-ttl", str(LEASE_TTL_S), "--lead-ttl", str(LEAD_TTL_S))
+    with (
+        start_server(tmp_path, *ttls, "--route", "echo.>=sticky", data="one", store=postgres_url) as one,
+        start_server(tmp_path, *ttls, data="two", store=postgres_url) as two,
+    ):
+        wait_until_met([one, two])
+        yield [one, two]
+
+
+def test_sticky_keys_stay_with_their_workers_at_two_servers_and_only_those_of_one_that_left_move(
+    routed_pair: list[ServerProcess],
+) -> None:
+    one, two = routed_pair
+    with contextlib.ExitStack() as workers, one.client() as here, two.client() as there:
+        for server, name in ((one, "w1"), (two, "w2")):
+            workers.enter_context(start_worker(server, "--worker-id", name))
+        leaving = start_worker(two, "--worker-id", "w3")
+        until(lambda: all(len(known(server)) == 3 for server in routed_pair), what="both servers know three workers")
+
+        def owners(round_: str) -> dict[str, str | None]:
+            keys = [f"key-{number}" for number in range(30)]
+            jobs = {}
+            for number, key in enumerate(keys):
+                client = here if number % 2 else there
+                jobs[key] = client.submit(subject="echo.x", job_id=f"{round_}-{key}", route_key=key)
+            for job in jobs.values():
+                job.result(SOON_S)
+            return {key: here.status(job.job_id).assigned_worker_id for key, job in jobs.items()}
+
+        first, second = owners("first"), owners("second")
+        assert set(first.values()) == {"w1", "w2", "w3"}
+        assert second == first
+
+        leaving.stop()
+        until(lambda: all(len(known(server)) == 2 for server in routed_pair), what="both servers know that one has left")
+        third = owners("third")
+
+        assert {key for key in first if third[key] != first[key]} == {key for key in first if first[key] == "w3"}
+
+
+def known(server: ServerProcess) -> list[object]:
+    return list(json.loads(server.tasuki("workers", "--json").stdout))
+
+
+def test_a_broadcast_reaches_workers_of_all_servers_and_one_that_is_away_when_it_returns(
+    routed_pair: list[ServerProcess],
+) -> None:
+    one, two = routed_pair
+    with start_worker(one, "--worker-id", "w1"), one.client() as client:
+        away = start_worker(two, "--worker-id", "w2")
+        until(lambda: len(known(one)) == 2, what="the first server knows both workers")
+        away.signal(signal.SIGSTOP)
+
+        jobs = {job.job_id: job for job in client.broadcast(JobSpec(job_id="all", subject="math.square", payload=b"7"))}
+        assert sorted(jobs) == ["all.w1", "all.w2"]
+        assert jobs["all.w1"].result(SOON_S) == b"49"
+        away.kill()
+        until(lambda: client.status("all.w2").state == "PENDING", LOST_WITHIN_S, "its lease, if it had one, is over")
+        assert "w2" in client.explain("all.w2").because[0]
+
+        with start_worker(two, "--worker-id", "w2"):
+            assert jobs["all.w2"].result(SOON_S) == b"49"
+        assert client.status("all.w2").assigned_worker_id == "w2"

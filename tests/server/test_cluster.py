@@ -13,12 +13,15 @@ import pytest
 
 from tasuki.blobs.folder import FolderBlobs
 from tasuki.cli.store import migrate_store
+from tasuki.clocks import now
 from tasuki.config import DataFolder
 from tasuki.coords.coordination import ClusterMember, Coordination, MemoryCoordination
 from tasuki.core.cluster_messages import ServerInfo, everything
 from tasuki.core.election import Locked
 from tasuki.core.job import JobSpec
-from tasuki.core.protocol import AssignJobs, Claim, GiveCredit, Heartbeat, HeartbeatAnswer, Reply, Request, SubmitJobs
+from tasuki.core.machine import Now
+from tasuki.core.protocol import Accepted, AssignJobs, Claim, GiveCredit, Heartbeat, HeartbeatAnswer, Reply, Request, SubmitJobs
+from tasuki.core.statistics import ROLLUP_S
 from tasuki.errors import ConfigError, Unavailable
 from tasuki.server.assembly import StorageLocations, make_guest
 from tasuki.server.cluster import Cluster
@@ -412,5 +415,27 @@ def test_what_is_no_hint_and_what_is_no_server_does_no_harm(world: World, caplog
             await until_async(lambda: "is not understood" in caplog.text)
             assert server.broker.cluster.servers == {"future": ServerInfo(server_id="future")}
             assert server.broker.epoch
+
+    run(work)
+
+
+def test_every_server_writes_its_own_statistics_and_the_leader_the_queue_lengths(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def work() -> None:
+        async with world.servers("a", "b") as servers:
+            await until_async(lambda: leaders(servers))
+            for number, server in enumerate(servers):
+                conn, link = await client(server)
+                server.received(conn, SubmitJobs(5, [JobSpec(job_id=f"job-{number}")]))
+                await link.wait_for(Accepted)
+            for server in servers:
+                monkeypatch.setattr(server, "now", lambda: Now(now().monotonic, now().wall + ROLLUP_S))
+            await until_async(lambda: len(world.store.rollups(0, 1 << 40)) == 2)
+            found = {one.server_id: one for one in world.store.rollups(0, 1 << 40)}
+            assert [counted.submitted for one in found.values() for counted in one.groups.values()] == [1, 1]
+            [leader] = leaders(servers)
+            lengths = {server_id: [length.queued for length in one.queues.values()] for server_id, one in found.items()}
+            assert lengths == {server.server_id: [2] if server is leader else [] for server in servers}
 
     run(work)

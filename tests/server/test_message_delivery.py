@@ -11,6 +11,7 @@ from tasuki.core.broker.events import Deliver
 from tasuki.core.protocol import DeliverMessages, PublishedMessage
 from tasuki.server import message_delivery
 from tasuki.server.message_delivery import OWNER_MAX_BYTES, SUBSCRIBER_MAX_BYTES, WAITING_MAX_BYTES, MessageDelivery
+from tasuki.server.statistics import Statistics
 from tests.support.waiting import until_async
 
 MIB = 1024 * 1024
@@ -55,14 +56,15 @@ def message(payload: bytes) -> DeliverMessages:
     return DeliverMessages([PublishedMessage("a", payload)])
 
 
-def made(links: dict[int, Link], owner_of: Callable[[int], str] = str) -> MessageDelivery:
-    return MessageDelivery(links, owner_of)  # type: ignore[arg-type]
+def made(links: dict[int, Link], owner_of: Callable[[int], str] = str, statistics: Statistics | None = None) -> MessageDelivery:
+    return MessageDelivery(links, owner_of, statistics or Statistics())  # type: ignore[arg-type]
 
 
 def test_one_that_does_not_read_loses_messages_and_is_told_how_many_when_it_reads_again() -> None:
     async def main() -> None:
         links = {1: Link(), 2: Link(reads=False)}
-        delivery = made(links)
+        statistics = Statistics()
+        delivery = made(links, statistics=statistics)
         sent = [bytes([number]) * (MIB // 4) for number in range(60)]
         for payload in sent:
             delivery.add(Deliver((1, 2), message(payload)))
@@ -71,7 +73,8 @@ def test_one_that_does_not_read_loses_messages_and_is_told_how_many_when_it_read
         assert links[1].payloads == sent
         lost = len(sent) - len(links[2].payloads)
         assert links[2].unread_bytes <= SUBSCRIBER_MAX_BYTES + MIB // 4
-        assert (delivery.dropped, links[2].dropped) == (lost, 0)
+        counted = statistics.totals()["a"]
+        assert (counted.deliveries, counted.dropped, links[2].dropped) == (2 * len(sent), lost, 0)
 
         links[2].unread_bytes = SUBSCRIBER_MAX_BYTES - 1  # a little: the next messages would be lost again
         delivery.tick()

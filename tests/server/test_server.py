@@ -13,6 +13,8 @@ import pytest
 from tasuki.blobs.folder import FolderBlobs
 from tasuki.core.access import token_sha256
 from tasuki.core.broker import state, turn_builder
+from tasuki.core.broker.events import Hinted
+from tasuki.core.cluster_messages import Hint
 from tasuki.core.job import JobSpec, Outcome, State
 from tasuki.core.machine import Send
 from tasuki.core.protocol import (
@@ -106,6 +108,25 @@ def test_a_worker_hears_what_was_recorded_and_what_it_gets_next_in_one_write(tmp
         await runner.wait_for(AssignJobs, 2)
         # Then one turn of the store was enough, and one write
         assert [type(message) for message in runner.writes[-1]] == [JobsRecorded, AssignJobs]
+
+    serve(tmp_path, store, work)
+
+
+def test_a_job_whose_time_comes_before_the_next_tick_is_started_at_its_time(
+    tmp_path: Path, store: GatedStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server_module, "TICK_S", 3600.0)
+    monkeypatch.setattr(server_module, "IDLE_TICK_S", 3600.0)
+
+    async def work(server: Server) -> None:
+        (mine, link), (its, runner) = await client(server), await worker(server)
+        server.received(its, GiveCredit(1))
+        due_at = time.time() + 0.3
+        server.received(mine, SubmitJobs(5, [JobSpec(job_id="a", not_before=due_at)]))
+        await link.wait_for(Accepted)
+        server.tell(Hinted(Hint(server_id="other", everything=True)))  # the leader looks, and learns of it
+        await runner.wait_for(AssignJobs)
+        assert time.time() >= due_at
 
     serve(tmp_path, store, work)
 

@@ -15,6 +15,7 @@ from tasuki.testing.sim.checker import INVARIANTS, Violation
 FIRST_SEEDS = {
     "budgets_reset": 2,
     "cancel_is_kept": 4,
+    "choices_end": 10,
     "counts_from_before": 106,
     "credit_at_the_worker": 3,
     "doubles_dropped": 16,
@@ -27,6 +28,7 @@ FIRST_SEEDS = {
     "look_again": 11,
     "loss_budget": 2,
     "not_after": 12,
+    "orders_by_epoch": 15,
     "owner": 24,
     "pauses_of_nodes": 96,
     "reconnect_grace": 2,

@@ -143,6 +143,15 @@ GOOD: dict[str, list[Story]] = {
     "I19": [
         (defined(by_event=True, every_s=3), fired(10, "e-10"), due(10), HEALED, ended()),
     ],
+    "I21": [
+        (granted(ttl_s=1.0, at=0.0), shown("renew", at=1.0, confirm_s=3.0), reaped(at=4.0)),
+        (
+            granted(ttl_s=1.0, at=0.0),
+            shown("renew", at=1.0, confirm_s=3.0),
+            shown("renew", at=2.0, confirm_s=0.0),
+            reaped(at=3.0),
+        ),
+    ],
     "lease": [
         (granted(ttl_s=4.0, at=0.0), reaped(at=4.5)),
         (granted(ttl_s=4.0, at=0.0), shown("renew", at=3.0), reaped(at=7.0)),
@@ -292,6 +301,9 @@ BAD: dict[str, list[Story]] = {
     "I19": [
         (defined(by_event=True), due(10), HEALED, ended()),
         (defined(by_event=True), fired(10, "e-10"), fired(10, "e-10 again")),
+    ],
+    "I21": [
+        (granted(ttl_s=1.0, at=0.0), shown("renew", at=1.0, confirm_s=3.0), reaped(at=3.9)),
     ],
     "lease": [
         (granted(ttl_s=4.0, at=0.0), reaped(at=3.9)),

@@ -2,13 +2,15 @@
 
 import functools
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tasuki.testing.sim.scale import ScaleOptions, ScaleSystem, figures, main, percentiles, run_scale, text
+from tasuki.testing.sim.scale import ScaleOptions, ScaleSystem, figures, percentiles, run_scale, text
 from tasuki.testing.sim.scale_world import Followed, Tally
+from tests.support import nursery
 
 CALM = ScaleOptions(servers=2, workers=50, clients=4, jobs_per_s=6.0, minutes=0.6, load=0.5, disasters=False)
 ROUGH = ScaleOptions(seed=2, servers=3, workers=50, clients=2, jobs_per_s=2.0, minutes=1.0)
@@ -63,14 +65,14 @@ def test_jobs_of_a_dead_rack_run_again_after_their_leases_and_another_leads_afte
     assert 12.0 < found["recovered"]["p50"] < 20.0
 
 
-def test_the_report_is_for_people_and_the_file_for_programs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_report_is_for_people_and_the_file_for_programs(tmp_path: Path) -> None:
     shape = ["--workers", "20", "--servers", "2", "--clients", "2", "--jobs-per-s", "2", "--minutes", "0.3", "--calm"]
 
-    assert main([*shape, "--json", str(tmp_path / "figures.json")]) == 0
+    done = nursery.run([sys.executable, "-m", "tasuki.testing.sim.scale", *shape, "--json", str(tmp_path / "figures.json")])
 
-    shown = capsys.readouterr().out
-    assert shown.strip() == text(json.loads((tmp_path / "figures.json").read_text()))
-    assert "violations: none" in shown
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == text(json.loads((tmp_path / "figures.json").read_text()))
+    assert "violations: none" in done.stdout
 
 
 def test_figures_can_be_had_while_it_runs() -> None:

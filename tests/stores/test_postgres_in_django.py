@@ -180,7 +180,8 @@ def test_transactions_that_enqueue_never_wait_for_each_other(alias: str, store: 
     assert counts["mail"].canceled == counts["report"].canceled == 8
 
 
-def test_enqueue_is_one_statement_without_a_savepoint(alias: str, store: SqlStore) -> None:
+@pytest.mark.parametrize("names", [["a"], ["a", "b", "c"]])
+def test_enqueue_is_one_statement_without_a_savepoint(alias: str, store: SqlStore, names: list[str]) -> None:
     sent: list[str] = []
 
     class Watched(PostgresSession):
@@ -189,14 +190,29 @@ def test_enqueue_is_one_statement_without_a_savepoint(alias: str, store: SqlStor
             return super()._run(statement, parameters)
 
     with transaction.atomic(using=alias):
+        store.enqueue([submission("the first of this connection")])
         connection = connections[alias].connection
-        store._database._session = Watched(connection, prepare=False)
+        session = store._database._session = Watched(connection, prepare=False)
+        assert session._has_enqueue_function  # asked once
+        sent.clear()
         with CaptureQueriesContext(connections[alias]) as by_django:
-            store.enqueue([submission("a"), submission("b", "report.day"), submission("c")])
+            store.enqueue([submission(name, f"report.{name}") for name in names])
 
     assert len(sent) == 1
     assert list(by_django) == []
-    assert [job is not None for job in store.get(["a", "b", "c"])] == [True] * 3
+    assert [job is not None for job in store.get(names)] == [True] * len(names)
+
+
+def test_enqueue_needs_no_function_where_tables_were_made_without_migrations(alias: str, store: SqlStore) -> None:
+    with connections[alias].cursor() as cursor:
+        cursor.execute("DROP FUNCTION tasuki_enqueue")
+
+    assert store.enqueue([submission("a")]) == [Submitted("a", True)]
+    [again] = store.enqueue([submission("a")])
+
+    assert isinstance(again, Submitted)
+    assert not again.created
+    assert store.counts()["mail"].pending == 1
 
 
 def test_what_was_enqueued_is_leased_run_and_counted_like_any_other_job(alias: str, store: SqlStore, postgres_url: str) -> None:
@@ -217,10 +233,12 @@ def test_what_was_enqueued_is_leased_run_and_counted_like_any_other_job(alias: s
 def test_an_id_that_is_known_is_answered_like_a_submit(store: SqlStore) -> None:
     store.enqueue([submission("a")])
 
+    [alone] = store.enqueue([submission("a")])
     same, other, fresh = store.enqueue([submission("a"), submission("a", payload=b"x"), submission("b")])
 
     assert isinstance(same, Submitted)
     assert not same.created
+    assert alone == same
     assert isinstance(other, Conflict)
     assert fresh == Submitted("b", True)
     assert store.counts()["mail"].pending == 2
@@ -229,10 +247,12 @@ def test_an_id_that_is_known_is_answered_like_a_submit(store: SqlStore) -> None:
 def test_a_time_ahead_delays_and_a_time_that_is_over_does_not(store: SqlStore, postgres_url: str) -> None:
     now = store.clock.wall()
     store.enqueue([submission("later", not_before=now + 3600), submission("now", not_before=now - 3600)])
+    store.enqueue([submission("later-alone", not_before=now + 3600)])
+    store.enqueue([submission("now-alone", not_before=now - 3600)])
 
-    [grants] = store.lease([request(2)])
+    [grants] = store.lease([request(4)])
 
-    assert [grant.job_id for grant in grants] == ["now"]
+    assert [grant.job_id for grant in grants] == ["now", "now-alone"]
 
 
 def test_errors_of_enqueue_are_those_of_django(alias: str, store: SqlStore) -> None:

@@ -11,6 +11,7 @@ import pytest
 from tasuki.core.job import State
 from tasuki.core.store_messages import Reaped
 from tasuki.errors import StaleEpoch
+from tasuki.stores.sql import leader
 from tasuki.stores.sql.store import SqlStore
 from tasuki.testing.clocks import FakeClock
 from tasuki.testing.store_stage import PAST_LEASE_S, Stage
@@ -91,6 +92,36 @@ def test_a_leader_that_comes_while_another_takes_over_waits_and_is_refused(
         reaping.result()
     assert old.job("a").state is State.RUNNING
     assert old.kinds("a") == []
+
+
+def test_a_lease_that_an_application_has_locked_does_not_keep_a_leader_from_taking_over(
+    postgres: PostgresService, postgres_url: str, old: Stage, new: SqlStore, clock: FakeClock
+) -> None:
+    old.running("b")
+    old.running("c")
+    clock.advance(PAST_LEASE_S)
+    with postgres.connect(postgres_url) as application, application.transaction():
+        application.execute("SELECT 1 FROM tasuki_jobrun WHERE idempotency_key = 'b' FOR UPDATE")
+
+        assert Background(lambda: new.take_over("new", 6)).result() is True
+        # b is locked; c was renewed; a has not spoken since the takeover before.
+        assert [lost.job_id for lost in new.reap(epoch=6)] == ["a"]
+
+
+def test_a_lease_that_a_server_writes_at_the_moment_of_a_takeover_is_renewed(
+    postgres: PostgresService, postgres_url: str, old: Stage, new: SqlStore, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(leader, "LOCKED_LOOKS", 1_000)
+    old.running("b")
+    clock.advance(PAST_LEASE_S)
+    looks = "SELECT 1 FROM pg_stat_activity WHERE datname = current_database() AND wait_event = 'PgSleep'"
+    with postgres.connect(postgres_url) as server, server.transaction():
+        server.execute("SELECT 1 FROM tasuki_jobrun WHERE idempotency_key = 'b' FOR UPDATE")
+        takeover = Background(lambda: new.take_over("new", 6))
+        until(lambda: postgres.execute(looks, url=postgres_url), WAIT_S, "the new leader has met the lock")
+
+    assert takeover.result() is True
+    assert [lost.job_id for lost in new.reap(epoch=6)] == ["a"]
 
 
 def test_a_takeover_waits_until_the_old_leaders_transaction_has_ended(

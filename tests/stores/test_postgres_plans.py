@@ -17,7 +17,7 @@ from tests.support.postgres_service import PostgresService
 
 ROWS = 100_000
 OF_THE_READY = (
-    "band_above", "groups_above", "subjects_above", "ready_below", "claim_of_queue", "next_of_queues",
+    "band_above", "groups_above", "subjects_above", "ready_below", "claim_of_queue", "next_of_queues", "head_of_queue",
 )  # fmt: skip
 INDEX_OF = {**sql_statements.INDEX_OF, **dict.fromkeys(OF_THE_READY, "tasuki_job_ready")}
 HOT = [
@@ -30,6 +30,8 @@ HOT = [
 MEANT_WHOLE = {
     "counts": {"tasuki_counter"},  # some rows for each group; there is no order in which to look
     "waiting_over": {"tasuki_definitionstate"},  # a row for each definition
+    "next_of_nothing": {"tasuki_definitionstate"},
+    "runs_ahead": {"tasuki_definitionstate"},
 }
 
 # A tenth of the jobs is ready, a few are leased or delayed, the rest is history.

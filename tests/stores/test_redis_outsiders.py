@@ -160,6 +160,35 @@ def test_a_token_of_another_type_is_no_token_and_hides_no_other(zpe: Zpe) -> Non
     assert zpe.store.revoked_among(["a", "b"]) == ["a"]
 
 
+@pytest.mark.parametrize("kind", [kind for kind in TYPES if kind != "set"])
+def test_requests_are_let_in_beside_a_set_of_revoked_tokens_that_is_none(zpe: Zpe, kind: str) -> None:
+    for token_id in ("a", "b"):
+        zpe.store.add_token(token_row(token_id))
+    zpe.store.revoke_token("b", actor="admin")
+    make(zpe, "zpe:revoked_tokens", kind)
+
+    good, revoked = zpe.store.token("a" * 64), zpe.store.token("b" * 64)
+
+    assert good is not None
+    assert revoked is not None
+    assert good.revoked_at is None
+    assert revoked.revoked_at == zpe.clock.wall()
+
+
+def test_a_hash_among_the_revoked_ones_is_that_of_a_revoked_token_for_all_who_ask(zpe: Zpe) -> None:
+    for token_id in ("a", "b"):
+        zpe.store.add_token(token_row(token_id))
+    zpe.raw.sadd("zpe:revoked_tokens", "a" * 64)
+
+    listed = {row.token_id: row.revoked_at is not None for row in zpe.store.tokens()}
+    asked_for = zpe.store.token("a" * 64)
+
+    assert listed == {"a": True, "b": False}
+    assert asked_for is not None
+    assert asked_for.revoked_at is not None
+    assert zpe.store.revoked_among(["a", "b"]) == ["a"], "connections that are open end"
+
+
 # -- order ---------------------------------------------------------------------------------------------------------
 
 

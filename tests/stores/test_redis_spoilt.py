@@ -56,8 +56,16 @@ def look_after(zpe: Zpe) -> None:
     zpe.stage.reap()
     zpe.stage.skip()
     zpe.stage.promote()
+    ask(zpe)
+
+
+def ask(zpe: Zpe) -> None:
+    """All that is only read, also before a turn has put shared keys in order."""
+    zpe.store.token("0" * 64)
     zpe.store.find(Filter())
     zpe.store.get([*HONEST, "other-1", "other-2"])
+    zpe.store.ready_ahead("other-1")
+    zpe.store.ready_queues()
     zpe.store.counts()
     zpe.store.tokens()
 
@@ -85,6 +93,7 @@ actions: st.SearchStrategy[Action] = st.one_of(
     st.builds(push_early, st.sampled_from(OTHERS)),
     st.builds(lease_and, st.sampled_from(["finish", "fail", "nothing"])),
     st.just(look_after),
+    st.just(ask),
     shared,
     own,
     payloads,
@@ -104,7 +113,7 @@ def mend(zpe: Zpe, url: str) -> None:
             zpe.raw.execute_command(*command.group().split())
 
 
-@pytest.mark.parametrize("seconds", [5, pytest.param(60, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("seconds", [10, pytest.param(60, marks=pytest.mark.soak)])
 def test_honest_jobs_are_done_beside_anything_that_outsiders_write(redis_service: RedisService, seconds: float) -> None:
     """Series of examples from the same seeds in each run, as many as the time allows."""
 
@@ -153,3 +162,18 @@ def test_the_check_of_the_keys_reads_a_queue_once_and_does_not_search_it_for_eac
         assert problems_of(url) == ["job job-7 waits and is not in zpe:queue: LPUSH zpe:queue job-7"]
 
         assert zpe.raw.info("commandstats")["cmdstat_lpos"]["calls"] == 2
+
+
+def test_the_check_of_the_keys_names_jobs_that_nobody_goes_on_with_before_all_else(redis_service: RedisService) -> None:
+    url = redis_service.url()
+    with closing(Zpe(url)) as zpe:
+        zpe.push(*(f"job-{number}" for number in range(30)))
+        zpe.lease()
+        for number in range(30):
+            make(zpe, f"zpe:freqs:job-{number}", "set")
+        make(zpe, "zpe:lease:index", "list")
+
+        first, *rest = problems_of(url)
+
+    assert first == "job job-0 is leased and in no index: ZADD zpe:lease:index 0 job-0"
+    assert all(" and must be a " in problem for problem in rest)

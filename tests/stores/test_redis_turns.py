@@ -267,7 +267,8 @@ def test_nothing_acknowledged_is_lost_when_redis_is_killed() -> None:
     assert [job and job.state for job in after.get] == [State.SUCCEEDED, State.PENDING]
 
 
-def test_a_turn_waits_for_a_redis_that_is_being_restarted() -> None:
+def test_a_turn_waits_for_a_redis_that_is_being_restarted_and_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "tasuki.store")
     with RedisService() as service:
         store = RedisStore.open(service.url(), timeout_s=TIMEOUT_S)
         service.stop()
@@ -284,6 +285,7 @@ def test_a_turn_waits_for_a_redis_that_is_being_restarted() -> None:
 
     assert len(waits) >= 3
     assert [isinstance(answer, Submitted) and answer.created for answer in answers.submit] == [True]
+    assert caplog.text.count("a turn is tried again") == 1
 
 
 def test_a_redis_that_forgot_the_script_is_told_it_again(store: RedisStore, redis_service: RedisService) -> None:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tasuki.core.job import JobSpec, body_hash
 from tasuki.core.store_messages import OWN_PROGRAMS, LeaseRequest, Offer, Submission, Takes
 from tasuki.core.subject import group_of, matches
-from tasuki.stores.sql.lease import EXECS_AT_ONCE, GROUPS_AT_ONCE, SUBJECTS_AT_ONCE, region_of
+from tasuki.stores.sql.lease import EXECS_AT_ONCE, GROUPS_AT_ONCE, IN_VAIN_MAX, SUBJECTS_AT_ONCE, region_of
 from tasuki.stores.sql.store import SqlStore
 from tests.support.sqlite_files import memory_folder, with_tables
 
@@ -171,6 +171,27 @@ def test_a_lease_costs_a_bounded_number_of_steps_however_many_groups_wait(store:
 
     assert len(leased) == 1
     assert len(steps) * STEPS < 20 * GROUPS_AT_ONCE * 5  # all groups would take 20 instructions each, and more
+
+
+@pytest.mark.parametrize(
+    ("waiting", "pattern", "takes"),
+    [("render.{}.gpu", "render.*.cpu", Takes.ANY), ("math.{}", ">", Takes.COMMANDS), ("g{}.x", "*.us", Takes.ANY)],
+    ids=["a wildcard before the end", "another kind", "any group"],
+)
+def test_a_worker_that_matches_nothing_costs_the_same_however_many_subjects_wait(
+    store: SqlStore, waiting: str, pattern: str, takes: Takes
+) -> None:
+    idle = LeaseRequest(worker_id="w1", incarnation="w1/1", patterns=(pattern,), offer=Offer(takes))
+    costs: list[int] = []
+
+    for first in (0, 2 * IN_VAIN_MAX):
+        add(store, *(waiting.format(number) for number in range(first, 2 * first + 2 * IN_VAIN_MAX)))
+        with counted_steps(store) as steps:
+            granted = store.lease([idle] * 3)
+        assert granted == [[], [], []]
+        costs.append(len(steps))
+
+    assert costs[1] < 2 * costs[0]
 
 
 def test_a_page_of_queues_costs_the_same_however_many_lie_before_it(store: SqlStore) -> None:

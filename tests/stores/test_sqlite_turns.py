@@ -5,6 +5,7 @@ from __future__ import annotations
 import sqlite3
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ import pytest
 from tasuki.core.job import JobSpec, Outcome, State, body_hash
 from tasuki.core.store_messages import Filter, HeldLease, LeaseRequest, Report, Submission, Turn
 from tasuki.errors import DiskFull, StaleEpoch, TasukiError, Unavailable
+from tasuki.stores import batching
 from tasuki.stores.batching import execute_surely
 from tasuki.stores.sql.store import SqlStore
 from tests.conftest import Require
@@ -231,4 +233,17 @@ def test_only_a_turn_of_starts_alone_does_not_wait_for_the_disk(path: Path) -> N
     # Then the first is NORMAL, which a power cut may take back, and all that follow are FULL
     assert levels == [1, 2, 2]
     assert [job.state for job in store.find(Filter()).jobs if job is not None] == [State.RUNNING, State.SUCCEEDED]
+    store.close()
+
+
+def test_a_turn_that_the_store_takes_late_ends_no_lease(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = SqlStore.open_sqlite(tmp_path / "tasuki.sqlite3")
+    assert store.take_over("s1", 1)
+    at = time.monotonic()
+    times = iter([at, at + batching.REAP_WITHIN_S + 0.1])
+    monkeypatch.setattr(batching.time, "monotonic", lambda: next(times))
+
+    with pytest.raises(Unavailable, match="too late to end leases"):
+        execute_surely(store, Turn(epoch=1, reap=1, promote=1), lambda wait_s: False)
+    monkeypatch.undo()
     store.close()

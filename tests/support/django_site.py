@@ -1,7 +1,7 @@
 """The example's Django project with the tests' own app, run as real processes on SQLite or PostgreSQL.
 
 site = DjangoSite(tmp_path)                        # or DjangoSite(tmp_path, postgres_url=url)
-site.manage("migrate")
+site.migrate()
 with site.worker():
     assert site.run("print(add.enqueue(1).id)")
 """
@@ -14,7 +14,7 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from tests.support import nursery
 from tests.support.processes import SOURCE, ChildProcess
@@ -44,6 +44,9 @@ def finished(result, timeout=20.0):
 class DjangoSite:
     """One project with a database of its own."""
 
+    _tables: ClassVar[bytes] = b""
+    """The SQLite file of the first site of this process, after its migrations."""
+
     def __init__(self, folder: Path, postgres_url: str = "", **variables: str) -> None:
         self.folder = folder
         self.python = sys.executable
@@ -62,6 +65,16 @@ class DjangoSite:
     ) -> subprocess.CompletedProcess[str]:
         """Run `manage.py ARGUMENTS`."""
         return self._run([self.python, os.fspath(EXAMPLE / "manage.py"), *arguments], check, env)
+
+    def migrate(self) -> None:
+        """Make all tables, by `manage.py migrate` or on SQLite as a copy of what that made before."""
+        file = Path(self.env.get("SITE_SQLITE", ""))
+        if "SITE_SQLITE" in self.env and self._tables:
+            file.write_bytes(self._tables)
+            return
+        self.manage("migrate", "-v0")
+        if "SITE_SQLITE" in self.env:
+            DjangoSite._tables = file.read_bytes()
 
     def run(self, code: str, *, check: bool = True, env: Mapping[str, str] | None = None) -> str:
         """Run code in a process of the project, with the names of PREAMBLE; return what it printed."""

@@ -76,6 +76,14 @@ def open_sockets(pid: int) -> int:
     return sum(target.name.startswith("socket:") for target in opened(pid))
 
 
+def peer_ports(pid: int, port: int) -> set[int]:
+    """Return the ports at the other ends of the connections that a process has at its own port, over IPv4."""
+    held = {target.name for target in opened(pid)}
+    rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    ports = [(*(int(place.rpartition(":")[2], 16) for place in row[1:3]), f"socket:[{row[9]}]") for row in rows]
+    return {theirs for ours, theirs, name in ports if ours == port and name in held}
+
+
 def open_files(pid: int) -> int:
     """Return the number of open descriptors of a process."""
     return len(os.listdir(f"/proc/{pid}/fd"))  # noqa: PTH208 - a Path for each of thousands says nothing more

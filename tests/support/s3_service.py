@@ -194,7 +194,7 @@ def _arguments(folder: Path, ports: dict[str, int]) -> list[str]:
     arguments += [f"-filer.localSocket={folder / 'filer.sock'}", f"-s3.localSocket={folder / 's3.sock'}"]
     arguments += [f"-s3.config={folder / 's3.json'}", "-s3.iam=false", "-s3.autoCreateBucket=false"]
     arguments += ["-s3.port.iceberg=0", "-s3.port.lance=0", "-volume.max=200", "-master.volumeSizeLimitMB=64"]
-    return [*arguments, "-master.telemetry=false", "-master.electionTimeout=1s", "-master.heartbeatInterval=100ms"]
+    return [*arguments, "-master.telemetry=false", "-master.peers=none"]  # alone: it leads at once
 
 
 def _free_ports() -> dict[str, int]:

@@ -8,11 +8,17 @@ import msgspec
 import pytest
 
 from tasuki.core import job
-from tasuki.core.broker import authentication
+from tasuki.core.broker import authentication, client_messages
 from tasuki.core.broker.state import CREDIT_MAX
 from tasuki.core.job import JOB_ID_MAX_CHARS, NAME_MAX_CHARS, JobSpec, body_hash
 from tasuki.core.lifecycle import LEASE_MARGIN_S, LEASE_TTL_S
-from tasuki.core.protocol import FRAME_MAX_BYTES, HANDSHAKE_TIMEOUT_S, PROTOCOL_VERSION, UNAUTHENTICATED_FRAME_MAX_BYTES
+from tasuki.core.protocol import (
+    BATCH_MAX,
+    FRAME_MAX_BYTES,
+    HANDSHAKE_TIMEOUT_S,
+    PROTOCOL_VERSION,
+    UNAUTHENTICATED_FRAME_MAX_BYTES,
+)
 from tasuki.errors import BY_CODE, TasukiError
 from tasuki.net import tcp_link
 from tasuki.server import queries
@@ -134,6 +140,13 @@ def test_the_page_names_every_field_of_a_job(name: str) -> None:
     assert re.search(rf"^\| `{name}` \|", PAGE, flags=re.MULTILINE)
 
 
+@pytest.mark.parametrize("verb", sorted(client_messages.REQUEST_VERBS | {"worker.rotate"}))
+def test_the_page_explains_every_request_by_name(verb: str) -> None:
+    table = PAGE.partition("\n| verb | params")[2].partition("\n\n")[0]
+
+    assert any(f"`{verb}`" in line.split("|")[1] for line in table.splitlines() if line.startswith("| `"))
+
+
 LIMITS = [
     ("`length`, peer → server, until Welcome", f"{UNAUTHENTICATED_FRAME_MAX_BYTES:,}"),
     ("`length`, both ways, after Welcome", f"{FRAME_MAX_BYTES:,}"),
@@ -164,6 +177,11 @@ LIMITS = [
     ("`result`", f"at most {job.RESULT_INLINE_MAX_BYTES:,} bytes"),
     ("`get`", f"at most {queries.GET_MAX:,}, with `result` {queries.GET_RESULTS_MAX}"),
     ("`find`", f"1–{queries.PAGE_MAX:,}"),
+    ("`watch`", f"at most {BATCH_MAX:,}; more in further requests"),
+    ("`requeue`", f"`job_ids`: at most {BATCH_MAX:,}"),
+    ("`specs`", f"at most {client_messages.SPECS_MAX:,}"),
+    ("`job_ids`", f"at most {BATCH_MAX:,}"),
+    ("items of one frame", f"{BATCH_MAX:,}"),
 ]
 
 

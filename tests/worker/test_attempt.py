@@ -12,7 +12,16 @@ from tasuki.core.job import InputFile, JobSpec, Outcome, Progress
 from tasuki.core.protocol import Ending, JobsFinished
 from tasuki.errors import InvalidInput
 from tasuki.wire.messages import encode
-from tasuki.worker.attempt import ExitRules, Handler, HandlerJob, handler_failure, judged
+from tasuki.worker.attempt import (
+    RESULT_HEADERS_MAX_BYTES,
+    ExitRules,
+    Handler,
+    HandlerJob,
+    HandlerResult,
+    handler_failure,
+    handler_outcome,
+    judged,
+)
 from tests.worker.runs import attempt_of, exec_of, run, runner_in, shell
 
 RETRY = ""
@@ -208,3 +217,30 @@ def test_progress_is_0_to_1_and_a_printable_text() -> None:
     for wrong in (1.5, -0.1, float("nan")):
         with pytest.raises(InvalidInput, match="progress must be 0 to 1"):
             job.progress(wrong)
+
+
+def test_a_result_with_headers_has_them_beside_it() -> None:
+    outcome = handler_outcome(HandlerResult("text", headers={"content-type": "text/plain", "über": "ja"}))
+
+    assert (outcome.result, outcome.error_code) == (b"text", None)
+    assert outcome.headers == {"content-type": "text/plain", "über": "ja"}
+    assert (handler_outcome(HandlerResult()).result, handler_outcome(b"").headers) == (b"", {})
+
+
+@pytest.mark.parametrize(
+    ("headers", "says"),
+    [
+        ({"a": "b" * RESULT_HEADERS_MAX_BYTES}, f"1 headers of {RESULT_HEADERS_MAX_BYTES + 1} bytes"),
+        ({f"h{number}": "" for number in range(65)}, "65 headers"),
+        ({"a": 1}, "not all text"),
+    ],
+)
+def test_headers_that_cannot_be_sent_are_the_handlers_mistake(headers: dict[str, str], says: str) -> None:
+    outcome = handler_outcome(HandlerResult(b"", headers=headers))
+
+    assert outcome.error_code == "HANDLER_ERROR"
+    assert says in outcome.message
+
+
+def test_what_else_is_wrong_with_a_result_is_told_first() -> None:
+    assert "float" in handler_outcome(HandlerResult(1.5, headers={"a": "b"})).message  # type: ignore[arg-type]

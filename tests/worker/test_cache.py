@@ -13,6 +13,7 @@ import pytest
 
 from tasuki.core.job import BlobRef
 from tasuki.core.protocol import CacheAck, CachePut, CacheStatus, WorkerCache
+from tasuki.core.routing import hash_prefix, prefixes_in
 from tasuki.core.store_messages import CacheEntry
 from tasuki.errors import DiskFull, NotFound
 from tasuki.worker import cache as cache_module
@@ -57,6 +58,17 @@ def test_a_file_has_one_inode_under_all_its_names_and_in_the_job(folder: CacheFo
     assert files(folder) == {f".blobs/{ref.sha256}", "c/a", "c/deep/b"}
     assert (tmp_path / "in").stat().st_nlink == 4
     assert oct((tmp_path / "in").stat().st_mode & 0o777) == "0o444"
+
+
+def test_heartbeats_tell_the_files_that_are_here(folder: CacheFolder) -> None:
+    assert folder.held() == b""
+    first = store(folder, b"first", "a.bin")
+    (folder.root / ".blobs" / "stray").write_bytes(b"not ours")
+    assert folder.held() == hash_prefix(first.sha256)
+
+    second = store(folder, b"second", "b.bin")
+
+    assert prefixes_in(folder.held()) == {hash_prefix(first.sha256), hash_prefix(second.sha256)}
 
 
 def test_what_is_there_is_believed_by_the_next_process(folder: CacheFolder) -> None:

@@ -448,6 +448,35 @@ def test_modules_to_preload_are_there_before_the_first_job(tmp_path: Path) -> No
     assert [outcome.exit_code for outcome in found] == [0, 1]
 
 
+REHEARSING = """
+import os
+from pathlib import Path
+
+HERE = Path(__file__).parent
+
+
+def main(arguments):
+    print(os.getpid())
+
+
+main.rehearse = lambda: HERE.joinpath("rehearsed", str(os.getpid())).touch()
+"""
+
+
+def test_a_process_that_waits_for_a_job_rehearses_it(tmp_path: Path) -> None:
+    (tmp_path / "play.py").write_text(REHEARSING)
+    rehearsed = tmp_path / "rehearsed"
+    rehearsed.mkdir()
+
+    async def scenario() -> str:
+        runner = runner_for(tmp_path / "data", "play:main", env={"PYTHONPATH": str(tmp_path)})
+        first = text_of(await job_async(runner)).strip()
+        await until_async(lambda: any(path.name != first for path in rehearsed.iterdir()), what="the next one has rehearsed")
+        return text_of(await job_async(runner)).strip()
+
+    assert asyncio.run(scenario()) in {path.name for path in rehearsed.iterdir()}
+
+
 def test_a_job_that_is_canceled_while_its_interpreter_imports_never_runs(tmp_path: Path) -> None:
     (tmp_path / "slow.py").write_text("import time\ntime.sleep(60)\ndef main(arguments): pass\n")
 

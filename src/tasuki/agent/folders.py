@@ -496,8 +496,9 @@ def _lock(data: Path) -> int:
         raise ConfigError(
             f"the data folder {data} is used by another agent (pid {pid}); stop it, or give another --data"
         ) from None
-    os.ftruncate(descriptor, 0)
-    os.write(descriptor, f"{os.getpid()}\n".encode())
+    with disk_full_as_error(data / "agent.lock"):
+        os.ftruncate(descriptor, 0)
+        os.write(descriptor, f"{os.getpid()}\n".encode())
     return descriptor
 
 

@@ -17,6 +17,7 @@ from tasuki.cli.output import Output, plain
 from tasuki.client.aio import AsyncClient, AsyncJobHandle
 from tasuki.core.job import TERMINAL
 from tasuki.core.protocol import JobResult
+from tasuki.core.subject import only_worker
 from tasuki.core.units import shown_duration
 from tasuki.errors import DeadlineExceeded, NotFound, TasukiError
 
@@ -100,6 +101,8 @@ class ArraySummary:
         self.states: Counter[str] = Counter()
         self._reasons: dict[tuple[str, str], list[str]] = {}
         self._first: dict[str, str] = {}
+        self.ledger: dict[str, dict[str, Any]] = {}
+        """Of a broadcast: what each worker did, by worker_id."""
         self._oldest = float("inf")
 
     @classmethod
@@ -115,6 +118,16 @@ class ArraySummary:
     def add_view(self, view: dict[str, Any]) -> None:
         outcome = view["outcome"] or {}
         self._oldest = min(self._oldest, view["created_at"])
+        if (worker_id := only_worker(view["subject"])) is not None:
+            self.ledger[worker_id] = {
+                "job_id": view["job_id"],
+                "state": view["state"],
+                "attempt": view["attempt"],
+                "finished_at": view["finished_at"],
+                "exit_code": outcome.get("exit_code"),
+                "error_code": outcome.get("error_code"),
+                "message": outcome.get("message") or "",
+            }
         self._add(view["job_id"], view["state"], outcome.get("error_code"), outcome.get("message"))
 
     def add_result(self, ended: JobResult) -> None:
@@ -151,11 +164,18 @@ class ArraySummary:
         ]
         left_s = self._left_s()
         facts = {"array_id": self.array_id, "count": self.count, "states": dict(sorted(self.states.items()))}
-        return {**facts, "left_s": None if left_s is None else round(left_s, 1), "reasons": reasons}
+        ledger = {"ledger": dict(sorted(self.ledger.items()))} if self.ledger else {}
+        return {**facts, "left_s": None if left_s is None else round(left_s, 1), "reasons": reasons, **ledger}
 
     def lines(self) -> Iterator[str]:
         """Yield the array for people: its states, the time that is left, the reasons."""
         shown = ", ".join(f"{number} {state}" for state, number in sorted(self.states.items()))
+        if self.ledger:
+            yield f"{self.array_id}  broadcast to {self.count} workers: {shown}"
+            for worker_id, did in sorted(self.ledger.items()):
+                why = ": ".join(word for word in (did["error_code"], did["message"].partition("\n")[0]) if word)
+                yield f"  {worker_id}  {did['state']}{'  ' + plain(why)[:REASON_SHOWN_MAX] if why else ''}"
+            return
         yield f"{self.array_id}  array of {self.count} jobs: {shown}"
         if (left_s := self._left_s()) is not None:
             yield f"  about {shown_duration(left_s)} left at the pace so far"

@@ -9,6 +9,7 @@ import asyncio
 import functools
 import secrets
 import time
+from collections.abc import Callable
 from typing import Any
 
 from tasuki.cli.command import (
@@ -29,12 +30,14 @@ from tasuki.cli.output import Output, table
 from tasuki.client.aio import AsyncClient
 from tasuki.config import check_app
 from tasuki.core.access import ENROL_TOKEN_S, token_sha256
+from tasuki.core.statistics import GroupStatistics
 from tasuki.core.subject import app_subject
-from tasuki.core.units import shown_time
+from tasuki.core.units import shown_size, shown_time
 from tasuki.errors import InvalidInput, NotFound
 
 COUNTED = ("pending", "active", "orphaned", "succeeded", "failed", "timed_out", "canceled", "skipped")
 TOKEN_KINDS = ("admin", "client", "worker")
+ZEROS = GroupStatistics().view(zeros=True)
 PROGRESS_JOBS_MAX = 1000  # running jobs whose progress `stats --json` reports
 PROGRESS_FIELDS = ("job_id", "assigned_worker_id", "progress", "progress_text")
 
@@ -72,26 +75,73 @@ def _worker_lines(rows: list[dict[str, Any]]) -> list[str]:
     return table(("WORKER", "HOST", "SERVER", "RUNNING", "SLOTS", "EXECS", "SUBJECTS"), map(cells, rows))
 
 
-@command("stats", examples=["tasuki stats", "tasuki stats --watch", "tasuki stats --watch --interval 10 --json >> stats.jsonl"])
+@command(
+    "stats",
+    examples=[
+        "tasuki stats",
+        "tasuki stats --groups --last 1h --watch",
+        "tasuki stats --watch --interval 10 --json >> stats.jsonl",
+    ],
+)
+@flag("--groups", help="What the groups did of late: how long jobs waited, redeliveries, fenced reports, caches, messages.")
+@duration("--last", type=Duration(above=True), default=900.0, help="With --groups: the time that is looked at, by whole minutes.")
 @flag("--watch", help="Again and again, until Ctrl-C.")
 @duration("--interval", type=Duration(above=True), default=1.0, help="Between two looks.")
-@number("--groups", metavar="N", type=int, default=1000, help="Groups with the most jobs to show; all others are one, (other).")
+@number("--limit", metavar="N", type=int, default=1000, help="Groups to show; all others are one, (other).")
 @connection_options()
-def stats(output: Output, watch: bool, interval: float, groups: int, place: Destination) -> None:
+def stats(output: Output, groups: bool, last: float, watch: bool, interval: float, limit: int, place: Destination) -> None:
+    async def jobs_and_workers(client: AsyncClient) -> tuple[dict[str, Any], Callable[[], list[str]]]:
+        counts, workers = await asyncio.gather(client.call("counts", limit=limit), client.call("workers"))
+        running = (await client.call("find", states=["RUNNING"], limit=PROGRESS_JOBS_MAX))["jobs"] if output.json else []
+        progress = [{name: view[name] for name in PROGRESS_FIELDS} for view in running if view["progress"] is not None]
+        answer = {"groups": counts, "workers": workers, "progress": progress}
+        return answer, functools.partial(_stats_lines, counts, workers)
+
+    async def of_late(client: AsyncClient) -> tuple[dict[str, Any], Callable[[], list[str]]]:
+        until = int(time.time()) + 1
+        past = client.call("statistics", since=until - int(last), until=until, limit=limit)
+        counts, found = await asyncio.gather(client.call("counts", limit=limit), past)
+        rows = _of_groups(counts, found["periods"])
+        return {"since": found["since"], "until": found["until"], "groups": rows}, functools.partial(_group_lines, rows)
+
     async def work(client: AsyncClient) -> None:
         while True:
-            counts, workers = await asyncio.gather(client.call("counts", limit=groups), client.call("workers"))
-            running = (await client.call("find", states=["RUNNING"], limit=PROGRESS_JOBS_MAX))["jobs"] if output.json else []
-            progress = [{name: view[name] for name in PROGRESS_FIELDS} for view in running if view["progress"] is not None]
+            answer, lines = await (of_late(client) if groups else jobs_and_workers(client))
             if watch:
                 output.clear_screen()
-            answer = {"groups": counts, "workers": workers, "progress": progress}
-            output.show(answer, functools.partial(_stats_lines, counts, workers))
+            output.show(answer, lines)
             if not watch:
                 return
             await asyncio.sleep(interval)
 
     with_client(place, work, embedded=False)
+
+
+def _of_groups(counts: dict[str, dict[str, int]], periods: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Return what each group has now, and what it did in the one period that was asked for."""
+    rows = {
+        group: {"queued": one["pending"] + one["orphaned"], "running": one["active"], **ZEROS} for group, one in counts.items()
+    }
+    for period in periods:
+        for name, counted in period["groups"].items():
+            rows.setdefault(name, {"queued": 0, "running": 0, **ZEROS}).update(counted)
+    return dict(sorted(rows.items()))
+
+
+def _group_lines(rows: dict[str, dict[str, Any]]) -> list[str]:
+    def cells(group: str, row: dict[str, Any]) -> tuple[object, ...]:
+        latencies = ("-" if row[name] is None else _shown_latency(row[name]) for name in ("latency_p50_s", "latency_p99_s"))
+        hits = f"{row['cache_hits']}/{row['cache_inputs']}"
+        counts = (row[name] for name in ("redelivered", "fenced", "dead", "published", "dropped"))
+        shown = (group, row["queued"], row["running"], row["submitted"], row["finished"], *latencies, *counts)
+        return (*shown, hits, shown_size(row["saved_bytes"]))
+
+    heads = ("GROUP", "QUEUED", "RUNNING", "SUBMITTED", "FINISHED", "P50", "P99", "REDELIVERED", "FENCED", "DEAD", "PUBLISHED")
+    return table((*heads, "DROPPED", "CACHE HITS", "SAVED"), (cells(group, row) for group, row in rows.items()))
+
+
+def _shown_latency(seconds: float) -> str:
+    return f"{seconds * 1000:.3g}ms" if seconds < 1.0 else f"{seconds:.3g}s"
 
 
 def _stats_lines(groups: dict[str, dict[str, int]], workers: list[dict[str, Any]]) -> list[str]:

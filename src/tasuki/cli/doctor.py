@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from tasuki.cli.command import Destination, command, connection_options, option
 from tasuki.cli.connect import are_named, find_server, is_store, listening, open_agents_client, owner_of
-from tasuki.cli.output import ExitCode, Output, table
+from tasuki.cli.output import ExitCode, Output, table, visible
 from tasuki.client.aio import AsyncClient
 from tasuki.client.embedded import answers
 from tasuki.config import DISK_FLOOR_BYTES, DISK_FLOOR_INODES, DataFolder, data_folder, default_url
@@ -322,8 +322,9 @@ def _keys(url: str) -> Finding:
     much = f"{found.looked_at} keys" + ("" if found.is_complete else ", and there are more")
     if not found.problems:
         return Finding(OK, f"{much}: all are as they should be")
-    more = f"; and {len(found.problems) - KEYS_SHOWN} more" if len(found.problems) > KEYS_SHOWN else ""
-    return Finding(WARN, "; ".join(found.problems[:KEYS_SHOWN]) + more, "docs/operate/redis.md says how keys are spoilt")
+    more = [f"and {len(found.problems) - KEYS_SHOWN} more"] if len(found.problems) > KEYS_SHOWN else []
+    lines = ("docs/operate/redis.md says how keys are spoilt", *map(visible, found.problems[:KEYS_SHOWN]), *more)
+    return Finding(WARN, f"{much}: {len(found.problems)} keys or jobs are not as they should be", "\n    ".join(lines))
 
 
 def _redis(url: str) -> Finding:

@@ -60,6 +60,7 @@ def job_fields(
     not_after: str | None,
     permanent_exit: str | None,
     retry_exit: str | None,
+    route_key: str,
 ) -> dict[str, Any]:
     """Return what all jobs of one command have in common, named as in JobSpec, with `job_id` and `files`.
 
@@ -77,6 +78,7 @@ def job_fields(
         "not_after": parse_time("--not-after", not_after),
         "permanent_exit_codes": parse_codes("--permanent-exit", permanent_exit),
         "retry_exit_codes": parse_codes("--retry-exit", retry_exit),
+        "route_key": route_key,
         "job_id": job_id,
         "files": check_files(files),
         **({"subject": subject} if subject else {}),
@@ -101,6 +103,7 @@ OPTIONS = {
     "retry_exit_codes": "--retry-exit",
     "not_before": "--not-before",
     "not_after": "--not-after",
+    "route_key": "--route-key",
 }
 """Fields of a job with their options."""
 
@@ -206,6 +209,7 @@ def job_options(*, retries: int) -> Callable[[Callable[..., Any]], Callable[...,
         option("--not-after", metavar="TIME", help="Do not start after: a job that still waits then is SKIPPED."),
         option("--permanent-exit", metavar="CODES", help="Exit codes not worth a retry, as in 3,4. Default: the exec's own."),
         option("--retry-exit", metavar="CODES", help="The only exit codes worth a retry. Default: the exec's own."),
+        option("--route-key", metavar="KEY", default="", help="Key of a sticky route. Default: the subject."),
         gather("fields", job_fields),
     )
 

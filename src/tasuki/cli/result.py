@@ -61,7 +61,8 @@ def result(
     timeout: float | None,
     place: Destination,
 ) -> int:
-    """The result of a command is a ZIP with its logs and output files, of a handler the bytes it returned.
+    """The result of a command is a ZIP with its logs and output files, of a handler the bytes it returned, of a broadcast the
+    ledger: what each worker did.
 
     Exit 1 if the job, or one of the array's, did not succeed.
     """
@@ -78,6 +79,8 @@ def result(
         found, _ = await look_up(client, [named])
         view = found[named]
         if view is None:
+            if output_file is None and extract is None and (done := await _ledger(client, named, timeout, output)) is not None:
+                return done
             if stdout:
                 raise InvalidInput(f"{named!r} is an array; name one of its jobs, or a folder for all results with -o FOLDER")
             return await _save_array(client, named, output_file or extract or Path(named), extract is not None, timeout, output)
@@ -119,6 +122,18 @@ def _unpack(path: Path, folder: Path | None) -> None:
         else:
             copy_all(source, sys.stdout.buffer.write)
             sys.stdout.buffer.flush()
+
+
+async def _ledger(client: AsyncClient, array_id: str, timeout: float | None, output: Output) -> int | None:
+    """Show who did what of a broadcast, when all have ended: that is its result. None if the array is none."""
+    before = await ArraySummary.of(client, array_id, output)
+    if not before.ledger:
+        return None
+    handles = [client.job(did["job_id"]) for did in before.ledger.values() if did["state"] not in ENDED]
+    await wait_all(client, handles, output, array_id=array_id, timeout=timeout)
+    summary = await ArraySummary.of(client, array_id, output)
+    output.show(summary.view(), summary.lines)
+    return ExitCode.FAILED if summary.unsuccessful else ExitCode.OK
 
 
 async def _save_array(

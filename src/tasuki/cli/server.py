@@ -10,6 +10,7 @@ import gc
 import logging
 import os
 from collections.abc import Awaitable, Callable, Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple, Self
@@ -42,10 +43,11 @@ from tasuki.core.lifecycle import (
     LEASE_TTL_S,
     RETENTION_DAYS,
 )
+from tasuki.core.routing import ROUTE_WAIT_S, Policy, parse_routes
 from tasuki.core.units import parse_size
 from tasuki.doors.listening import Connections, ServerCertificate
 from tasuki.doors.tcp import TcpDoor
-from tasuki.errors import ConfigError, Overloaded
+from tasuki.errors import ConfigError, NotFound, Overloaded
 from tasuki.server.assembly import (
     StorageLocations,
     check_redis_driver,
@@ -59,6 +61,10 @@ from tasuki.server.server import Server, ServerConfig
 from tasuki.server.transfers import PresignedTransfers
 
 if TYPE_CHECKING:
+    from starlette.requests import Request
+    from starlette.responses import Response
+
+    from tasuki.django.ops.server_backend import ServerScreens
     from tasuki.doors.http.door import HttpDoor
     from tasuki.doors.http.payload_checks import PayloadCheck
 
@@ -195,6 +201,10 @@ app_options = cli.options(
     help="How long a blob that no job needs is kept after its last use.",
 )
 @cli.option("--blob-budget", metavar="SIZE", help="What all blobs may take, as 500GB: unused ones then go sooner.")
+@cli.several(
+    "--route", metavar="PATTERN=POLICY", help=f"Choose workers for these subjects by {', '.join(Policy)}; several times."
+)
+@cli.duration("--route-wait", default=ROUTE_WAIT_S, help="Longest wait of a routed job for a worker that is full.")
 @lead_ttl_option
 @cli.option("--http", metavar="HOST:PORT", help="Serve HTTP here (HTTPS with --tls-cert); port 0: any. Default: none.")
 @app_options
@@ -229,6 +239,8 @@ def server(
     retention: float,
     blob_grace: float,
     blob_budget: str | None,
+    route: tuple[str, ...],
+    route_wait: float,
     lead_ttl: float,
     http: str | None,
     apps: AppOptions,
@@ -265,6 +277,8 @@ def server(
         retention_s=retention,
         blob_grace_s=blob_grace,
         blob_budget_bytes=parse_size(blob_budget) if blob_budget else None,
+        routes=parse_routes(route),
+        route_wait_s=route_wait,
     )
     return process.run_loop(_main(ServerOptions(listen, places, config), process.Events(json=output.json)))
 
@@ -401,7 +415,8 @@ class RunningServer:
         )
         connections = Connections(lambda address: server.refusals.error(address, full))
         self._door = TcpDoor(server, connections)
-        self._http = _http_door(server, listen, presigned, connections) if listen.http is not None else None
+        self._screens = _screens(options) if listen.http is not None else "there is no HTTP"
+        self._http = _http_door(server, listen, presigned, connections, self._screens) if listen.http is not None else None
         self.http_address: Address | None = None
         self.http_problem = "FastAPI is not installed" if listen.http is not None and self._http is None else ""
 
@@ -425,6 +440,12 @@ class RunningServer:
             logger.warning("other servers cannot tell peers the address of this one; give --advertise tls://HOST:PORT")
         self.server.reachable_at(tuple(map(str, listen.advertise or reachable)))
 
+    def new_login_link(self) -> str | None:
+        """Return a link that opens the operations screens, once and on this machine; None if there are none."""
+        if self.http_address is None or isinstance(self._screens, str):
+            return None
+        return f"{self.http_address}{self._screens.new_link()}"
+
     @property
     def all_addresses(self) -> list[Address]:
         return [*self.addresses, *([] if self.http_address is None else [self.http_address])]
@@ -432,13 +453,32 @@ class RunningServer:
     async def shut(self) -> None:
         """Accept no more connections; open ones stay, except those over HTTP."""
         note_listening(self._places.folder, [])
+        if not isinstance(self._screens, str):
+            await self._screens.close()
         await self._door.close()
         if self._http is not None:
             await self._http.close()
 
 
+def _screens(options: ServerOptions) -> ServerScreens | str:
+    """Return the operations screens, or the reason why there are none."""
+    if is_redis(options.places.store):
+        return "the operations screens need a SQL store; this server is on Redis, and goes on without Django"
+    if not options.listen.unix:
+        return "the operations screens use the server's unix socket; leave --no-unix out"
+    if find_spec("django_htmx") is None:
+        return "the operations screens need django-htmx; install it with: pip install 'tasuki[server]'"
+    from tasuki.django.ops.server_backend import ServerScreens
+
+    return ServerScreens(options.places.folder)
+
+
 def _http_door(
-    server: Server, listen: ListenOptions, presigned: PresignedTransfers | None, connections: Connections
+    server: Server,
+    listen: ListenOptions,
+    presigned: PresignedTransfers | None,
+    connections: Connections,
+    screens: ServerScreens | str,
 ) -> HttpDoor | None:
     """Return the HTTP door. FastAPI is imported here, not before: its import takes longer than all the rest."""
     if listen.http_if_free and not process.http_installed():
@@ -455,7 +495,11 @@ def _http_door(
         payload_checks=listen.apps.payload_checks,
         presigned=presigned,
     )
-    return HttpDoor(server, config, connections)
+
+    async def refuse(_request: Request) -> Response:
+        raise NotFound(str(screens))
+
+    return HttpDoor(server, config, connections, refuse if isinstance(screens, str) else screens.answer)
 
 
 async def serve(options: ServerOptions, events: process.Events, while_open: Callable[[RunningServer], Awaitable[None]]) -> None:

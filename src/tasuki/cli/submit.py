@@ -27,6 +27,7 @@ from tasuki.cli.connect import with_client
 from tasuki.cli.output import ExitCode, Output
 from tasuki.client.aio import AsyncClient, AsyncJobHandle
 from tasuki.core.job import InputFile, JobSpec
+from tasuki.core.subject import only_worker
 from tasuki.errors import InvalidInput
 
 BATCH = 5_000  # jobs in memory at once
@@ -39,11 +40,13 @@ BATCH = 5_000  # jobs in memory at once
         "tasuki submit --subject render.eu.1 --file scene.blend render --mode fast",
         "tasuki submit --array 1-1000 --job-id study-7 simulate --seed {i}      # jobs study-7.1 to study-7.1000",
         "ls *.wav | tasuki submit --each-line - --file {line} --wait encode      # one job per file, which it finds as in/NAME",
+        "tasuki submit --broadcast --subject 'render.>' --wait rotate-keys      # once on each worker, with a ledger",
         "tasuki submit --subject math.square --payload-file number.txt -        # - instead of EXEC: a Python handler's job",
     ],
 )
 @option("--array", metavar="RANGE", help="One job per index (1-1000, 0-100:10, 3,7,9-12); {i} in ARGS and --file is replaced.")
 @option("--each-line", metavar="FILE", help="One job per line (- for stdin): {line} in ARGS or --file, or the last argument.")
+@flag("--broadcast", help="One job for each worker that --subject, a pattern, meets now; those that are away get theirs later.")
 @flag("--wait", help="Wait until all have ended; exit 1 if one did not succeed.")
 @jobspec.job_options(retries=3)
 @connection_options()
@@ -52,14 +55,17 @@ def submit(
     output: Output,
     array: str | None,
     each_line: str | None,
+    broadcast: bool,
     wait: bool,
     fields: dict[str, Any],
     place: Destination,
 ) -> int:
     """A second job with the same --job-id and body is the same job."""
-    if array and each_line:
-        raise InvalidInput("--array and --each-line cannot stand together; choose one")
+    if sum(map(bool, (array, each_line, broadcast))) > 1:
+        raise InvalidInput("--array, --each-line and --broadcast cannot stand together; choose one")
     with jobspec.naming_options():
+        if broadcast:
+            return with_client(place, lambda client: _broadcast(client, fields, wait, output))
         if array:
             elements = jobspec.array_elements(jobspec.parse_array(array), fields["args"], fields["files"])
             return with_client(place, lambda client: _submit_many(client, fields, elements, wait, output))
@@ -91,6 +97,23 @@ async def _submit_one(client: AsyncClient, fields: dict[str, Any], wait: bool, o
         failed = ended.state != "SUCCEEDED"
     output.show(answer, lambda: [f"{job_id}{'  ' + answer['state'] if wait else ''}"], [job_id])
     return ExitCode.FAILED if failed else ExitCode.OK
+
+
+async def _broadcast(client: AsyncClient, fields: dict[str, Any], wait: bool, output: Output) -> int:
+    if "subject" not in fields:
+        raise InvalidInput("--broadcast needs --subject PATTERN: which workers is it for? '>' is for all of them")
+    fields = jobspec.located(fields, client)
+    files = tuple(await jobspec.uploaded(client, fields["files"], output))
+    array_id = fields["job_id"] or client.new_id()
+    handles = await client.broadcast(JobSpec(**{**fields, "job_id": array_id, "files": files}), watch=wait)
+    if wait:
+        output.hint(f"submitted {array_id} to {len(handles)} workers; waiting for the end")
+        with _interruptible(array_id, output):
+            await wait_all(client, handles, output, array_id=array_id)
+    summary = await ArraySummary.of(client, array_id, output)
+    output.show(summary.view(), summary.lines, [array_id])
+    output.hint(f"look at the ledger with: tasuki status {array_id}")
+    return ExitCode.FAILED if summary.unsuccessful else ExitCode.OK
 
 
 async def _submit_many(
@@ -173,8 +196,11 @@ async def _wait(client: AsyncClient, ids: tuple[str, ...], timeout: float | None
         raise unknown[0]
     named = {each: ArraySummary(each) for each in found}
     waited_for: dict[str, ArraySummary] = {}
+    broadcasts: set[str] = set()
     for each, view in found.items():
         for job in [view] if view is not None else [job async for page in pages(client, {"array_id": each}) for job in page]:
+            if view is None and only_worker(job["subject"]) is not None:
+                broadcasts.add(each)
             if job["state"] in ENDED:
                 named[each].add_view(job)
             else:
@@ -184,6 +210,8 @@ async def _wait(client: AsyncClient, ids: tuple[str, ...], timeout: float | None
         handles = [client.job(job_id) for job_id in waited_for]
         for ended in await wait_all(client, handles, output, array_id=array_id, timeout=timeout):
             waited_for[ended.job_id].add_result(ended)
+    for each in broadcasts:  # with its ledger
+        named[each] = await ArraySummary.of(client, each, output)
 
     def human() -> Iterator[str]:
         for each, view in found.items():

@@ -224,6 +224,10 @@ def _announce(events: process.Events, folder: DataFolder, opened: RunningServer,
     events.emit("ready", f"data {folder.root}", data=str(folder.root), token_file=str(folder.token_file))
     if until_idle:
         return
+    if (link := opened.new_login_link()) is not None:
+        events.say("")
+        events.say("See and steer it in a browser of this machine (the link works once):")
+        events.say(f"  {link}")
     url = next((str(address) for address in opened.addresses if address.scheme != "unix"), None)
     found_by_itself = folder.root == DEFAULT_FOLDER.absolute()
     events.say("")

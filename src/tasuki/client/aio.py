@@ -55,7 +55,18 @@ from tasuki.core.client_machine import (
     WatchRefused,
     Welcomed,
 )
-from tasuki.core.job import BODY_INLINE_MAX_BYTES, PAYLOAD_FILE, BlobRef, IdMaker, InputFile, JobSpec, Progress, State
+from tasuki.core.job import (
+    BODY_INLINE_MAX_BYTES,
+    BROADCAST_WITHIN_S,
+    PAYLOAD_FILE,
+    BlobRef,
+    IdMaker,
+    InputFile,
+    JobSpec,
+    Progress,
+    State,
+    broadcast_specs,
+)
 from tasuki.core.machine import Closed, Hangup, Opened, Received, Send, Ticked
 from tasuki.core.message_requests import MessagesArrived, PublishRefused, SubscriptionAnswered
 from tasuki.core.protocol import (
@@ -80,6 +91,7 @@ from tasuki.core.units import shown_duration
 from tasuki.errors import (
     ConfigError,
     InvalidInput,
+    NotFound,
     TasukiError,
     TooLarge,
     Unavailable,
@@ -387,6 +399,7 @@ class AsyncClient(CacheCalls):
         headers: Mapping[str, str] | None = None,
         array_id: str | None = None,
         delay_first_loss: bool = False,
+        route_key: str = "",
         on_failed: OnFailed = "return",
         watch: bool = True,
     ) -> AsyncJobHandle[bytes]:
@@ -419,6 +432,7 @@ class AsyncClient(CacheCalls):
             headers=dict(check_texts("headers", headers)),
             array_id=array_id,
             delay_first_loss=delay_first_loss,
+            route_key=route_key,
         )
         check_specs([spec], SUBMIT_NAMES)  # before anything is uploaded
         if inputs := [await self._input(file) for file in check_list("files", files)]:
@@ -497,6 +511,25 @@ class AsyncClient(CacheCalls):
         if first is not None and strict:
             raise first
         return [AsyncJobHandle(job, self, unchanged) for job in jobs]
+
+    async def broadcast(
+        self, spec: JobSpec, *, within_s: float = BROADCAST_WITHIN_S, on_failed: OnFailed = "return", watch: bool = True
+    ) -> list[AsyncJobHandle[bytes]]:
+        """Submit a job for each worker that meets a pattern now, the subject of `spec`; return when all are durable.
+
+            jobs = await client.broadcast(JobSpec(job_id="rotate-7", subject="render.>", exec="rotate-keys"))
+            done = {job.job_id: (await job.outcome()).succeeded for job in jobs}
+
+        They are the elements `rotate-7.WORKER` of the array `rotate-7`, and run like any job. A worker that is away gets its own
+        when it returns, but no later than `within_s` from now, or the spec's `not_after`: then it is SKIPPED. NotFound if no
+        worker meets the pattern. The same broadcast again reaches workers that have come since, and nobody twice.
+        """
+        found = await self.call("targets", subject=spec.subject, exec=spec.exec)
+        if not found["workers"]:
+            what = f"offers {spec.exec!r} and " if spec.exec else ""
+            raise NotFound(f"no connected worker {what}subscribes to what {spec.subject!r} meets; see: tasuki workers")
+        specs = broadcast_specs(spec, found["workers"], time.time() + within_s)
+        return await self.submit_many(specs, on_failed=on_failed, watch=watch)
 
     def _ask_submit(self, specs: list[JobSpec], watch: bool, on_failed: str) -> asyncio.Future[Any]:
         job_ids = tuple(spec.job_id for spec in specs) if watch else ()
@@ -598,7 +631,7 @@ class AsyncClient(CacheCalls):
         return read_answer(page, JobPage)
 
     async def cancel(self, *job_ids: str, reason: str = "") -> dict[str, CancelAnswer]:
-        """Cancel jobs: waiting ones at once, running ones when their worker has stopped them. What has ended stays.
+        """Cancel up to 1,024 jobs: waiting ones at once, running ones when their worker has stopped them. What has ended stays.
 
         await client.cancel("nightly-1", "nightly-2", reason="wrong input")
         """
@@ -606,7 +639,7 @@ class AsyncClient(CacheCalls):
         return read_answer(await self._ask(lambda msg_id: CancelJobs(msg_id, named, reason)), dict[str, CancelAnswer])
 
     async def retry(self, *job_ids: str, reason: str = "") -> dict[str, RetryAnswer]:
-        """Run jobs again that have ended, with fresh budgets of retries and losses.
+        """Run up to 1,024 jobs again that have ended, with fresh budgets of retries and losses.
 
         Never repeated: if the connection is lost before the answer, Unavailable is raised and the jobs may run again or not; read
         their status before another try.

@@ -16,7 +16,7 @@ from typing import Any, Concatenate, Generic, ParamSpec, Protocol, Self, TypeVar
 from tasuki.client.aio import AsyncClient, OnFailed
 from tasuki.client.handles import AsyncJobHandle
 from tasuki.client.types import CancelAnswer, CommandResult, JobStatus
-from tasuki.core.job import JobSpec, Progress
+from tasuki.core.job import BROADCAST_WITHIN_S, JobSpec, Progress
 from tasuki.core.protocol import JobResult
 from tasuki.core.units import shown_duration
 from tasuki.errors import DeadlineExceeded, Unavailable
@@ -377,6 +377,13 @@ class Client:
         self, specs: Sequence[JobSpec], *, on_failed: OnFailed = "return", watch: bool = True, strict: bool = True
     ) -> list[JobHandle[bytes]]:
         handles = self.wait(self._async.submit_many(specs, on_failed=on_failed, watch=watch, strict=strict))
+        return [JobHandle(handle, self) for handle in handles]
+
+    @_documented_as(AsyncClient.broadcast)
+    def broadcast(
+        self, spec: JobSpec, *, within_s: float = BROADCAST_WITHIN_S, on_failed: OnFailed = "return", watch: bool = True
+    ) -> list[JobHandle[bytes]]:
+        handles = self.wait(self._async.broadcast(spec, within_s=within_s, on_failed=on_failed, watch=watch))
         return [JobHandle(handle, self) for handle in handles]
 
     @_documented_as(AsyncClient.job)

@@ -16,7 +16,7 @@ import msgspec
 
 from tasuki.blobs.zip.reader import ZipReader
 from tasuki.core.job import InputFile, JobIncident, JobSpec, State
-from tasuki.core.protocol import JobResult
+from tasuki.core.protocol import BATCH_MAX, JobResult
 from tasuki.core.store_messages import GroupCounts
 from tasuki.errors import InvalidInput, JobFailed, ProtocolError, WrongType
 
@@ -59,7 +59,7 @@ class OutcomeStatus(msgspec.Struct, frozen=True, kw_only=True, repr_omit_default
 
 
 class JobStatus(msgspec.Struct, frozen=True, kw_only=True, repr_omit_defaults=True):
-    """One job as its server sees it. In lists, `files`, `env_names`, `headers` and `cancel_reason` are empty."""
+    """One job as its server sees it. In lists, `files`, `file_hashes`, `env_names`, `headers` and `cancel_reason` are empty."""
 
     job_id: str
     state: State
@@ -80,6 +80,8 @@ class JobStatus(msgspec.Struct, frozen=True, kw_only=True, repr_omit_defaults=Tr
     array_id: str | None = None
     files: tuple[str, ...] = ()
     """Names of the input files."""
+    file_hashes: dict[str, str] = {}
+    """sha256 of the input files that have one, by name."""
     env_names: tuple[str, ...] = ()
     headers: dict[str, str] = {}
     attempt: int = 0
@@ -168,6 +170,8 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True, repr_omit_defaults
     """Programs that it offers; `*`: any program, for jobs of its own user. None: it does not say."""
     credit: int = 0
     running: int = 0
+    cpu: float = 0.0
+    """Load of its host's CPUs, 0 to 1."""
     address: str = ""
     on_disconnect: str = "stop"
     detached: bool = False
@@ -382,6 +386,8 @@ def check_texts(name: str, value: Mapping[str, str] | None) -> Mapping[str, str]
 
 def check_job_ids(job_ids: Sequence[object]) -> list[str]:
     """Return the ids as a list; WrongType if one is no text, as in `cancel(["a", "b"])` in place of `cancel("a", "b")`."""
+    if len(job_ids) > BATCH_MAX:
+        raise InvalidInput(f"{len(job_ids)} job ids at once are too many, the limit is {BATCH_MAX}; use several calls")
     checked: list[str] = []
     for job_id in job_ids:
         if not isinstance(job_id, str):

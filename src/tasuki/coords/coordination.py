@@ -25,6 +25,9 @@ BEAT_INTERVAL_S = 1.0
 MEMBER_TIMEOUT_S = 5.0  # five beats: a member survives one lost connection and one slow statement
 FORGET_AFTER_S = 3600.0  # how long the row of a dead member is kept
 FORGET_BATCH = 100  # rows that one beat removes
+LEADER = "(leader)"  # no user of a Django project has such a name
+"""Actor of a leader that detaches a worker which does not answer."""
+EXPELLED_S = 86_400  # how long the flag of such a worker is kept: its id is not given again
 
 
 class ClusterMember(msgspec.Struct, frozen=True, kw_only=True):
@@ -41,8 +44,9 @@ class ClusterMember(msgspec.Struct, frozen=True, kw_only=True):
     whether they have read `info`. (Start at the wall clock in milliseconds.)"""
     info: bytes = b""
     """Facts for the other members."""
-    leads: bool = False
-    """It leads, and is to be told if somebody asked the leader to step down."""
+    led_ago_s: float | None = None
+    """Seconds since the store took its last turn as the leader, who is to be told if somebody asked it to step down; None: it
+    does not lead."""
     workers: Mapping[str, Mapping[str, str | int]] = {}
     """Facts about its workers by worker_id, for people and programs that read them; used if `shows_workers`."""
 
@@ -57,6 +61,8 @@ class LiveMember(msgspec.Struct, frozen=True):
     version: int
     info: bytes | None
     """Facts about the member; None if the caller has seen this version."""
+    age_s: float = 0.0
+    """Time since its last beat, where the coordination tells."""
 
 
 class View(msgspec.Struct, frozen=True):
@@ -67,6 +73,10 @@ class View(msgspec.Struct, frozen=True):
     detached: frozenset[str]
     degraded: bool = False
     """The leader, who asks, has to step down. Told once."""
+    leader_seen_s: float | None = None
+    """Seconds since the store took the last turn of a leader, as leaders told; None: that is not known."""
+    expelled: frozenset[str] = frozenset()
+    """Those of `detached` whom a leader detached (LEADER): they come back under another id."""
 
 
 class Coordination(Protocol):
@@ -85,6 +95,9 @@ class Coordination(Protocol):
         written only when its version or incarnation is not the stored one. Also removes members that have been dead for
         FORGET_AFTER_S, a few at a time.
         """
+
+    def heartbeat_ages(self) -> dict[str, float]:
+        """Return the seconds since the last beat of each member that has not left, alive or not."""
 
     def leave(self, member_id: str, incarnation: str) -> None:
         """Remove a member that ends. Does nothing if another incarnation has beaten since."""
@@ -105,7 +118,9 @@ class Coordination(Protocol):
         return self._set_expiry(scope, holder, epoch, ttl_s)
 
     def release(self, scope: str, holder: str, epoch: int) -> bool:
-        """Give the lock back early; the epoch stays used. False, and no change, if the holder does not hold it any more."""
+        """Give the lock back early; the epoch stays used. False, and no change, if the holder does not hold it any more.
+
+        A sub-leader calls it in the name of a leader that it takes to be dead. That is always safe: the store fences."""
         return self._set_expiry(scope, holder, epoch, 0.0)
 
     def _set_expiry(self, scope: str, holder: str, epoch: int, ttl_s: float) -> bool:
@@ -116,7 +131,9 @@ class Coordination(Protocol):
 
     # -- workers that get no more work ----------------------------------------------------------------------------
     def set_detached(self, worker_id: str, detached: bool, *, actor: str, reason: str = "") -> bool:
-        """Give a worker no more work, or give it work again. True if that changed anything; else actor and reason stay."""
+        """Give a worker no more work, or give it work again. True if that changed anything; else actor and reason stay.
+
+        A worker that LEADER detached is forgotten after EXPELLED_S."""
 
     def detached(self) -> frozenset[str]:
         """Return the worker_ids that get no more work."""
@@ -154,6 +171,7 @@ class MemoryCoordination(Coordination):
         self._detached: dict[str, tuple[str, str]] = {}
         """worker_id → (actor, reason)"""
         self._degraded = False
+        self._led_at: float | None = None
 
     def beat(self, me: ClusterMember, *, seen: Mapping[str, int]) -> View:
         with self._mutex:
@@ -161,10 +179,18 @@ class MemoryCoordination(Coordination):
             self._members[me.member_id] = (now, self._with_stored_info(me))
             self._forget(now)
             rows = sorted(self._members.items())
-            live = (_seen_by(member, seen) for _, (beat_at, member) in rows if abs(now - beat_at) < self.member_timeout_s)
-            degraded = me.leads and self._degraded
-            self._degraded = self._degraded and not me.leads
-            return View(tuple(live), frozenset(self._detached), degraded)
+            timeout_s = self.member_timeout_s
+            live = (_seen_by(member, seen, now - beat_at) for _, (beat_at, member) in rows if abs(now - beat_at) < timeout_s)
+            degraded = me.led_ago_s is not None and self._degraded
+            if me.led_ago_s is not None:
+                self._degraded, self._led_at = False, now - me.led_ago_s
+            seen_s = None if self._led_at is None else now - self._led_at
+            expelled = frozenset(name for name, (actor, _) in self._detached.items() if actor == LEADER)
+            return View(tuple(live), frozenset(self._detached), degraded, seen_s, expelled)
+
+    def heartbeat_ages(self) -> dict[str, float]:
+        with self._mutex:
+            return {member_id: self._clock() - beat_at for member_id, (beat_at, _) in self._members.items()}
 
     def _with_stored_info(self, me: ClusterMember) -> ClusterMember:
         _, before = self._members.get(me.member_id, (0.0, me))
@@ -224,10 +250,10 @@ class MemoryCoordination(Coordination):
         """Do nothing: other members go on using this object."""
 
 
-def _seen_by(member: ClusterMember, seen: Mapping[str, int]) -> LiveMember:
+def _seen_by(member: ClusterMember, seen: Mapping[str, int], age_s: float) -> LiveMember:
     is_known = seen.get(member.member_id) == member.version
-    known = {name: getattr(member, name) for name in LiveMember.__struct_fields__}
-    return LiveMember(**{**known, "info": None if is_known else member.info})
+    known = {name: getattr(member, name) for name in LiveMember.__struct_fields__ if name != "age_s"}
+    return LiveMember(**{**known, "info": None if is_known else member.info}, age_s=age_s)
 
 
 def _is_held(lock: _Lock, now: float) -> bool:

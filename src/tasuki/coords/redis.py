@@ -4,7 +4,7 @@ Verbs that must be atomic are Lua (`lua/`, one file per verb, keys explained in 
 Redis may forget everything but the highest epoch; if it forgot even that, `floor` brings it back: the epoch that the store knows,
 which is SQL or this Redis itself.
 
-Touches the network, and of Redis the keys {app}:beats, member, lock, degrade and detached. The caller makes the client.
+Touches the network, and of Redis the keys {app}:beats, member, lock, degrade, led and detached. The caller makes the client.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import msgspec
 from tasuki.coords.coordination import (
     FORGET_AFTER_S,
     FORGET_BATCH,
+    LEADER,
     ClusterMember,
     Coordination,
     LiveMember,
@@ -55,8 +56,30 @@ class RedisCoordination(Coordination):
         known = [part for item in seen.items() for part in item]
         live, detached = self._run("beat", *mine, self.member_timeout_s, FORGET_AFTER_S, FORGET_BATCH, *known)
         members = sorted((_live(row) for row in live), key=lambda member: member.member_id)
-        degraded = me.leads and bool(self._command("DEL", f"{self._app}:degrade"))
-        return View(tuple(members), _names(detached), degraded)
+        degraded = me.led_ago_s is not None and bool(self._command("DEL", f"{self._app}:degrade"))
+        if me.led_ago_s is not None:
+            self._command("SET", f"{self._app}:led", self._now_s() - me.led_ago_s)
+        led_at = self._command("GET", f"{self._app}:led")
+        seen_s = None if led_at is None else self._now_s() - float(led_at)
+        return View(tuple(members), _names(detached), degraded, seen_s, self._expelled(detached))
+
+    def _expelled(self, detached: list[bytes]) -> frozenset[str]:
+        entries = self._command("HMGET", f"{self._app}:detached", *detached) if detached else []
+        told = zip(detached, entries, strict=True)
+        return _names([name for name, entry in told if entry is not None and msgspec.json.decode(entry)["actor"] == LEADER])
+
+    def _now_s(self) -> float:
+        seconds, microseconds = self._command("TIME")
+        return int(seconds) + int(microseconds) / 1e6
+
+    def heartbeat_ages(self) -> dict[str, float]:
+        return self._ages(f"{self._app}:beats")
+
+    def _ages(self, key: str) -> dict[str, float]:
+        now_s = self._now_s()
+        found = self._command("ZRANGE", key, 0, -1, "WITHSCORES")
+        pairs = found if found and isinstance(found[0], list | tuple) else list(zip(found[::2], found[1::2], strict=True))
+        return {name.decode(): now_s - float(at) for name, at in pairs}
 
     def leave(self, member_id: str, incarnation: str) -> None:
         self._run("leave", member_id, incarnation)

@@ -6,9 +6,10 @@
                                          degrade_leader
     scheduler:leader:lock                the id of the leader; SET NX PX
     scheduler:leader:epoch               the last epoch. No TTL
-    scheduler:leader:last_seen_ts        time of the last beat of a server that leads
+    scheduler:leader:last_seen_ts        time at which the store took the last turn of a leader
     scheduler:leader:degrade             the leader is to step down (or degrade_leader = 1 in its hash)
-    scheduler:detach:{id}                1: the worker gets no more work. Also if somebody else wrote it
+    scheduler:detach:{id}                1: the worker gets no more work, and comes back under another id; also if somebody else
+                                         wrote it. `by NAME`: a person detached it, and it stays until it is attached
     scheduler:members, :member:{id}      ZSET of live processes by their last beat, HASH of what they tell each other
     scheduler:detached                   SET of the workers of which a flag was seen
 
@@ -27,7 +28,7 @@ from functools import lru_cache
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
-from tasuki.coords.coordination import FORGET_AFTER_S, ClusterMember, LiveMember, View, check_ttl
+from tasuki.coords.coordination import EXPELLED_S, FORGET_AFTER_S, LEADER, ClusterMember, LiveMember, View, check_ttl
 from tasuki.coords.redis import RedisCoordination
 from tasuki.core.election import LOCK_TTL_MAX_S, Busy, Locked
 
@@ -35,7 +36,6 @@ if TYPE_CHECKING:
     import redis
 
 PREFIX = "scheduler"
-DETACH_S = 86_400  # a flag on a number that was given once and is not given again
 _MEMBER = ("kind", "incarnation", "schema_version", "version")
 
 
@@ -62,12 +62,16 @@ class SchedulerCoordination(RedisCoordination):
         self._on("tell", f"member:{me.member_id}", ttl_ms, *mine)
         self._command("ZADD", f"{PREFIX}:members", now_s, me.member_id)
         self._command("ZREMRANGEBYSCORE", f"{PREFIX}:members", "-inf", f"({now_s - FORGET_AFTER_S}")
-        detached = self._flags({*self._members("detached"), *me.workers})
-        degraded = self._show(me, now_s, detached)
-        if me.leads:
-            self._command("SET", f"{PREFIX}:leader:last_seen_ts", now_s)
+        flags = self._flags({*self._members("detached"), *me.workers})
+        degraded = self._show(me, now_s, frozenset(flags))
+        if me.led_ago_s is not None:
+            self._command("SET", f"{PREFIX}:leader:last_seen_ts", now_s - me.led_ago_s)
             degraded = bool(self._command("DEL", f"{PREFIX}:leader:degrade")) or degraded
-        return View(tuple(self._live(now_s, seen)), detached, degraded and me.leads)
+        led_at = self._command("GET", f"{PREFIX}:leader:last_seen_ts")
+        seen_s = None if led_at is None else now_s - float(led_at)
+        expelled = frozenset(name for name, actor in flags.items() if actor == b"1")
+        degraded = degraded and me.led_ago_s is not None
+        return View(tuple(self._live(now_s, seen)), frozenset(flags), degraded, seen_s, expelled)
 
     def _show(self, me: ClusterMember, now_s: float, detached: frozenset[str]) -> bool:
         """Write the hashes of this process's workers; return whether one of them was told not to lead."""
@@ -84,20 +88,18 @@ class SchedulerCoordination(RedisCoordination):
     def _live(self, now_s: float, seen: Mapping[str, int]) -> Iterable[LiveMember]:
         # A beat from the future was written before the clock was set back, and is no sign of life.
         span = f"({now_s - self.member_timeout_s}", f"({now_s + self.member_timeout_s}"
-        ids = sorted(name.decode() for name in self._command("ZRANGEBYSCORE", f"{PREFIX}:members", *span))
+        beats = _scored(self._command("ZRANGEBYSCORE", f"{PREFIX}:members", *span, "WITHSCORES"))
+        ids = sorted(beats)
         rows = self._together([("HMGET", f"{PREFIX}:member:{name}", *_MEMBER) for name in ids])
         told = [(name, row) for name, row in zip(ids, rows, strict=True) if None not in row]
         new = [name for name, row in told if seen.get(name) != int(row[3])]
         infos = dict(zip(new, self._together([("HGET", f"{PREFIX}:member:{name}", "info") for name in new]), strict=True))
         for name, (kind, incarnation, schema_version, version) in told:
-            yield LiveMember(name, kind.decode(), incarnation.decode(), int(schema_version), int(version), infos.get(name))
+            known = (kind.decode(), incarnation.decode(), int(schema_version), int(version), infos.get(name))
+            yield LiveMember(name, *known, age_s=now_s - beats[name])
 
     def heartbeat_ages(self) -> dict[str, float]:
-        """Return the seconds since the last beat of each member that is not forgotten yet."""
-        now_s = self._now_s()
-        found = self._command("ZRANGE", f"{PREFIX}:members", 0, -1, "WITHSCORES")
-        pairs = found if found and isinstance(found[0], list | tuple) else list(zip(found[::2], found[1::2], strict=True))
-        return {name.decode(): now_s - float(at) for name, at in pairs}
+        return self._ages(f"{PREFIX}:members")
 
     def live(self) -> list[LiveMember]:
         """Return the live members, without being one."""
@@ -129,37 +131,34 @@ class SchedulerCoordination(RedisCoordination):
 
     # -- workers that get no more work ----------------------------------------------------------------------------
     def set_detached(self, worker_id: str, detached: bool, *, actor: str, reason: str = "") -> bool:
-        """Set or delete the flag. Actor and reason are in the log of operations, not here."""
+        """Set or delete the flag; the reason is in the log of operations, not here."""
         flag = f"{PREFIX}:detach:{worker_id}"
         if not detached:
             self._command("SREM", f"{PREFIX}:detached", worker_id)
             return bool(self._command("DEL", flag))
         self._command("SADD", f"{PREFIX}:detached", worker_id)
-        return bool(self._command("SET", flag, "1", "NX", *(("EX", DETACH_S) if worker_id.isdecimal() else ())))
+        forgotten = ("EX", EXPELLED_S) if worker_id.isdecimal() else ()
+        return bool(self._command("SET", flag, "1" if actor == LEADER else f"by {actor}", "NX", *forgotten))
 
     def detached(self) -> frozenset[str]:
-        return self._flags(self._members("detached"))
+        return frozenset(self._flags(self._members("detached")))
 
-    def _flags(self, worker_ids: Iterable[str]) -> frozenset[str]:
-        """Return those of the workers that are detached, and make the index say the same."""
+    def _flags(self, worker_ids: Iterable[str]) -> dict[str, bytes]:
+        """Return those of the workers that are detached with the values of their flags, and make the index say the same."""
         asked = sorted(worker_ids)
         values = self._together([("GET", f"{PREFIX}:detach:{name}") for name in asked])
-        found = {name for name, value in zip(asked, values, strict=True) if value not in (None, b"", b"0")}
+        found = {name: value for name, value in zip(asked, values, strict=True) if value not in (None, b"", b"0")}
         indexed = self._members("detached") if asked else set()
-        if new := found - indexed:
+        if new := found.keys() - indexed:
             self._command("SADD", f"{PREFIX}:detached", *sorted(new))
-        if gone := (indexed & set(asked)) - found:
+        if gone := (indexed & set(asked)) - found.keys():
             self._command("SREM", f"{PREFIX}:detached", *sorted(gone))
-        return frozenset(found)
+        return found
 
     def _members(self, key: str) -> set[str]:
         return {name.decode() for name in self._command("SMEMBERS", f"{PREFIX}:{key}")}
 
     # -- commands -------------------------------------------------------------------------------------------------
-    def _now_s(self) -> float:
-        seconds, microseconds = self._command("TIME")
-        return int(seconds) + int(microseconds) / 1e6
-
     def _on(self, script: str, key: str, *arguments: str | bytes | float) -> Any:
         return self._ask(self._scripts[script], (f"{PREFIX}:{key}",), arguments)
 
@@ -171,6 +170,12 @@ class SchedulerCoordination(RedisCoordination):
         for command in commands:
             pipeline.execute_command(*command)
         return list(self._ask(pipeline.execute))
+
+
+def _scored(found: list[Any]) -> dict[str, float]:
+    """Return members with their scores, whichever version of the protocol the answer is of."""
+    pairs = found if found and isinstance(found[0], list | tuple) else list(zip(found[::2], found[1::2], strict=True))
+    return {name.decode(): float(score) for name, score in pairs}
 
 
 @lru_cache

@@ -14,8 +14,10 @@ from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
 from tasuki.coords.coordination import (
+    EXPELLED_S,
     FORGET_AFTER_S,
     FORGET_BATCH,
+    LEADER,
     ClusterMember,
     Coordination,
     LiveMember,
@@ -55,8 +57,17 @@ class SqlCoordination(Coordination):
             self._change("beat_anew", {**mine, "kind": me.kind, "schema_version": me.schema_version, "info": me.info})
         self._change("forget", {"forget_after_s": FORGET_AFTER_S, "limit": FORGET_BATCH})
         known = {"seen_ids": list(seen), "seen_versions": list(seen.values()), "timeout_s": self.member_timeout_s}
-        degraded = me.leads and self._change("degraded", {}) == 1
-        return View(tuple(LiveMember(*row) for row in self._rows("live", known)), self.detached(), degraded)
+        degraded = me.led_ago_s is not None and self._change("degraded", {}) == 1
+        if me.led_ago_s is not None:
+            self._change("led", {"led_ago_s": me.led_ago_s})
+        members = tuple(LiveMember(*row) for row in self._rows("live", known))
+        detached = self._rows("detached", {})
+        expelled = frozenset(name for name, actor in detached if actor == LEADER)
+        seen_s = next((age for (age,) in self._rows("leader_seen", {})), None)
+        return View(members, frozenset(name for name, _ in detached), degraded, seen_s, expelled)
+
+    def heartbeat_ages(self) -> dict[str, float]:
+        return dict(self._rows("heartbeat_ages", {}))
 
     def leave(self, member_id: str, incarnation: str) -> None:
         self._change("leave", {"member_id": member_id, "incarnation": incarnation})
@@ -81,6 +92,8 @@ class SqlCoordination(Coordination):
     # -- workers that get no more work ----------------------------------------------------------------------------
     def set_detached(self, worker_id: str, detached: bool, *, actor: str, reason: str = "") -> bool:
         row = {"worker_id": worker_id, "actor": actor, "reason": reason}
+        if detached and actor == LEADER:
+            self._change("forget_expelled", {"actor": LEADER, "expelled_s": EXPELLED_S})
         return self._change("detach" if detached else "attach", row) == 1
 
     def detached(self) -> frozenset[str]:

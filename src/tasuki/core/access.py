@@ -85,6 +85,11 @@ class Identity(msgspec.Struct, frozen=True, gc=False):
         if self.kind is PeerKind.CLIENT and self.scope and not any(matches(pattern, subject) for pattern in self.job_scope):
             raise Forbidden(f"this token may not submit to subject {subject!r}; its scope is {', '.join(self.scope)}")
 
+    def check_broadcast(self, target: str) -> None:
+        """Refuse jobs for all workers of this pattern, unless the scope covers them all."""
+        if self.kind is PeerKind.CLIENT and self.scope and not any(covers(pattern, target) for pattern in self.job_scope):
+            raise Forbidden(f"this token may not submit to all of {target!r}; its scope is {', '.join(self.scope)}")
+
     def check_worker(self) -> None:
         if self.kind not in (PeerKind.WORKER, PeerKind.NODE):
             raise Forbidden(f"a token of kind {self.kind} cannot run jobs; make one with: tasuki token create --kind worker")

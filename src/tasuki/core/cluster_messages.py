@@ -23,6 +23,7 @@ from msgspec.structs import replace
 
 from tasuki.core.job import OnDisconnect
 from tasuki.core.protocol import PublishedMessage
+from tasuki.core.routing import Candidate, SubjectRoute
 from tasuki.core.store_messages import Takes
 from tasuki.core.subject import SUBJECT_MAX_BYTES
 from tasuki.errors import InvalidInput, TooLarge
@@ -73,6 +74,8 @@ class Hint(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Subjects that have new ready jobs."""
     ready_jobs: int = 0
     """Number of these jobs; 0: not known, as in a hint that was cut into pieces."""
+    routed: tuple[tuple[_Id, _Id], ...] = ()
+    """(job_id, worker_id): workers that the sender chose for ready jobs by a routing policy, of other servers."""
     relay: RelayPiece | None = None
     """A piece of messages for subscribers; then the hint has nothing else."""
 
@@ -82,7 +85,7 @@ class Hint(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         return not (self.everything or any(getattr(self, name) for name in _LISTS))
 
 
-_LISTS = ("tokens", "canceled", "moved", "ended", "ready")
+_LISTS = ("tokens", "canceled", "moved", "ended", "ready", "routed")
 _NAMES_BYTES = sum(len(f',"{name}":[]') for name in _LISTS)
 
 _encode = msgspec.json.Encoder().encode
@@ -100,7 +103,7 @@ def split(hint: Hint, max_bytes: int = PIECE_MAX_BYTES) -> list[bytes]:
     whole = _encode(hint)
     if len(whole) <= max_bytes:
         return [whole]
-    shorter = replace(hint, everything=True, ended=(), ready=())
+    shorter = replace(hint, everything=True, ended=(), ready=(), routed=())
     return _pieces(hint, max_bytes) or _pieces(shorter, max_bytes) or [everything(hint.server_id)]
 
 
@@ -203,11 +206,19 @@ class WorkerInfo(msgspec.Struct, frozen=True, gc=False, array_like=True):
     owner: str = ""
     execs: tuple[str, ...] | None = None
     """Programs that it offers; None: it does not say."""
+    cpu: float = 0.0
+    """Load of its CPUs, 0 to 1."""
+    held: bytes = b""
+    """Prefixes of the hashes of cached files that it holds (`core.routing`); empty: no route asks for them."""
+
+    def candidate(self) -> Candidate:
+        """Return the facts by which routing policies compare it. Credit for what is sent ahead is no free place."""
+        return Candidate(self.worker_id, min(self.credit, max(0, self.slots - self.running)), self.running, self.cpu, self.held)
 
     def view(self, server_id: str) -> dict[str, object]:
         """Return the description that the API and `tasuki workers` show."""
         fields = dict(zip(self.__struct_fields__, msgspec.to_builtins(self), strict=True))
-        return {"server_id": server_id, **fields, "patterns": list(self.patterns)}
+        return {"server_id": server_id, **fields, "patterns": list(self.patterns), "held": self.held.hex()}
 
 
 class ServerInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -223,7 +234,11 @@ class ServerInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     workers: tuple[WorkerInfo, ...] = ()
     epoch: int = 0
     """Epoch under which the server leads; 0: it does not lead."""
+    sub_leads: bool = False
+    """It watches the leader for its node."""
     blob_problem: str = ""
     """Reason why the leader takes no new blobs; then no server does."""
     queues: tuple[tuple[str, str], ...] = ()
     """(pattern, queue group) of the subscribers of this server that are in groups."""
+    routes: tuple[SubjectRoute, ...] = ()
+    """Its routing policies, which hold at all servers."""

@@ -39,7 +39,10 @@ with exactly one event, however long it takes (TakeOver with TookOver or EpochFe
 `Following` or `Resigned`: a lock that may have been renewed after all is given back. Every event looks at the time first: a
 leader whose time is over steps down before it handles the event. `EpochFenced` of an epoch other than the present one changes
 nothing. `Lapsed` and `Degraded` are to a leader as `EpochFenced`, except that it asks for the lock again at once, or
-after a ttl, in which another server may take it; others ignore both.
+after a time in which all other servers ask for it; others ignore both. `LockReleased` makes a follower ask sooner.
+
+A server may let others stand first (`deference_s`): it asks for the lock only so long after the end of the lock that it has heard
+of. So the sub-leader of another node than the last leader's is the first to ask, then that of the same node, then all others.
 """
 
 from __future__ import annotations
@@ -55,7 +58,7 @@ from tasuki.errors import ConfigError, InvalidTransition
 LOCK_TTL_S = 10.0
 LOCK_TTL_MAX_S = 60.0  # no lock lasts longer: one that seems to was written before the coordination's clock was set back
 MARGIN_MAX_S = 1.0  # how much sooner than the coordination a holder lets go; a tenth of the ttl, if that is less
-ASK_MIN_S = 0.2  # a lock that ends any moment is not asked for in a hot loop
+ASK_MIN_S = 0.1  # a lock that ends any moment is not asked for in a hot loop
 ASK_MAX_S = 1.0  # a follower asks at least this often: the holder may have given the lock back
 
 
@@ -111,7 +114,11 @@ class Lapsed(msgspec.Struct, frozen=True):
 
 
 class Degraded(msgspec.Struct, frozen=True):
-    """Somebody asked the leader to step down, or its worker was detached. It stands again after a ttl."""
+    """Somebody asked the leader to step down, or its worker was detached. It stands again when all others have asked."""
+
+
+class LockReleased(msgspec.Struct, frozen=True):
+    """The lock may be free before its time: its holder has left, or was deposed."""
 
 
 class Resign(msgspec.Struct, frozen=True):
@@ -193,7 +200,7 @@ class Resigned(msgspec.Struct, frozen=True):
     """This server stands for election no more."""
 
 
-Event = Ticked | Acquired | TookOver | Renewed | EpochFenced | Lapsed | Degraded | Resign
+Event = Ticked | Acquired | TookOver | Renewed | EpochFenced | Lapsed | Degraded | LockReleased | Resign
 Command = Acquire | TakeOver | Renew | Release | Lead | StepDown
 State = Following | Acquiring | TakingOver | Leading | Awaiting | Resigned
 
@@ -205,7 +212,11 @@ class Election:
         self.holder = holder
         self.set_ttl(ttl_s)
         self.state: State = Following(ask_at=0.0)
+        self.deference_s = 0.0
+        """How long after the end of another's lock this server asks for it; 0: it also asks before, every ASK_MAX_S at least."""
         self._resigning = False
+        self._others_first_until = 0.0
+        """Time before which a leader that was told to step down does not ask, whoever releases the lock."""
 
     # ------------------------------------------------------------------------------------------------ for the driver
 
@@ -253,6 +264,9 @@ class Election:
                 commands += self._lapsed(epoch, now)
             case Degraded():
                 commands += self._degraded(now)
+            case LockReleased():
+                if isinstance(self.state, Following):
+                    self.state = Following(min(self.state.ask_at, max(now + self.deference_s, self._others_first_until)))
             case Resign():
                 commands += self._resign(now)
         return commands
@@ -278,7 +292,8 @@ class Election:
                 self._follow(now)
                 return [Release(epoch)]
             case Busy(left_s=left_s):
-                self._follow(now, wait_s=min(max(left_s, ASK_MIN_S), ASK_MAX_S))
+                wait_s = max(left_s, ASK_MIN_S)
+                self._follow(now, wait_s + self.deference_s if self.deference_s else min(wait_s, ASK_MAX_S))
             case None:
                 self._follow(now)
         return []
@@ -333,7 +348,8 @@ class Election:
             return []
         commands = self._step_down(now, "it was told to", release=True)
         if isinstance(self.state, Following):
-            self.state = Following(now + self.ttl_s)
+            self._others_first_until = now + self.ttl_s + ASK_MAX_S  # every other server asks before that
+            self.state = Following(self._others_first_until)
         return commands
 
     def _resign(self, now: float) -> list[Command]:

@@ -14,8 +14,9 @@ import msgspec
 
 from tasuki.core.job import READY, TERMINAL, Job, JobIncident, State
 from tasuki.core.lifecycle import is_late, was_made
+from tasuki.core.routing import ROUTE_WAIT_S, Candidate, SubjectRoute, choose, facts_of, route_of, why
 from tasuki.core.store_messages import OWN_PROGRAMS, Offer, Takes, kind_of
-from tasuki.core.subject import matches
+from tasuki.core.subject import is_reached, matches, only_worker
 from tasuki.core.units import shown_duration
 
 SHOWN_MAX = 3  # names and patterns in one sentence; the facts have more
@@ -37,11 +38,16 @@ class ExplainContext(msgspec.Struct, frozen=True, kw_only=True):
     """The highest priority of which anything is ready."""
     trouble: str = ""
     """Reason why this server grants nothing at all: the disk is full, or the store cannot be written to."""
+    has_leader: bool = True
+    """A live server leads; without one nothing that waits for a time becomes ready."""
     now_wall: float
     start_worker: str = "tasuki worker --to URL"
     """Command that starts a worker here."""
     run_again: str = "tasuki retry"
     """Command that runs ended jobs again, without their ids."""
+    routes: Sequence[SubjectRoute] = ()
+    """Routing policies, the first that matches."""
+    route_wait_s: float = ROUTE_WAIT_S
 
 
 def explain(job: Job, incidents: Sequence[JobIncident], context: ExplainContext) -> dict[str, Any]:
@@ -51,7 +57,7 @@ def explain(job: Job, incidents: Sequence[JobIncident], context: ExplainContext)
     elif job.state in TERMINAL:
         why, because, facts = _ended(job, context)
     else:
-        why, because, facts = _held(job, context.workers)
+        why, because, facts = _held(job, context)
     if job.outcome is not None and isinstance(traceback := job.outcome.meta.get("traceback"), str):
         facts["traceback"] = traceback
     for sentences, more in (again(job, incidents), fenced(incidents), times(job, incidents, context.now_wall)):
@@ -92,12 +98,16 @@ def _why_waiting(job: Job, context: ExplainContext) -> Explanation:
         return "TOO_LATE", ["It is too late to start it, by its not_after: it is about to be skipped."], {}
     if job.not_before is not None and job.not_before > context.now_wall:
         return _delayed(job, job.not_before - context.now_wall)
+    if not context.has_leader and context.ahead is None:
+        return "NO_LEADER", ["No process leads at the moment. What waits for a time becomes ready when one does."], {}
     if job.job_definition_id is not None and job.state is State.PENDING and context.ahead is None:
         return "PREDECESSOR", ["It replaces an earlier run of its definition, and starts when nothing of that one is left."], {}
     if context.trouble:
         return "TROUBLE", [f"This server gives out no job at the moment: {context.trouble}."], {"trouble": context.trouble}
     if not context.workers:
         return "NO_WORKERS", [f"No worker is connected. Start one with: {context.start_worker}"], {}
+    if (only := only_worker(job.spec.subject)) is not None:
+        return _for_one(job, only, context)
     fitting = [worker for worker in context.workers if _pattern_of(worker, job.spec.subject) is not None]
     if not fitting:
         return _no_pattern(job.spec.subject, context.workers)
@@ -117,6 +127,20 @@ def _why_waiting(job: Job, context: ExplainContext) -> Explanation:
     return _its_turn(job, attached, context)
 
 
+def _for_one(job: Job, worker_id: str, context: ExplainContext) -> Explanation:
+    """Explain the wait of a job that is for one worker alone."""
+    facts: dict[str, Any] = {"addressed_to": worker_id}
+    worker = next((worker for worker in context.workers if worker["worker_id"] == worker_id), None)
+    if worker is None:
+        return "WORKER_AWAY", [f"It is for worker {worker_id} alone, which is not connected: it gets it when it is back."], facts
+    if not is_reached(worker["patterns"], job.spec.subject):
+        near = ", ".join(worker["patterns"][:SHOWN_MAX])
+        return "NO_PATTERN", [f"It is for worker {worker_id} alone, which subscribes to nothing that it meets ({near})."], facts
+    if not _offer_of(worker).fits(kind_of(job.spec.exec, job.submitter), job.spec.exec):
+        return _left_to(job, worker)
+    return _its_turn(job, [worker], context)
+
+
 def _delayed(job: Job, wait_s: float) -> Explanation:
     facts: dict[str, Any] = {"not_before": job.not_before, "wait_s": round(wait_s, 3)}
     if job.failures and job.outcome is not None:
@@ -126,6 +150,9 @@ def _delayed(job: Job, wait_s: float) -> Explanation:
     if job.losses and job.spec.not_before != job.not_before:
         words = f"attempt {job.attempt} was lost, loss {job.losses} of {job.spec.max_losses}"
         return "LOSS_DELAY", [f"It may not start for another {shown_duration(wait_s)}: {words}."], facts
+    if job.job_definition_id is not None:
+        words = "shortly before, the leader assigns it to a worker; if nobody has room, whoever is free takes it then"
+        return "NOT_DUE", [f"It is due in {shown_duration(wait_s)}: {words}."], facts
     asked = ": its submitter said so" if job.spec.not_before == job.not_before else ""
     return "NOT_BEFORE", [f"It may not start for another {shown_duration(wait_s)}{asked}."], facts
 
@@ -214,6 +241,14 @@ def _its_turn(job: Job, fitting: Sequence[Worker], context: ExplainContext) -> E
     if not free:
         busy = ", ".join(f"{worker['worker_id']} ({worker['running']} running)" for worker in fitting[:SHOWN_MAX])
         return "BUSY", [f"{only}All workers that fit are busy: {busy}.{line}"], facts
+    if (route := route_of(context.routes, job.spec.subject)) is not None and not addressed:
+        facts |= {"route": route.pattern, "policy": str(route.policy)}
+        chosen = choose(route.policy, facts_of(job.spec), _candidates(fitting), waited=False)
+        facts["chosen_worker"] = chosen.worker_id if chosen is not None else None
+        if chosen is None:
+            best = f"A worker is to have it by the route {route.pattern!r}, {route.policy}, and is full"
+            return "ROUTE_WAIT", [f"{best}; others get it after {shown_duration(context.route_wait_s)}.{line}"], facts
+        line = f" By the route {route.pattern!r}, {route.policy}, it is for {chosen.worker_id}.{line}"
     soon = f"{only}It is ready, and {len(free)} worker(s) that fit have room: it is about to be leased.{line}"
     return "ITS_TURN", [soon], facts
 
@@ -221,10 +256,14 @@ def _its_turn(job: Job, fitting: Sequence[Worker], context: ExplainContext) -> E
 # ---------------------------------------------------------------------------------------------------- at a worker
 
 
-def _held(job: Job, workers: Sequence[Worker]) -> Explanation:
+def _held(job: Job, context: ExplainContext) -> Explanation:
     assert job.lease is not None
-    lease = job.lease
+    lease, workers = job.lease, context.workers
     subject = job.spec.subject
+    wait_s = (job.not_before or 0.0) - context.now_wall
+    if job.state is State.ASSIGNED and wait_s > 0:
+        words = f"It is assigned to worker {lease.worker_id}, and due in {shown_duration(wait_s)}: it is told to start it then."
+        return "ASSIGNED_AHEAD", [words], {"worker_id": lease.worker_id, "not_before": job.not_before, "wait_s": round(wait_s, 3)}
     worker = next((w for w in workers if (w["worker_id"], w["incarnation"]) == (lease.worker_id, lease.incarnation)), None)
     word = "runs at" if job.state is State.RUNNING else "was given to"
     because = [f"It {word} worker {lease.worker_id}, which is {'not ' if worker is None else ''}connected."]
@@ -235,14 +274,23 @@ def _held(job: Job, workers: Sequence[Worker]) -> Explanation:
         "cancel_requested": job.cancel_requested,
     }
     pattern = _pattern_of(worker, subject) if worker is not None else None
-    if pattern is not None:
-        chosen_by, words = _why_there(subject, lease.worker_id, workers)
+    if only_worker(subject) is not None:
+        because.append("It is for that worker alone.")
+        facts["chosen_by"] = "ONLY_WORKER"
+    elif pattern is not None:
+        chosen_by, words = _why_there(job, lease.worker_id, workers, context.routes)
         because.append(f"Its pattern {pattern!r} matches. {words}")
         facts |= {"pattern": pattern, "chosen_by": chosen_by}
     if job.progress is not None:
         said = f" ({job.progress.text})" if job.progress.text else ""
         because.append(f"It says that it is {job.progress.fraction:.0%} done{said}.")
         facts |= {"progress": job.progress.fraction, "progress_text": job.progress.text}
+    if worker is not None and worker.get("detached"):
+        because.append("That worker is detached: it gets no more jobs.")
+        facts["detached"] = True
+    if job.confirming_until is not None:
+        because.append("Its worker was detached, and asks whether it may go on; nobody else gets the job before it has heard.")
+        facts["confirming_until"] = job.confirming_until
     if worker is None:
         because.append("If the worker does not come back before its lease ends, the job goes to another one.")
     if job.cancel_requested:
@@ -250,14 +298,26 @@ def _held(job: Job, workers: Sequence[Worker]) -> Explanation:
     return "AT_WORKER" if worker is not None else "WORKER_AWAY", because, facts
 
 
-def _why_there(subject: str, worker_id: str, workers: Sequence[Worker]) -> tuple[str, str]:
+def _why_there(job: Job, worker_id: str, workers: Sequence[Worker], routes: Sequence[SubjectRoute]) -> tuple[str, str]:
+    subject = job.spec.subject
     if subject.rpartition(".")[2] == worker_id:
         return "LAST_TOKEN", "The subject's last token is its id, so no other worker gets the job while it is there."
     others = [w["worker_id"] for w in workers if w["worker_id"] != worker_id and _pattern_of(w, subject) is not None]
     if not others:
         return "ONLY_ONE", "No other connected worker subscribes to the subject."
+    if (route := route_of(routes, subject)) is not None:
+        kind = kind_of(job.spec.exec, job.submitter)
+        fitting = [w for w in workers if _pattern_of(w, subject) is not None and _offer_of(w).fits(kind, job.spec.exec)]
+        reason = why(route.policy, facts_of(job.spec), worker_id, _candidates(fitting))
+        return route.policy.name, f"The route {route.pattern!r} chooses by {route.policy}. {reason}"
     shown = ", ".join(others[:SHOWN_MAX])
     return "LEAST_LOAD", f"So do others' ({shown}); the worker with the smallest share of its places in use is asked first."
+
+
+def _candidates(workers: Sequence[Worker]) -> list[Candidate]:
+    return [
+        Candidate(w["worker_id"], w["credit"], w["running"], w.get("cpu", 0.0), bytes.fromhex(w.get("held", ""))) for w in workers
+    ]
 
 
 # ---------------------------------------------------------------------------------------------------- ended
@@ -308,6 +368,36 @@ def why_not(pattern: str, subject: str) -> str:
     if len(wanted) < len(given):
         return f"it ends after {len(wanted)} token(s), the subject has {len(given)}"
     return f"it needs {len(wanted)} tokens{' or more' if wanted[-1] == '>' else ''}, the subject has {len(given)}"
+
+
+def takers(subject: str, exec_: str, submitter: str, workers: Sequence[Worker]) -> list[dict[str, Any]]:
+    """Return, of each worker, whether it would take a job of this subject, exec and submitter, and the reason."""
+    kind = kind_of(exec_, submitter)
+    named = any(exec_ in (worker.get("execs") or ()) for worker in workers) if exec_ else False
+    last = subject.rpartition(".")[2]
+    only = next((worker for worker in workers if worker["worker_id"] == last and _pattern_of(worker, subject)), None)
+    found = []
+    for worker in workers:
+        pattern = _pattern_of(worker, subject)
+        takes = False
+        if pattern is None:
+            nearest = sorted(worker["patterns"], key=lambda one: -_common(one, subject))[:SHOWN_MAX]
+            because = "; ".join(f"{one!r}: {why_not(one, subject)}" for one in nearest) or "it subscribes to nothing"
+        elif only is not None and worker is not only:
+            because = f"the subject ends in {last}, so only that worker gets it"
+        elif not _offer_of(worker).fits(kind, exec_):
+            offered = _offered_by(worker)
+            because = f"its pattern {pattern!r} matches, but it {offered if offered.startswith('takes') else 'offers ' + offered}"
+        elif named and exec_ not in (worker.get("execs") or ()):
+            because = f"it leaves the exec {exec_!r} to workers that name it"
+        elif worker.get("detached"):
+            because = "it is detached"
+        else:
+            takes, because = True, f"its pattern {pattern!r} matches"
+            if worker["credit"] <= 0:
+                because += f", when one of its {worker['running']} running jobs has ended"
+        found.append({"worker_id": worker["worker_id"], "takes": takes, "because": because})
+    return found
 
 
 # ---------------------------------------------------------------------------------------------------- the past

@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
-from tasuki.core.subject import DEFAULT_SUBJECT, check_subject
+from tasuki.core.subject import DEFAULT_SUBJECT, check_subject, subject_for
 from tasuki.errors import InvalidInput, TooLarge, quoted
 
 JOB_ID_MAX_CHARS = 128
@@ -33,12 +33,14 @@ TEXTS_MAX_BYTES = 160 * 1024  # arguments, environment and headers together: a t
 PRIORITY_MAX = 9
 TIMEOUT_MAX_S = 366 * 86400.0
 COMMAND_BACKOFF_S = 10.0
+BROADCAST_WITHIN_S = 3600.0  # for which a broadcast waits for workers that are away
 HANDLER_BACKOFF_S = 1.0  # its failures are mostly those of a service that it calls, or of code that is being written
 BUDGET_MAX = 1_000_000
 EXIT_CODES_MAX = 64
 EXIT_CODE_RANGE = (1, 255)  # of failures, as a shell shows them: 128 + n for signal n
 TIME_END = 1e11  # Unix times in seconds are below this; in milliseconds they would not be
 PROGRESS_TEXT_MAX_CHARS = 200
+ROUTE_KEY_MAX_CHARS = 256
 PAYLOAD_FILE = "tasuki-payload"  # name of the input file that is the payload of a handler's job, where that is too large for it
 
 EMPTY_SHA256 = hashlib.sha256(b"").hexdigest()
@@ -149,6 +151,8 @@ class JobSpec(msgspec.Struct, frozen=True, gc=False, omit_defaults=True, kw_only
     """Free notes for the submitter. Not part of the body."""
     array_id: str | None = None
     """The array that this job is an element of. Not part of the body."""
+    route_key: str = ""
+    """Key by which a sticky route chooses the worker; empty: the subject. Not part of the body."""
     delay_first_loss: bool = False
     """True: the job waits also after its first lost attempt; else only after later ones. Not part of the body."""
     mac: bytes = b""
@@ -195,6 +199,12 @@ class Outcome(msgspec.Struct, frozen=True, gc=False, omit_defaults=True, kw_only
     """Trying again can never help: no retry is used up, the job is FAILED."""
     retry_in_s: float | None = None
     """Delay of the next attempt, instead of the job's backoff. Stores act on it and do not keep it."""
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """Headers of the result, as its handler gave them."""
+        found = self.meta.get("headers")
+        return found if isinstance(found, dict) else {}
 
 
 class Progress(msgspec.Struct, frozen=True, gc=False, array_like=True):
@@ -244,6 +254,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     scheduled_for: float | None = None
     progress: Progress | None = None
     """The latest attempt's last report of progress; a grant clears it."""
+    confirming_until: float | None = None
+    """Wall time until which its worker, which was cut off or detached, asks whether it may go on; a grant clears it."""
 
     def __post_init__(self) -> None:
         if self.state in LEASED and self.lease is None:
@@ -396,6 +408,8 @@ def check_spec(spec: JobSpec, *, is_run: bool = False) -> JobSpec:
         check_exit_codes(spec.permanent_exit_codes, spec.retry_exit_codes)
     if spec.array_id is not None:
         check_job_id(spec.array_id, "array_id")
+    if len(spec.route_key) > ROUTE_KEY_MAX_CHARS:
+        raise TooLarge(f"route_key has {len(spec.route_key)} characters, the limit is {ROUTE_KEY_MAX_CHARS}; use a hash of it")
     size = len(spec.payload)
     if spec.args or spec.env or spec.files or spec.headers:
         _check_lists(spec)
@@ -510,6 +524,24 @@ def check_file_name(name: str) -> str:
             f"file name {name[:80]!r} must be a relative path without '..', empty parts, backslash or control characters"
         )
     return name
+
+
+def broadcast_specs(spec: JobSpec, worker_ids: Iterable[str], not_after: float) -> list[JobSpec]:
+    """Return one job for each of these workers, as elements of an array: `spec` has the array's id as its job_id, and the pattern
+    that the workers meet as its subject. A worker that is away at `not_after` has missed its job.
+
+    The ids of the jobs follow from the array's: the same broadcast again adds jobs for workers that are new, and no second one.
+    """
+    return [
+        replace(
+            spec,
+            job_id=f"{spec.job_id}.{worker_id}",
+            subject=subject_for(spec.subject, worker_id),
+            array_id=spec.job_id,
+            not_after=spec.not_after or not_after,
+        )
+        for worker_id in worker_ids
+    ]
 
 
 _body_encoder = msgspec.msgpack.Encoder()

@@ -29,6 +29,7 @@ GRACE_MAX_S = 3600.0  # of kept jobs whose worker is silent
 HTTP_LEASE_TTL_S = 60.0  # over HTTP the connection is the part that fails
 LEASE_MARGIN_S = 2.0  # what the store waits past the ttl, and what a kill may take
 TAKEOVER_TIE_S = 0.001  # renewed so soon after a takeover counts as renewed by it: times are sums, which are not quite exact
+REASSIGN_AFTER_S = 60.0  # an assigned run that nobody has fetched so long after its time goes to another worker
 RETRY_DELAY_MAX_S = 300.0
 RETENTION_DAYS = 30.0
 BLOB_GRACE_S = 3600.0

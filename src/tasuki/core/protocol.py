@@ -30,6 +30,7 @@ from tasuki.core.job import (
     State,
     is_sha256,
 )
+from tasuki.core.routing import HELD_MAX_BYTES
 from tasuki.core.store_messages import CacheEntry, Grant, Takes
 from tasuki.core.subject import check_subject
 from tasuki.errors import InvalidInput, TasukiError, TooLarge, VersionMismatch, quoted
@@ -70,6 +71,8 @@ NUMBER_MAX = 2**63 - 1  # what an SQL integer holds
 MsgId = Annotated[int, msgspec.Meta(ge=1, le=NUMBER_MAX)]
 WholeNumber = Annotated[int, msgspec.Meta(ge=0, le=NUMBER_MAX)]
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e9)]  # also keeps out NaN and infinity
+Fraction = Annotated[float, msgspec.Meta(ge=0, le=1)]
+HeldFiles = Annotated[bytes, msgspec.Meta(max_length=HELD_MAX_BYTES)]
 Parameter = None | bool | int | float | str | Annotated[list[str], msgspec.Meta(max_length=BATCH_MAX)]
 """One parameter of a Request as it comes over the wire: nothing is nested deeper."""
 Patterns = Annotated[tuple[str, ...], msgspec.Meta(max_length=BATCH_MAX)]
@@ -340,6 +343,10 @@ class Heartbeat(msgspec.Struct, frozen=True):
     claims: list[Claim] = []
     progress: dict[str, Progress] = {}
     """By lease_id; only what changed."""
+    cpu: Fraction | None = None
+    """Load of the worker's CPUs."""
+    held: HeldFiles | None = None
+    """Prefixes of the hashes of cached files that the worker holds (`core.routing`), if they changed."""
 
 
 class HeartbeatAnswer(msgspec.Struct, frozen=True):

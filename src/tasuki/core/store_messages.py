@@ -14,8 +14,9 @@ import msgspec
 from msgspec.structs import replace
 
 from tasuki.core.job import LEASED, Job, JobSpec, OnDisconnect, Outcome, Progress, State, check_name
-from tasuki.core.lifecycle import LEASE_TTL_S
-from tasuki.core.subject import matches
+from tasuki.core.lifecycle import LEASE_TTL_S, REASSIGN_AFTER_S
+from tasuki.core.statistics import OTHER_GROUPS, Rollup
+from tasuki.core.subject import matches, only_worker
 from tasuki.errors import CacheConflict, Conflict, InvalidInput
 
 # ---------------------------------------------------------------------------------------------------- requests
@@ -130,6 +131,14 @@ def _queues_of(offer: Offer) -> tuple[tuple[tuple[int, str], ...], tuple[int, ..
     return tuple(named), tuple(whole)
 
 
+class ChosenJob(NamedTuple):
+    """A ready job that a routing policy has chosen a worker for, with its place among the others."""
+
+    job_id: str
+    priority: int
+    group: str
+
+
 class LeaseRequest(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     """A worker's request for up to `limit` ready jobs, by patterns or by job_ids (which may also take over an expired lease)."""
 
@@ -149,11 +158,22 @@ class LeaseRequest(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     owner: str = ""
     live_workers: Mapping[str, tuple[str, ...]] = {}
     """Patterns of all workers that take work, by worker_id."""
+    routed: tuple[str, ...] = ()
+    """Patterns of subjects that have a routing policy: their jobs are granted only if they are chosen."""
+    chosen: tuple[ChosenJob, ...] = ()
+    """Jobs of such subjects that this worker may have: they take part in priority, fairness and limit as if a pattern had found
+    them."""
 
     def leaves(self, subject: str) -> bool:
-        """Return whether the subject's last token names another live worker that subscribes to it: its jobs are left for it."""
+        """Return whether the jobs of a subject are not this worker's to take: they are for another worker alone, which the
+        subject names, or a routing policy decides about them."""
+        only = only_worker(subject)
+        if only is not None:
+            return only != self.worker_id
         last = subject.rpartition(".")[2]
-        return last != self.worker_id and any(matches(pattern, subject) for pattern in self.live_workers.get(last, ()))
+        if any(matches(pattern, subject) for pattern in self.live_workers.get(last, ())):
+            return last != self.worker_id
+        return any(matches(pattern, subject) for pattern in self.routed)
 
     def may_take(self, subject: str, kind: JobKind, exec: str) -> bool:
         """Return whether the worker offers what jobs of this queue need, and they are not left to one that has the program."""
@@ -175,6 +195,10 @@ class HeldLease(msgspec.Struct, frozen=True, gc=False):
     progress: Progress | None = None
     """Progress of the attempt, if it changed since the last `renew`."""
     owner: str = ""
+    is_over: bool = False
+    """For `release`, by a server in place of a silent worker: only if no more than the margin is left of the lease."""
+    confirm_s: float | None = None
+    """Time within which its worker, which was detached, has to hear whether it may go on; 0: it may. None: as before."""
 
 
 class LeaseHolder(msgspec.Struct, frozen=True):
@@ -215,15 +239,27 @@ class RequeueOrder(NamedTuple):
 
 
 class Assignment(msgspec.Struct, frozen=True, gc=False, kw_only=True):
-    """A leader's targeted grant: this job to this worker."""
+    """A leader's targeted grant: this job to this worker. To nobody (empty worker_id): a run that was assigned ahead of its time
+    is taken back."""
 
     job_id: str
     worker_id: str
-    incarnation: str
+    incarnation: str = ""
     ttl_s: float = LEASE_TTL_S
     on_disconnect: OnDisconnect = OnDisconnect.STOP
     reconnect_grace_s: float = 0.0
     owner: str = ""
+
+
+class FireOrder(NamedTuple):
+    """The terms of one look at definitions and events."""
+
+    limit: int = 256
+    """Number of definitions, and of events, to look at."""
+    ahead_s: float = 0.0
+    """Make the next run of each definition so long before its time, so that it can be assigned; 0: at its time."""
+    reassign_after_s: float = REASSIGN_AFTER_S
+    """An assigned run that its worker has not fetched so long after its time is an orphan."""
 
 
 class Filter(msgspec.Struct, frozen=True, gc=False, kw_only=True, omit_defaults=True):
@@ -239,6 +275,10 @@ class Filter(msgspec.Struct, frozen=True, gc=False, kw_only=True, omit_defaults=
     scope: tuple[str, ...] = ()
     text: str | None = None
     """Part of the job_id or of the error (Feature.FIND_TEXT)."""
+    created_from: float | None = None
+    """Wall time at which a job was submitted, or later."""
+    created_until: float | None = None
+    """Wall time before which it was submitted."""
 
 
 class BlobClaim(msgspec.Struct, frozen=True, gc=False):
@@ -451,6 +491,19 @@ class FiredRun(msgspec.Struct, frozen=True, gc=False):
     state: State = State.PENDING
 
 
+class AheadRun(msgspec.Struct, frozen=True, gc=False):
+    """A run that was made ahead of its time and that no worker has fetched."""
+
+    job_id: str
+    queue: ReadyQueue
+    is_due: bool
+    """Its time has come, and it may start: an order to the worker that it is assigned to is all that it waits for."""
+    worker_id: str = ""
+    """Worker that it is assigned to; empty: nobody."""
+    incarnation: str = ""
+    attempt: int = 0
+
+
 class FiredRuns(msgspec.Struct, frozen=True, gc=False):
     """The answer to `fire`."""
 
@@ -459,6 +512,8 @@ class FiredRuns(msgspec.Struct, frozen=True, gc=False):
     """Runs that were canceled because the next one replaces them."""
     released: int = 0
     """Number of runs whose predecessor has ended, and which are ready now."""
+    ahead: tuple[AheadRun, ...] = ()
+    """All runs that were made ahead of their time and that nobody has fetched; asked for only by a leader that assigns."""
     wait_s: float | None = None
     """Time until the next nominal time, or until the next delayed job is due; None: nothing is planned."""
 
@@ -504,9 +559,6 @@ class GroupCounts(msgspec.Struct, frozen=True, gc=False):
     @property
     def total(self) -> int:
         return sum(msgspec.structs.astuple(self))
-
-
-OTHER_GROUPS = "(other)"
 
 
 def largest_groups(counts: Mapping[str, GroupCounts], limit: int) -> dict[str, GroupCounts]:
@@ -574,8 +626,8 @@ class Turn(msgspec.Struct, kw_only=True):
     """Limit of expired leases to end; likewise `skip` and `promote` for jobs."""
     skip: int = 0
     promote: int = 0
-    fire: int = 0
-    """Limit of definitions, and of events, to look at."""
+    fire: FireOrder | None = None
+    assign: Sequence[Assignment] = ()
     prune: Retention | None = None
     condemn_blobs: Collection | None = None
     forget_blobs: Sequence[BlobPlace] = ()
@@ -584,9 +636,12 @@ class Turn(msgspec.Struct, kw_only=True):
     put_cache: Sequence[CacheOrder] = ()
     remove_cache: Sequence[tuple[str, str]] = ()
     """(cache_id, target)"""
+    add_rollups: Sequence[Rollup] = ()
     add_token: Sequence[TokenRow] = ()
     revoke_token: Sequence[tuple[str, str]] = ()
     """(token_id, actor)"""
+    note: Sequence[tuple[str, str, str, str]] = ()
+    """(actor, action, target, detail) of what somebody did, for the audit."""
     end_leases: Sequence[LeaseHolder] = ()
     """Holders whose leases end now."""
     submit: Sequence[Submission] = ()
@@ -622,6 +677,7 @@ class Answers(msgspec.Struct, kw_only=True):
     skip: Sequence[str] = ()
     promote: int = 0
     fire: FiredRuns = FiredRuns()
+    assign: Sequence[Grant | None] = ()
     prune: int = 0
     condemn_blobs: Condemned = Condemned()
     forget_blobs: int = 0
@@ -629,8 +685,10 @@ class Answers(msgspec.Struct, kw_only=True):
     blobs_stored: Sequence[bool] = ()
     put_cache: Sequence[CacheStored | CacheConflict | MissingBlobs] = ()
     remove_cache: Sequence[int] = ()
+    add_rollups: Sequence[None] = ()
     add_token: Sequence[bool] = ()
     revoke_token: Sequence[bool] = ()
+    note: Sequence[None] = ()
     end_leases: Sequence[int] = ()
     submit: Sequence[Submitted | Conflict | MissingBlobs] = ()
     rerun: Sequence[Submitted | Conflict | MissingBlobs] = ()
@@ -710,7 +768,8 @@ VERBS: tuple[StoreVerb, ...] = (
     StoreVerb("reap", _limited, leads=True),
     StoreVerb("skip", _limited, leads=True),
     StoreVerb("promote", _limited, leads=True),
-    StoreVerb("fire", _limited, leads=True),
+    StoreVerb("fire", lambda method, order, epoch, wall: method(epoch=epoch, **order._asdict()), leads=True),
+    StoreVerb("assign", lambda method, items, epoch, wall: method(items, epoch=epoch), leads=True),
     StoreVerb("prune", _prune, leads=True),
     StoreVerb("condemn_blobs", lambda method, ages, epoch, wall: method(ages.order(wall()), epoch=epoch), leads=True),
     StoreVerb("forget_blobs", lambda method, places, epoch, wall: method(places, epoch=epoch), leads=True),
@@ -718,8 +777,10 @@ VERBS: tuple[StoreVerb, ...] = (
     StoreVerb("blobs_stored"),
     StoreVerb("put_cache"),
     StoreVerb("remove_cache"),
+    StoreVerb("add_rollups"),
     StoreVerb("add_token", _one_by_one),
     StoreVerb("revoke_token", lambda method, items, epoch, wall: [method(token_id, actor=actor) for token_id, actor in items]),
+    StoreVerb("note", lambda method, entries, epoch, wall: [method(*entry) for entry in entries]),
     StoreVerb("end_leases"),
     StoreVerb("submit"),
     StoreVerb("rerun", lambda method, submissions, epoch, wall: method(submissions, on_failed="rerun"), method="submit"),

@@ -7,10 +7,14 @@ The rules are those of NATS:
     render.*.1      `*` matches exactly one token
     render.>        `>` matches one or more tokens, and stands last: `render.>` does not match `render`
 
+One rule is our own: the jobs of a subject that ends in `@` and the id of a worker are for that worker alone.
+
+    render.@w1      waits for w1, also while it is away, whatever others subscribe to
+
 Subjects and patterns are checked at the door (`check_subject`, `check_pattern`); the other functions trust that. Pure.
 """
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from functools import lru_cache
 from itertools import takewhile, zip_longest
 from typing import Generic, TypeVar
@@ -93,6 +97,16 @@ def intersects(one: str, other: str) -> bool:
     return True
 
 
+def covers(wide: str, narrow: str) -> bool:
+    """Return True if `wide` matches every subject that the pattern `narrow` matches."""
+    for ours, theirs in zip_longest(wide.split("."), narrow.split(".")):
+        if ours == ">" and theirs is not None:
+            return True
+        if ours is None or theirs in (None, ">") or ours not in ("*", theirs):
+            return False
+    return True
+
+
 @lru_cache(_CHECKED_CACHE_SIZE)
 def group_of(subject: str) -> str:
     """Return the group of the subject, which fairness and statistics count by.
@@ -104,6 +118,32 @@ def group_of(subject: str) -> str:
             subject = subject[len(parent) :]
             break
     return subject.partition(".")[0]
+
+
+def only_worker(subject: str) -> str | None:
+    """Return the worker that the subject is for, and nobody else, also while it is away: `w1` for `render.@w1`. Else None."""
+    if "@" not in subject:  # as nearly all
+        return None
+    before, _, worker_id = subject.rpartition("@")
+    return worker_id if worker_id and (not before or before.endswith(".")) else None
+
+
+def subject_for(target: str, worker_id: str) -> str:
+    """Return the subject by which a job reaches one worker that the target meets: `render.@w1` for `render.>`."""
+    prefix = literal_prefix(target)
+    return f"{prefix}.@{worker_id}" if prefix else f"@{worker_id}"
+
+
+def base_subject(subject: str) -> str:
+    """Return the subject without the worker that it is for: `render` for `render.@w1`."""
+    return subject if only_worker(subject) is None else subject.rpartition("@")[0].removesuffix(".")
+
+
+def is_reached(patterns: Iterable[str], subject: str) -> bool:
+    """Return whether a worker that is the only one for a subject may get its jobs: one of its patterns meets what stands before
+    its name."""
+    before = base_subject(subject)
+    return any(not before or matches(pattern, before) or intersects(pattern, f"{before}.>") for pattern in patterns)
 
 
 def app_subject(app: str) -> str:

@@ -12,6 +12,7 @@ import sys
 import sysconfig
 from collections.abc import Mapping, Sequence
 from datetime import datetime
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from django.core.management.base import BaseCommand, CommandError
 from tasuki.core.job import JobSpec
 from tasuki.core.scheduler.firing import DJANGO_EXEC
 from tasuki.django.conf import APP_LABEL, project_settings
-from tasuki.django.enqueueing import DEFAULT_QUEUE, command_subject, enqueue_job, new_ids
+from tasuki.django.enqueueing import DEFAULT_QUEUE, command_subject, enqueue_job, new_id
 from tasuki.errors import InvalidInput, quoted
 from tasuki.worker.attempt import ExitRules
 from tasuki.worker.execs import ARGS, RESERVED_PREFIX, Exec, PythonCall
@@ -49,6 +50,7 @@ def allowed_commands() -> dict[str, str]:
     }
 
 
+@cache
 def is_own(file: str) -> bool:
     """Return whether a file is part of the project: neither installed by pip nor of Python itself."""
     return not file.startswith(_INSTALLED) and _PACKAGES.isdisjoint(Path(file).parts)
@@ -56,6 +58,8 @@ def is_own(file: str) -> bool:
 
 def check_command(name: str) -> str:
     """Return the app of a command that jobs may run, or raise InvalidInput."""
+    if name not in get_commands():
+        get_commands.cache_clear()  # type: ignore[attr-defined]  # it may be a new file
     allowed = allowed_commands()
     if name in allowed:
         return allowed[name]
@@ -84,7 +88,7 @@ def enqueue_command(
     words = tuple(map(str, arguments))
     check_arguments(command, words)
     spec = JobSpec(
-        job_id=job_id or new_ids(1)[0],
+        job_id=job_id or new_id(),
         subject=command_subject(queue, command),
         exec=DJANGO_EXEC,
         args=(command, *words),
@@ -109,6 +113,7 @@ def check_arguments(name: str, arguments: Sequence[str]) -> BaseCommand:
     """
     command: BaseCommand = load_command_class(check_command(name), name)
     parser: Any = command.create_parser("manage.py", name)
+    command.create_parser = lambda *_, **__: parser  # type: ignore[method-assign]  # to build one takes as long as all the rest
     parser._print_message = lambda *_: None  # --help and --version are refused below
     try:
         found = parser.parse_args(arguments)

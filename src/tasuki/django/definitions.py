@@ -101,7 +101,8 @@ def _apply_one(name: str, columns: dict[str, Any], row: JobDefinition | None, so
     try:
         row.full_clean(validate_unique=False, validate_constraints=False)
     except ValidationError as error:
-        problems = "; ".join(f"{field}: {' '.join(texts)}" for field, texts in error.message_dict.items())
+        said = {field: " ".join(texts) for field, texts in error.message_dict.items()}
+        problems = "; ".join(text if text.startswith(field) else f"{field}: {text}" for field, text in said.items())
         raise InvalidInput(f"definition {quoted(name)}: {problems}") from None
     row.save(using=alias)
 

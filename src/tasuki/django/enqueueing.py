@@ -14,7 +14,7 @@ import re
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from contextvars import ContextVar
 from functools import lru_cache
@@ -33,6 +33,7 @@ from tasuki.stores.sql.store import SqlStore
 T = TypeVar("T")
 SUBMITTER = "django"
 DEFAULT_QUEUE = "default"
+IDS_AT_ONCE = 64
 _QUEUE = re.compile(r"[A-Za-z0-9_-]{1,64}")
 # A commit that notifies waits for no disk: it writes nothing.
 _NOTIFY = "SELECT set_config('synchronous_commit', 'off', true), pg_notify('tasuki_hint', piece) FROM unnest(%s::text[]) AS piece"
@@ -47,8 +48,25 @@ class _PerThread(threading.local):
 _own = _PerThread()
 on_enqueued: ContextVar[Callable[[], object] | None] = ContextVar("on_enqueued", default=None)
 """Called after each enqueue; for tests, which run jobs at once."""
-_together: ContextVar[list[tuple[JobSpec, Callable[[], object]]] | None] = ContextVar("_together", default=None)
-"""Jobs that `enqueue_many` has collected, and what to do when each is stored."""
+
+
+class _Collected:
+    """What the calls of one `enqueue_many` enqueue."""
+
+    def __init__(self) -> None:
+        self.jobs: list[tuple[JobSpec, Callable[[], object]]] = []
+        """Each job, and what to do when it is stored."""
+        self.ids: Iterator[str] = iter(())
+        """Ids that were made together: one by one they take three times as long."""
+
+    def new_id(self) -> str:
+        if (found := next(self.ids, None)) is None:
+            self.ids = iter(_own.new_ids.many(IDS_AT_ONCE))
+            found = next(self.ids)
+        return found
+
+
+_together: ContextVar[_Collected | None] = ContextVar("_together", default=None)
 
 
 def store_of(alias: str) -> SqlStore:
@@ -63,9 +81,10 @@ def project_store() -> SqlStore:
     return store_of(project_settings().database)
 
 
-def new_ids(count: int) -> list[str]:
-    """Return ids for new jobs: 36 characters, in the order of time."""
-    return _own.new_ids.many(count)
+def new_id() -> str:
+    """Return the id of a new job: 36 characters, in the order of time."""
+    collected = _together.get()
+    return _own.new_ids() if collected is None else collected.new_id()
 
 
 @lru_cache(1024)
@@ -106,7 +125,7 @@ def enqueue_job(spec: JobSpec, then: Callable[[], object] = lambda: None) -> Non
         _insert([spec])
         then()
     else:
-        collected.append((spec, then))
+        collected.jobs.append((spec, then))
 
 
 def enqueue_many(calls: Iterable[Callable[[], T]]) -> list[T]:
@@ -117,14 +136,14 @@ def enqueue_many(calls: Iterable[Callable[[], T]]) -> list[T]:
 
     All or none: an error of a call, or the refusal of a job, is raised, and no job is inserted.
     """
-    collected: list[tuple[JobSpec, Callable[[], object]]] = []
+    collected = _Collected()
     before = _together.set(collected)
     try:
         results = [call() for call in calls]
     finally:
         _together.reset(before)
-    _insert([spec for spec, _ in collected])
-    for _, then in collected:
+    _insert([spec for spec, _ in collected.jobs])
+    for _, then in collected.jobs:
         then()
     return results
 
@@ -134,7 +153,8 @@ def _insert(specs: Sequence[JobSpec]) -> None:
     if not submissions:
         return
     alias = project_settings().database
-    _warn_of_another_transaction(alias)
+    if not connections[alias].in_atomic_block:
+        _warn_of_another_transaction(alias)
     with transaction.atomic(using=alias) if len(submissions) > 1 else nullcontext():
         for answer in store_of(alias).enqueue(submissions):
             if isinstance(answer, TasukiError):
@@ -146,8 +166,6 @@ def _insert(specs: Sequence[JobSpec]) -> None:
 
 
 def _warn_of_another_transaction(alias: str) -> None:
-    if connections[alias].in_atomic_block:
-        return
     for other in connections.all(initialized_only=True):
         if other.in_atomic_block:
             warnings.warn(
@@ -191,4 +209,4 @@ def hint_after_commit(alias: str, hint: Hint) -> None:
             return
     sender = _HintNodes(alias)
     sender.add(hint)
-    transaction.on_commit(sender, using=alias, robust=True)
+    connection.on_commit(sender, robust=True)

@@ -6,6 +6,7 @@ A log never decides an outcome: what cannot be written is missing, and the job g
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import time
 import zlib
@@ -53,6 +54,19 @@ def read_log(job_id: str, stream: str, *, after: int = 0) -> Iterator[StoredLog]
     rows = LogChunk.objects.using(project_settings().database).filter(job__idempotency_key=job_id, stream=stream, id__gt=after)
     for row in rows.order_by("attempt", "offset", "id"):
         yield StoredLog(row.attempt, row.offset, zlib.decompress(bytes(row.data)), row.pk)
+
+
+def log_bytes(job_id: str, stream: str) -> Iterator[bytes]:
+    """Yield a stream of a job for people: attempts are told apart, and gaps, where output was not kept, are marked."""
+    attempt, offset = None, 0
+    for part in read_log(job_id, stream):
+        if part.attempt != attempt:
+            yield f"── attempt {part.attempt} ──\n".encode() if attempt is not None else b""
+            attempt, offset = part.attempt, part.offset
+        if part.offset > offset:
+            yield f"\n── {part.offset - offset} bytes were not kept ──\n".encode()
+        offset = part.offset + len(part.data)
+        yield json.loads(part.data)[1].encode() if stream == ERRORS else part.data
 
 
 # ---------------------------------------------------------------------------------------------------- in the node

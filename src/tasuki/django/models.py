@@ -240,6 +240,20 @@ class CacheFile(Row):
         indexes = [models.Index(fields=["sha256"], name="tasuki_cache_sha256")]
 
 
+class MinuteRollup(Row):
+    """What one server counted in one minute, kept for a week; `core.statistics.decode_rollup` reads `data`."""
+
+    shown = "{0.minute} {0.server_id}"
+    id = RowIdField(primary_key=True)
+    minute = models.BigIntegerField()
+    """Unix time at which it began."""
+    server_id = NameField(max_length=255)
+    data = models.BinaryField()
+
+    class Meta:
+        constraints = [models.UniqueConstraint(fields=["minute", "server_id"], name="tasuki_rollup_key")]
+
+
 class Blob(Row):
     """Bytes that are kept, or about to be. The row exists before the bytes are written and until they are deleted: there are
     never bytes without a row. References to them are in JobBlob and CacheFile.
@@ -359,7 +373,8 @@ class Audit(Row):
     at = UnixTimeField()
     actor = NameField(max_length=255)
     action = NameField(max_length=32)
-    """token.create, token.revoke; worker.detach, .attach, .drain, leader.degrade, settings.change, run.cancel, .rerun"""
+    """token.create, .revoke; worker.detach, .attach, .drain; leader.degrade; settings.change; run.cancel, .rerun, .enqueue;
+    definition.change, .run; event.emit"""
     target = NameField(max_length=255)
     detail = models.TextField(db_default="")
 

@@ -28,13 +28,17 @@ from django.db import connections
 from tasuki.blobs.open_blobs import open_blobs
 from tasuki.config import DataFolder, host_name
 from tasuki.core.broker.events import Hinted
+from tasuki.core.broker.upkeep import FIRE_BATCH
 from tasuki.core.cluster_messages import Hint
 from tasuki.core.job import Outcome
 from tasuki.core.scheduler.firing import DJANGO_EXEC
 from tasuki.core.scheduler.thresholds import Thresholds, problems_of
+from tasuki.core.store_messages import FireOrder
+from tasuki.core.worker.events import LeasesConfirmed, LeasesDenied
 from tasuki.django import standalone
 from tasuki.django.commands import check_command, command_exec, python_path
 from tasuki.django.conf import ProjectSettings, node_id, project_settings
+from tasuki.django.continuation import NodeContinuation
 from tasuki.django.definitions import scheduler_settings
 from tasuki.django.enqueueing import patterns_of
 from tasuki.django.logs import HEAD_BYTES, TAIL_BYTES, KeptLogFollow, LogWriter
@@ -49,6 +53,7 @@ from tasuki.stores.sql.store import SqlReader, SqlStore
 from tasuki.worker.attempt import Attempt, RunResult, StopReason
 from tasuki.worker.local_workers import LocalWorkers, end_with_stdin
 from tasuki.worker.logs import LogCaps
+from tasuki.worker.status import RunningJob
 from tasuki.worker.worker import ActiveAttempt, Worker
 
 logger = logging.getLogger("tasuki.django")
@@ -81,6 +86,8 @@ class NodeWorker(Worker):
         self._thresholds = Thresholds()
         self._refused: Thresholds | None = None
         self._draining: asyncio.Future[None] | None = None
+        self._continuation: NodeContinuation | None = None
+        self._comes_back = False
         self._project = project_settings()
         self._alias = self._project.worker_database or self._project.database
         self._is_sqlite = connections[self._alias].vendor == "sqlite"
@@ -112,6 +119,10 @@ class NodeWorker(Worker):
             queues = ", ".join(dict.fromkeys(pattern.partition(".")[0].replace("*", "all") for pattern in self.patterns))
             logger.info("jobs of the database %r, queues: %s. SIGTERM or Ctrl-C drains", self._project.database, queues)
         super().run()
+        if self._comes_back:  # as a new process with the same pid: nothing of the old worker is left
+            grpc = [f"--grpc={self._listen}"] if self._listen else []
+            command = [*self._command, *grpc, f"--workers={self._workers}"]
+            os.execve(command[0], command, {**os.environ, "PYTHONPATH": python_path()})  # noqa: S606
 
     async def serve(self, *, signals: bool = False) -> None:
         if self._guest_url:
@@ -122,6 +133,9 @@ class NodeWorker(Worker):
         async with open_guest(self._make_sqlite_guest if self._is_sqlite else self._make_guest) as (url, server):
             self.url, self._server = url, server
             beside = [self._store_logs(), self._follow_settings(server)]
+            if self._cluster is not None:
+                self._continuation = NodeContinuation(self, server, self._cluster, self._rejoin)
+                beside.append(self._continuation.run())
             if self._is_sqlite:
                 beside.append(_watch_file(server, file_of(self._alias)))
             env = {**os.environ, "PYTHONPATH": python_path()}
@@ -146,6 +160,8 @@ class NodeWorker(Worker):
 
     def _signaled(self) -> None:
         super()._signaled()
+        if self._cluster is not None:
+            self._cluster.stand(False)
         if self._others is None:
             return
         if self._draining is None:
@@ -156,9 +172,42 @@ class NodeWorker(Worker):
     async def _prepare(self, folder: Path) -> None:
         await super()._prepare(folder)
         if self._listen:  # before any server knows of this worker, and after everything was forked
-            from tasuki.django.node_door import open_door
+            from tasuki.django.node_door import NodeQuestions, open_door
 
-            await self._door.enter_async_context(open_door(self, self._server, self._listen))
+            calls = await self._door.enter_async_context(open_door(self, self._server, self._cluster, self._listen))
+            if self._continuation is not None:
+                self._continuation.questions = NodeQuestions(calls)
+            if self._cluster is not None:
+                self._cluster.on_start = lambda order: calls.order_start(order, self._thresholds.grpc_ping_timeout_seconds)
+
+    # ------------------------------------------------------------------------------------------------ continuation
+
+    def renewed_at(self, lease_id: str) -> float:
+        return self._machine.renewed_at(lease_id)
+
+    def deadlines(self) -> dict[str, float]:
+        """Return the deadlines of the leases of running attempts."""
+        return self._machine.deadlines()
+
+    def run_of(self, lease_id: str) -> RunningJob | None:
+        """Return the attempt with this lease, if it is here."""
+        active = self._active.get(lease_id)
+        return None if active is None else RunningJob(active.attempt.spec.job_id, active.attempt.attempt, "", None)
+
+    def confirm_leases(self, lease_ids: tuple[str, ...], asked_at: float) -> None:
+        """Go on: somebody has renewed these leases after this time."""
+        self._apply(LeasesConfirmed(lease_ids, asked_at))
+        self._runner.renewed()
+        if self._function_processes is not None:
+            self._function_processes.renewed()
+
+    def deny_leases(self, lease_ids: tuple[str, ...]) -> None:
+        """Stop these attempts."""
+        self._apply(LeasesDenied(lease_ids))
+
+    def _rejoin(self) -> None:
+        self._comes_back = True
+        self.stop()
 
     # ------------------------------------------------------------------------------------------------ management commands
 
@@ -218,13 +267,20 @@ class NodeWorker(Worker):
     def _apply_settings(self, server: Server) -> None:
         found = self._thresholds
         self.limit_slots(found.max_jobs_per_worker)
-        server.broker.upkeep.tick_s = found.leader_tick_seconds
+        upkeep = server.broker.upkeep
+        upkeep.tick_s, upkeep.max_jobs = found.leader_tick_seconds, found.max_jobs_per_worker
         if self._cluster is not None:
+            ahead_s = found.assign_ahead_seconds if self._listen else 0.0  # without a door it cannot give orders, either
+            upkeep.ahead = FireOrder(FIRE_BATCH, ahead_s, found.reassign_after_seconds)
             self._cluster.set_times(
                 beat_interval_s=found.heartbeat_interval_seconds,
                 member_timeout_s=found.heartbeat_ttl_seconds,
                 lock_ttl_s=found.leader_lock_ttl_seconds,
             )
+            assert self._cluster.roles is not None
+            self._cluster.roles.thresholds = found
+        if self._continuation is not None:
+            self._continuation.machine.thresholds = found
 
     # ------------------------------------------------------------------------------------------------ guests
 

@@ -14,6 +14,7 @@ from django.core import signing
 
 from tasuki.client.aio import AsyncClient
 from tasuki.config import parse_listen
+from tasuki.core.cluster_messages import ServerInfo
 from tasuki.django.conf import GrpcSettings, node_id, project_settings
 from tasuki.django.standalone import SCHEMA_VERSION
 from tasuki.doors.grpc import worker_pb2 as pb
@@ -22,7 +23,9 @@ from tasuki.doors.grpc.listener import NodeTls, TlsFiles
 from tasuki.doors.grpc.service import Callers, GrpcDoor, WorkerService
 from tasuki.doors.guest import private_folder
 from tasuki.errors import Unauthorized
+from tasuki.server.cluster import Cluster
 from tasuki.server.server import Server
+from tasuki.worker.status import RunningJob
 from tasuki.worker.worker import Worker
 
 TOKEN_SALT = "tasuki.grpc"  # noqa: S105 - what the tokens are signed for
@@ -36,8 +39,8 @@ class NodeWorkerControl:
 
     schema_version = SCHEMA_VERSION
 
-    def __init__(self, worker: Worker, server: Server) -> None:
-        self._worker, self._server = worker, server
+    def __init__(self, worker: Worker, server: Server, cluster: Cluster | None) -> None:
+        self._worker, self._server, self._cluster = worker, server, cluster
         self.node_id, self.worker_id, self.incarnation = node_id(), worker.worker_id, worker.incarnation
         self._is_paused = False
 
@@ -47,7 +50,8 @@ class NodeWorkerControl:
 
     @property
     def role(self) -> int:
-        return pb.ROLE_LEADER if self._server.broker.epoch else pb.ROLE_WORKER
+        broker = self._server.broker
+        return pb.ROLE_LEADER if broker.epoch else pb.ROLE_SUBLEADER if broker.sub_leads else pb.ROLE_WORKER
 
     @property
     def is_draining(self) -> bool:
@@ -60,17 +64,46 @@ class NodeWorkerControl:
         if self._worker.is_draining:
             return  # it is about to end, and does not take work again
         self._is_paused = on
+        if self._cluster is not None:
+            self._cluster.stand(not on)
         self._worker.change_subjects(*(() if on else self._worker.patterns))
 
     async def cancel(self, job_run_id: str, reason: str) -> None:
         async with AsyncClient(self._worker.url) as client:
             await client.cancel(job_run_id, reason=reason)
 
+    async def holds_lead(self, renewed_ago_s: float) -> bool:
+        return self._cluster is not None and await self._cluster.holds_lead(renewed_ago_s)
+
+
+class NodeQuestions:
+    """Questions to other nodes (`server.roles.NodeCaller`)."""
+
+    def __init__(self, calls: NodeCalls) -> None:
+        self._calls = calls
+
+    async def led_ago_s(self, node: ServerInfo, timeout_s: float) -> float | None:
+        answer = await self._calls.call(node.grpc_address, node.node_id, pb.GetStatusRequest(), timeout_s)
+        return float(answer.led_ago_s) if answer.who.role == pb.ROLE_LEADER else None
+
+    async def confirms(self, node: ServerInfo, run: RunningJob, renewed_ago_s: float, timeout_s: float) -> bool | None:
+        """Return whether the node says that a run may go on, and has renewed its lease; None: it cannot tell."""
+        asked = pb.ConfirmContinuationRequest(
+            run=pb.JobRunRef(job_run_id=run.job_id, attempt=run.attempt), renewed_ago_s=renewed_ago_s
+        )
+        answer = await self._calls.call(node.grpc_address, node.node_id, asked, timeout_s)
+        said = {pb.CONTINUATION_CONTINUE: True, pb.CONTINUATION_STOP: False}
+        return said.get(answer.continuation)
+
+    async def ping(self, node: ServerInfo, timeout_s: float) -> None:
+        await self._calls.call(node.grpc_address, node.node_id, pb.PingRequest(), timeout_s)
+
 
 @asynccontextmanager
-async def open_door(worker: Worker, server: Server, listen: str) -> AsyncIterator[NodeCalls]:
-    """Listen for the orders of leaders while the block lasts, and yield the way to call other nodes."""
-    settings, control = project_settings().grpc, NodeWorkerControl(worker, server)
+async def open_door(worker: Worker, server: Server, cluster: Cluster | None, listen: str) -> AsyncIterator[NodeCalls]:
+    """Listen for the orders of leaders while the block lasts, and yield the way to call other nodes. On SQLite there is no
+    cluster."""
+    settings, control = project_settings().grpc, NodeWorkerControl(worker, server, cluster)
     address = parse_listen(listen, DEFAULT_PORT)
     tls = _tls_of(settings)
     callers = Callers(tls, settings.tls_name, read_token if settings.authentication == "bearer" else None)
@@ -79,6 +112,8 @@ async def open_door(worker: Worker, server: Server, listen: str) -> AsyncIterato
         door = GrpcDoor(WorkerService(control, server), callers, folder)
         listening = await door.listen(address)
         server.broker.grpc_address = settings.advertise or _reachable_at(listening.host, listening.port)
+        if cluster is not None and cluster.roles is not None:
+            cluster.roles.caller = NodeQuestions(calls)
         try:
             yield calls
         finally:

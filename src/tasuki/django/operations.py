@@ -26,13 +26,16 @@ from tasuki.core.job import Job, State
 from tasuki.core.scheduler.thresholds import Thresholds
 from tasuki.core.store_messages import Filter, Page
 from tasuki.core.subject import check_pattern
+from tasuki.django import definitions
+from tasuki.django.commands import enqueue_command
 from tasuki.django.conf import ProjectSettings, project_settings
 from tasuki.django.definitions import scheduler_settings
-from tasuki.django.enqueueing import hint_after_commit, patterns_of, project_store
+from tasuki.django.enqueueing import DEFAULT_QUEUE, hint_after_commit, new_id, patterns_of, project_store
 from tasuki.django.models import (
     AdminActionLog,
     Detached,
     Event,
+    JobDefinition,
     JobRun,
     LogChunk,
     SchedulerSettings,
@@ -53,6 +56,7 @@ OPERATE = "tasuki.change_jobrun"
 MANAGE = "tasuki.change_member"
 """Permission to detach workers and to have the leader step down."""
 CONFIGURE = "tasuki.change_schedulersettings"
+DEFINE = "tasuki.change_jobdefinition"
 Actor = Any
 """A user of the project, or a name."""
 
@@ -79,6 +83,7 @@ def find_page(
     subject: str | None = None,
     worker_id: str | None = None,
     text: str | None = None,
+    created_from: float | None = None,
     limit: int = 50,
     cursor: str | None = None,
 ) -> Page:
@@ -88,7 +93,8 @@ def find_page(
             raise InvalidInput(f"state {quoted(state)} is none of {', '.join(State.__members__)}")
     if subject is not None:
         check_pattern(subject)
-    wanted = Filter(states=tuple(State(state) for state in states), subject=subject, worker_id=worker_id, text=text)
+    chosen = tuple(State(state) for state in states)
+    wanted = Filter(states=chosen, subject=subject, worker_id=worker_id, text=text, created_from=created_from)
     return project_store().find(wanted, limit=limit, cursor=cursor)
 
 
@@ -114,11 +120,13 @@ def get_run(job_id: str) -> Job:
 def explain_run(job_id: str) -> dict[str, Any]:
     """Return why a job waits, runs where it does, or ended as it did."""
     job, store = get_run(job_id), project_store()
-    workers = [worker.view(server_id) for server_id, worker in live_workers()]
+    detached = _detached()
+    workers = [{**one.view(server_id), "detached": one.worker_id in detached} for server_id, one in live_workers()]
     around = ExplainContext(
         workers=workers,
         ahead=store.ready_ahead(job_id),
         top_band=store.top_band(),
+        has_leader=_is_led(),
         now_wall=store.clock.wall(),
         start_worker="python manage.py tasuki_worker",
         run_again="python manage.py tasuki_runs rerun",
@@ -126,6 +134,13 @@ def explain_run(job_id: str) -> dict[str, Any]:
     found = explain(job, store.incidents(job_id), around)
     start = "tasuki worker --to URL", "python manage.py tasuki_worker"
     return {**found, "because": [reason.replace(*start) for reason in found["because"]]}
+
+
+def _is_led() -> bool:
+    """Return whether a node leads; on SQLite its only one does."""
+    if connections[project_settings().database].vendor == "sqlite":
+        return bool(live_workers())
+    return any(server.epoch for server, _ in live_servers())
 
 
 def live_workers() -> list[tuple[str, WorkerInfo]]:
@@ -205,6 +220,31 @@ def rerun(job_ids: Sequence[str], *, actor: Actor, reason: str = "") -> None:
         hint_after_commit(alias, Hint(ready=tuple({job.spec.subject for job in jobs})))
 
 
+def enqueue(command: str, arguments: Sequence[str], *, queue: str = "", actor: Actor, reason: str = "") -> str:
+    """Enqueue a management command that jobs may run, and return the job's id."""
+    job_id = new_id()
+    with _noted(actor, OPERATE, "run.enqueue", [job_id], reason):
+        return enqueue_command(command, *arguments, queue=queue or DEFAULT_QUEUE, job_id=job_id)
+
+
+def save_definition(definition: JobDefinition, *, actor: Actor, reason: str = "") -> None:
+    """Store a definition that was checked (`full_clean`)."""
+    with _noted(actor, DEFINE, "definition.change", [definition.name], reason):
+        definition.save(using=project_settings().database)
+
+
+def run_now(definition: JobDefinition, *, actor: Actor, reason: str = "") -> str:
+    """Ask for one run of a definition, and return its job_id; see `definitions.run_now`."""
+    with _noted(actor, OPERATE, "definition.run", [definition.name], reason):
+        return definitions.run_now(definition)
+
+
+def emit_event(event_type: str, payload: Any, *, dedupe_key: str | None = None, actor: Actor, reason: str = "") -> Event:
+    """Store an event; see `definitions.emit`."""
+    with _noted(actor, OPERATE, "event.emit", [event_type], reason):
+        return definitions.emit(event_type, payload, dedupe_key=dedupe_key)
+
+
 def prune(*, days: float, logs_days: float) -> dict[str, int]:
     """Delete jobs that ended, events that were processed, and logs that were written longer ago than so many days."""
     alias, store = project_settings().database, project_store()
@@ -237,7 +277,7 @@ def cluster_status() -> dict[str, Any]:
         {
             "worker_id": worker.worker_id,
             "node_id": server.node_id,
-            "role": "leader" if worker.worker_id == holder and leading.get(server.server_id) == epoch else "worker",
+            "role": _role_of(worker, server, leads=worker.worker_id == holder and leading.get(server.server_id) == epoch),
             "load": worker.running,
             "slots": worker.slots,
             "detached": worker.worker_id in detached,
@@ -248,6 +288,12 @@ def cluster_status() -> dict[str, Any]:
         for worker in server.workers
     ]
     return {"leader": holder if leading.get(holder) == epoch else None, "epoch": epoch, "workers": workers}
+
+
+def _role_of(worker: WorkerInfo, server: ServerInfo, *, leads: bool) -> str:
+    if leads:
+        return "leader"
+    return "subleader" if server.sub_leads and worker.worker_id == server.server_id else "worker"
 
 
 def _detached() -> frozenset[str]:

@@ -29,12 +29,22 @@ BUSY_TIMEOUT_S = 5.0
 CACHED_STATEMENTS = 256  # all statements in all their batch sizes; Python's default of 128 would compile some again and again
 
 MIGRATING_TABLE = "tasuki_migrating"
-SCHEMA_VERSION = 13
+SCHEMA_VERSION = 15
 OLDEST_CODE = 13  # before it, collection did not know the references of caches
 MIGRATION_POLL_S = 0.05
 COORDINATION_SCOPE = "coordination"
 """Row of tasuki_scopeepoch whose holder is the coordination of the servers."""
 MEMBER_ALIVE_S = 30.0  # a server that beat within this time is taken to be alive
+
+_SCREENS: dict[str, Any] = {
+    "ROOT_URLCONF": "tasuki.django.ops.server_urls",
+    "MIDDLEWARE": ["tasuki.django.ops.server_backend.with_session"],
+    "ALLOWED_HOSTS": ["*"],  # the HTTP door has looked at the Host
+    "CSRF_COOKIE_NAME": "tasuki_ops_csrf",
+    "CSRF_COOKIE_PATH": "/ops/",
+    "CSRF_COOKIE_SAMESITE": "Strict",
+}
+"""Settings for the operations screens of a server; nothing of it is imported before the first request."""
 
 _lock = threading.Lock()
 _numbers = count(1)
@@ -53,6 +63,7 @@ def configure(path: Path | None = None) -> None:
                 DATABASES={"default": sqlite_settings(path)} if path is not None else {},
                 USE_TZ=True,
                 DEFAULT_AUTO_FIELD="tasuki.django.fields.RowIdField",
+                **_SCREENS,
             )
             # The rest of django.setup() is for projects with URLs and mail, and takes longer than everything else.
             apps.populate(settings.INSTALLED_APPS)

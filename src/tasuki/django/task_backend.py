@@ -29,7 +29,7 @@ from tasuki.blobs.open_blobs import open_blobs
 from tasuki.core.job import Job, JobSpec, State
 from tasuki.core.lifecycle import ATTEMPT_STEP
 from tasuki.django.conf import project_settings
-from tasuki.django.enqueueing import enqueue_job, is_task, new_ids, on_enqueued, project_store, task_subject
+from tasuki.django.enqueueing import enqueue_job, is_task, new_id, on_enqueued, project_store, task_subject
 from tasuki.django.logs import ERRORS, read_log, write_log
 from tasuki.errors import ConfigError, TasukiError
 from tasuki.worker.attempt import HandlerJob
@@ -103,8 +103,8 @@ class TasukiBackend(_backends.BaseTaskBackend):
     def __init__(self, alias: str, params: dict[str, Any]) -> None:
         super().__init__(alias, params)
         unknown = set(self.options) - set(OPTIONS)
-        self._valid: Any = None
-        """The task that was checked last; a task does not change."""
+        self._last: tuple[Any, dict[str, Any]] = (None, {})
+        """The task that was enqueued last, which was checked, and the fields of its jobs: a task does not change."""
         if unknown:
             raise ConfigError(f"TASKS[{alias!r}]: unknown OPTIONS {', '.join(sorted(unknown))}; known are {', '.join(OPTIONS)}")
 
@@ -117,10 +117,12 @@ class TasukiBackend(_backends.BaseTaskBackend):
 
     def enqueue(self, task: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Insert the task's job in the calling thread's transaction."""
-        if task is not self._valid:
+        last, fields = self._last
+        if task is not last:
             self.validate_task(task)
-            self._valid = task
-        [job_id] = new_ids(1)
+            fields = self._fields(task)
+            self._last = task, fields
+        job_id = new_id()
         result = _base.TaskResult(
             task=task,
             id=job_id,
@@ -141,24 +143,21 @@ class TasukiBackend(_backends.BaseTaskBackend):
             if on_enqueued.get() is not None:
                 result.refresh()
 
-        enqueue_job(self._spec(result), stored)
+        call = TaskCall(task.module_path, result.args, result.kwargs, self.alias, task.priority, task.takes_context)
+        enqueue_job(JobSpec(job_id=job_id, payload=_encode(call), **fields), stored)
         return result
 
-    def _spec(self, result: Any) -> JobSpec:
-        task = result.task
-        call = TaskCall(task.module_path, result.args, result.kwargs, self.alias, task.priority, task.takes_context)
-        chosen = {"max_retries": 0, **self.options}
-        for name in OPTIONS:
-            if (value := getattr(task, name, None)) is not None:
-                chosen[name] = value
-        return JobSpec(
-            job_id=result.id,
-            subject=task_subject(task.queue_name, task.module_path),
-            payload=_encode(call),
-            priority=_band_of(task.priority),
-            not_before=task.run_after.timestamp() if task.run_after is not None else None,
-            **chosen,
-        )
+    def _fields(self, task: Any) -> dict[str, Any]:
+        """Return the fields of a JobSpec that all jobs of the task have."""
+        own = {name: value for name in OPTIONS if (value := getattr(task, name, None)) is not None}
+        return {
+            "subject": task_subject(task.queue_name, task.module_path),
+            "priority": _band_of(task.priority),
+            "not_before": task.run_after.timestamp() if task.run_after is not None else None,
+            "max_retries": 0,
+            **self.options,
+            **own,
+        }
 
     def get_result(self, result_id: str) -> Any:
         """Return the result as the store has it now, or raise TaskResultDoesNotExist."""

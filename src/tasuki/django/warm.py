@@ -23,7 +23,8 @@ from tasuki.worker import preforked  # noqa: E402
 
 django.setup()
 
-from django.db import connections  # noqa: E402 - Django is set up first
+from django.core.management.base import BaseCommand  # noqa: E402 - Django is set up first
+from django.db import connections  # noqa: E402
 
 from tasuki.django.commands import allowed_commands, is_own, run_command  # noqa: E402
 
@@ -60,6 +61,17 @@ def main(arguments: list[str]) -> None:
         os.environ[_FRESH] = "1"
         os.execv(sys.executable, [sys.executable, "-P", preforked.__file__, "tasuki.django.warm:main", *arguments])  # noqa: S606
     run_command(arguments)
+
+
+def _rehearse() -> None:
+    """Do what each job does up to the first line of its command; `preforked.py` calls it in the process of the next job."""
+    with contextlib.suppress(Exception):  # the last one: a command without a `handle` of its own
+        any(_changed(file, at) for file, at in _LOADED.items())
+        allowed_commands()
+        BaseCommand().run_from_argv(["manage.py", "", "--skip-checks"])
+
+
+main.rehearse = _rehearse  # type: ignore[attr-defined]
 
 
 def _changed(file: str, at: int) -> bool:

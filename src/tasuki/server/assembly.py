@@ -40,6 +40,7 @@ from tasuki.core.store_messages import Answers, TokenRow, Turn
 from tasuki.errors import ConfigError, TasukiError, TooLarge
 from tasuki.event_loop import ignore_result
 from tasuki.server.cluster import Cluster
+from tasuki.server.roles import Roles
 from tasuki.server.server import Server, ServerConfig
 from tasuki.server.transfers import PresignedTransfers
 from tasuki.stores.batching import StoreThread
@@ -210,11 +211,16 @@ def _open_shared_reader(places: StorageLocations, config: ServerConfig) -> Reade
 
 
 def _cluster_on(
-    places: StorageLocations, server_id: str, *, candidate: bool = True, coordination: Coordination | None = None
+    places: StorageLocations,
+    server_id: str,
+    *,
+    candidate: bool = True,
+    coordination: Coordination | None = None,
+    roles: Roles | None = None,
 ) -> Cluster:
     """Return the membership: heartbeats and election may be in a Redis beside a SQL store, which still decides on epochs."""
     ttl_s = places.lock_ttl_s
-    cluster = partial(Cluster, incarnation=secrets.token_hex(8), lock_ttl_s=ttl_s, candidate=candidate)
+    cluster = partial(Cluster, incarnation=secrets.token_hex(8), lock_ttl_s=ttl_s, candidate=candidate, roles=roles)
     in_redis = is_redis(places.store)
     if in_redis or (places.coordination and coordination is None):
         from tasuki.coords.redis import TIMEOUT_SHARE, RedisCoordination
@@ -283,7 +289,7 @@ def make_node_guest(places: StorageLocations, config: ServerConfig) -> tuple[Ser
     in_store = None if places.coordination else SqlCoordination(places.store, ttl_s=ttl_s)
     coordination = in_store or open_scheduler_coordination(places.coordination, ttl_s)
     config = msgspec.structs.replace(config, rests_after_s=RESTS_AFTER_S, collects_blobs=bool(places.blobs))
-    cluster = _cluster_on(places, config.server_id, coordination=coordination)
+    cluster = _cluster_on(places, config.server_id, coordination=coordination, roles=Roles(config.node_id))
     reader = partial(open_postgresql_reader, places.store, in_store)
     blobs = _guest_blobs(places, config)
     return Server(config, lambda: _agreed(_open_shared(places, config, None), places), reader, blobs, cluster), cluster

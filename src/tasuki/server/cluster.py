@@ -11,7 +11,7 @@ import asyncio
 import itertools
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, Protocol, TypeVar
@@ -21,20 +21,22 @@ import msgspec
 from tasuki.coords.coordination import BEAT_INTERVAL_S, ClusterMember, Coordination, View
 from tasuki.core import election
 from tasuki.core.broker.broker import Broker
-from tasuki.core.broker.events import ClusterView, Detach, Elected, Event, Hinted, Publish, Relay, Relayed
+from tasuki.core.broker.events import ClusterView, Detach, Elected, Event, Hinted, Publish, Relay, Relayed, StartRuns
 from tasuki.core.cluster_messages import Hint, RelayedPieces, RelayPiece, ServerInfo, decode, relay, split
 from tasuki.core.machine import Now, Ticked
 from tasuki.errors import TasukiError
 from tasuki.event_loop import BackgroundTasks
+from tasuki.server.roles import Roles
 from tasuki.stores.store import Reader
 from tasuki.stores.wakeups import Wakeups
 
 logger = logging.getLogger("tasuki.cluster")
 LEAVE_TIMEOUT_S = 2.0  # for a coordination that does not answer: others notice the missing heartbeats as well
 SCOPE = "leader"
+RENEWED_SLACK_S = 1.0  # a question about a lease is on its way for less
 
 T = TypeVar("T")
-ClusterCommand = election.TookOver | election.EpochFenced | election.Lapsed | Publish | Relay
+ClusterCommand = election.TookOver | election.EpochFenced | election.Lapsed | Publish | Relay | StartRuns
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(ServerInfo).decode
 
@@ -108,6 +110,7 @@ class Cluster:
         schema_version: int,
         lock_ttl_s: float = election.LOCK_TTL_S,
         candidate: bool = True,
+        roles: Roles | None = None,
     ) -> None:
         self._open_coordination = open_coordination
         self._wakeups = wakeups
@@ -117,6 +120,12 @@ class Cluster:
         self._next_ttl_s = lock_ttl_s
         self._beat_interval_s = BEAT_INTERVAL_S
         self._candidate = candidate
+        self.roles = roles
+        """Roles among the nodes of a Django project; None: this is a server of its own."""
+        self._is_willing = True
+        self.is_expelled = False
+        """A leader has detached the worker of this process: it comes back under another id."""
+        self._leads_since = 0.0
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="tasuki-coordination")
         self._tasks = BackgroundTasks(lambda task: self._answered.set())
         self._info = b""
@@ -138,6 +147,8 @@ class Cluster:
         self._relayed = RelayedPieces()
         self.on_hint: Callable[[Hint], None] = lambda hint: None
         """Called with every hint from another server."""
+        self.on_start: Callable[[StartRuns], None] = lambda order: None
+        """Called with orders for workers of other nodes; a node that has no way to them loses these."""
 
     # ------------------------------------------------------------------------------------------------ life
 
@@ -146,7 +157,9 @@ class Cluster:
         self._server = server
         self._election = election.Election(server.server_id, ttl_s=self._lock_ttl_s)
         self._version = int(server.now().wall * 1000)  # it must grow from one start of this server to the next
-        self._coordination = await self._call(self._open_coordination)
+        self.coordination = await self.call(self._open_coordination)
+        if self.roles is not None:
+            self.roles.join(self)
         await self._beat_once()
         await self._wakeups.start(self._received)
 
@@ -154,18 +167,20 @@ class Cluster:
         """Release the lock and leave the cluster: the next leader need not wait for a ttl."""
         self._is_leaving = True
         self._decide(election.Resign())
+        if self.roles is not None:
+            await self.roles.leave()
         try:
             async with asyncio.timeout(LEAVE_TIMEOUT_S):
                 while self._tasks or self._election.asking:  # an answer may bring a lock, which is released
                     self._answered.clear()
                     await self._answered.wait()
-                await self._call(self._coordination.leave, self._server.server_id, self._incarnation)
+                await self.call(self.coordination.leave, self._server.server_id, self._incarnation)
         except (TimeoutError, TasukiError) as error:
             logger.info("left the cluster without telling the others: %s", error or "no answer")
         self._has_left = True
         self._tasks.cancel()
         await self._wakeups.close()
-        self._thread.submit(self._coordination.close)
+        self._thread.submit(self.coordination.close)
         self._thread.shutdown(wait=False)
 
     def address_changed(self) -> None:
@@ -175,7 +190,7 @@ class Cluster:
     def set_times(self, *, beat_interval_s: float, member_timeout_s: float, lock_ttl_s: float) -> None:
         """Beat, judge members and lock by these times from now on."""
         self._beat_interval_s, self._next_ttl_s = beat_interval_s, lock_ttl_s
-        self._coordination.member_timeout_s = member_timeout_s
+        self.coordination.member_timeout_s = member_timeout_s
 
     def tick(self, now: Now) -> None:
         if self._is_leaving:  # a heartbeat now could arrive after the message that this server leaves
@@ -183,13 +198,51 @@ class Cluster:
         if self._next_ttl_s != self._lock_ttl_s and not self._election.asking:  # an answer counts by the ttl that was asked for
             self._lock_ttl_s = self._next_ttl_s
             self._election.set_ttl(self._lock_ttl_s)
-        if self._candidate and (not self._is_detached or self._election.asking):
+        if self.stands or self._election.asking:
             self._decide(Ticked())
+        if self.roles is not None:
+            self.roles.tick(now)
         if now.monotonic >= self._beat_at and not self._beating:
             self._beat_at = now.monotonic + self._beat_interval_s
             self._tasks.spawn(self._beat())
 
-    async def _call(self, verb: Callable[..., T], *arguments: Any) -> T:
+    @property
+    def server(self) -> LocalServer:
+        return self._server
+
+    @property
+    def stands(self) -> bool:
+        """This server asks for the leader's lock: its worker is neither detached nor draining."""
+        return self._candidate and self._is_willing and not self._is_detached
+
+    def stand(self, willing: bool) -> None:
+        """Stand for election, or step down and stand no more."""
+        self._is_willing = willing
+        if not willing:
+            self._decide(election.Degraded())
+
+    def stand_first(self, deference_s: float, *, now_free: bool = False) -> None:
+        """Let others ask for the lock for so long before this server does; `now_free`: its holder was deposed."""
+        is_sooner, self._election.deference_s = deference_s < self._election.deference_s, deference_s
+        if now_free or is_sooner:
+            self._decide(election.LockReleased())
+
+    async def holds_lead(self, renewed_ago_s: float) -> bool:
+        """Return whether no lease that was renewed so long ago can end before it has lasted its time from now on, although the
+        store is away: this server leads, and the lease was renewed since it took over, so that the next takeover renews it. From
+        now on this server ends no lease without one, and the coordination says that there was none yet."""
+        now = self._server.now().monotonic
+        epoch = self._election.leads(now)
+        if not epoch or self._leads_since + renewed_ago_s + RENEWED_SLACK_S >= now:
+            return False
+        self._server.broker.upkeep.lapse()
+        holds = await self.call(self.coordination.renew, SCOPE, self._server.server_id, epoch, self._lock_ttl_s)
+        return holds and self._server.broker.epoch == epoch
+
+    def spawn(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        return self._tasks.spawn(work)
+
+    async def call(self, verb: Callable[..., T], *arguments: Any) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, verb, *arguments)
 
     # ------------------------------------------------------------------------------------------------ members
@@ -221,11 +274,11 @@ class Cluster:
             schema_version=self._schema_version,
             version=self._version,
             info=info,
-            leads=bool(self._server.broker.epoch),
-            workers=_facts(self._server.broker) if self._coordination.shows_workers else {},
+            led_ago_s=self._server.broker.upkeep.led_ago_s(self._server.now()),
+            workers=_facts(self._server.broker) if self.coordination.shows_workers else {},
         )
         known = {member_id: version for member_id, (version, _) in self._seen.items()}
-        self._update(await self._call(lambda: self._coordination.beat(me, seen=known)))
+        self._update(await self.call(lambda: self.coordination.beat(me, seen=known)))
 
     def _update(self, view: View) -> None:
         seen: dict[str, tuple[int, ServerInfo]] = {}
@@ -241,14 +294,18 @@ class Cluster:
                 seen[member.member_id] = self._seen[member.member_id]
         self._seen = seen
         self._is_detached = self._server.server_id in view.detached
+        self.is_expelled = self._server.server_id in view.expelled
         if view.degraded or self._is_detached:
             self._decide(election.Degraded())
-        self._server.tell(ClusterView(tuple(info for _, info in seen.values()), view.detached))
+        if self.roles is not None:
+            self.roles.met(view, [info for _, info in seen.values()])
+        ages_s = {member.member_id: member.age_s for member in view.members}
+        self._server.tell(ClusterView(tuple(info for _, info in seen.values()), view.detached, ages_s))
 
     async def detach(self, command: Detach) -> bool:
         """Set whether a worker is detached. This server knows at once, the others with their next heartbeat."""
         told = {"actor": command.actor, "reason": command.reason}
-        changed = await self._call(partial(self._coordination.set_detached, command.worker_id, command.detached, **told))
+        changed = await self.call(partial(self.coordination.set_detached, command.worker_id, command.detached, **told))
         await self._beat()
         if command.now:  # no server may give it work again after its leases have ended
             await asyncio.sleep(self._beat_interval_s)
@@ -263,6 +320,8 @@ class Cluster:
             case Relay():
                 pieces = relay(self._server.server_id, next(self._relays), command.messages, self._wakeups.piece_max_bytes)
                 self._wakeups.publish_messages(pieces)
+            case StartRuns():
+                self.on_start(command)
             case election.TookOver() | election.Lapsed():
                 self._decide(command)
             case election.EpochFenced():
@@ -285,11 +344,13 @@ class Cluster:
                     self._tasks.spawn(self._release(command.epoch))
                 case election.Lead():
                     self._highest_epoch = max(command.epoch, self._highest_epoch)
+                    self._leads_since = self._server.now().monotonic
                     logger.info("leads, under epoch %d", command.epoch)
                     self._server.tell(Elected(command.epoch))
                 case election.StepDown():
                     logger.info("leads no more (epoch %d): %s", command.epoch, command.reason)
                     self._server.tell(Elected(0))
+                    self.address_changed()
 
     async def _acquire(self) -> None:
         asked_at = self._server.now().monotonic
@@ -298,7 +359,7 @@ class Cluster:
             registered, _ = await self._server.ask(lambda reader: reader.epoch())
             self._look_at_epoch(registered)
             holder = self._server.server_id
-            answer = await self._call(self._coordination.acquire, SCOPE, holder, self._lock_ttl_s, self._highest_epoch)
+            answer = await self.call(self.coordination.acquire, SCOPE, holder, self._lock_ttl_s, self._highest_epoch)
             self.busy = answer if isinstance(answer, election.Busy) else None
         except TasukiError as error:
             logger.debug("the request for the leader's lock failed: %s", error)
@@ -321,7 +382,7 @@ class Cluster:
         asked_at = self._server.now().monotonic
         done: bool | None = None
         try:
-            done = await self._call(self._coordination.renew, SCOPE, self._server.server_id, epoch, self._lock_ttl_s)
+            done = await self.call(self.coordination.renew, SCOPE, self._server.server_id, epoch, self._lock_ttl_s)
         except TasukiError as error:
             logger.warning("the leader's lock could not be renewed: %s", error)
         finally:
@@ -329,7 +390,8 @@ class Cluster:
 
     async def _release(self, epoch: int) -> None:
         try:
-            await self._call(self._coordination.release, SCOPE, self._server.server_id, epoch)
+            await self.call(self.coordination.release, SCOPE, self._server.server_id, epoch)
+            self._wakeups.publish(split(Hint(server_id=self._server.server_id, everything=True)))  # another may lead at once
         except TasukiError as error:
             logger.info("the leader's lock was not released, it ends by itself: %s", error)
 
@@ -345,6 +407,8 @@ class Cluster:
             logger.warning("%s", error)
             return
         self._server.tell(Hinted(hint))
+        if hint.everything:
+            self._decide(election.LockReleased())
         self.on_hint(hint)
 
     def _take(self, server_id: str, piece: RelayPiece) -> None:
@@ -365,7 +429,7 @@ def _facts(broker: Broker) -> dict[str, dict[str, str | int]]:
             "pid": os.getpid() if is_own else "",
             "grpc_host": host.strip("[]") if is_own else "",
             "grpc_port": port if is_own else "",
-            "role": "leader" if is_own and broker.epoch else "worker",
+            "role": "worker" if not is_own else "leader" if broker.epoch else "subleader" if broker.sub_leads else "worker",
             "load": len(runs),
             "current_job_run_id": ",".join(runs),
         }

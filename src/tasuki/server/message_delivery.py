@@ -17,6 +17,7 @@ import msgspec
 from tasuki.core.broker.events import Deliver
 from tasuki.core.protocol import ITEM_BYTES, DeliverMessages, published_bytes
 from tasuki.server.queries import Connection
+from tasuki.server.statistics import Statistics
 
 SLICE_S = 0.001
 SENDS_PER_LOOK = 16  # at the clock
@@ -40,8 +41,9 @@ class SlowSubscriber(msgspec.Struct):
 class MessageDelivery:
     """Sends messages to the connections of `links`; `owner_of` returns the owner of a connection."""
 
-    def __init__(self, links: Mapping[int, Connection], owner_of: Callable[[int], str]) -> None:
+    def __init__(self, links: Mapping[int, Connection], owner_of: Callable[[int], str], statistics: Statistics) -> None:
         self._links = links
+        self._statistics = statistics
         self._owner_of = owner_of
         self._waiting: deque[Deliver] = deque()
         self._place = 0
@@ -53,10 +55,10 @@ class MessageDelivery:
         self._full_owners: set[str] = set()
         self._publishers: set[int] = set()
         """Connections that are not read from until less waits."""
-        self.delivered = self.dropped = 0
 
     def add(self, command: Deliver) -> None:
         """Deliver messages, at once if no others wait."""
+        self._statistics.deliveries(command.message.items, len(command.conns))
         self._waiting.append(command)
         self._waiting_bytes += _size(command.message)
         if len(self._waiting) == 1:
@@ -124,10 +126,9 @@ class MessageDelivery:
             self._look(conn, slow, _size(message))
             if slow.dropping:
                 slow.dropped += len(message.items)
-                self.dropped += len(message.items)
+                self._statistics.dropped(message.items)
                 return
             self._tell(conn, slow)
-        self.delivered += len(message.items)
         link.deliver(message)
         if slow is not None or link.undelivered_bytes >= SLOW_BYTES:
             self._look(conn, self._slow.setdefault(conn, SlowSubscriber(self._owner_of(conn))))

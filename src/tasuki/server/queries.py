@@ -11,16 +11,26 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Generic, Protocol, TypeVar
+from itertools import chain
+from typing import Annotated, Any, Generic, Protocol, TypeVar
 
 import msgspec
 
 from tasuki.core.access import Identity
-from tasuki.core.broker.events import Query
+from tasuki.core.broker.events import AskRouted, Query
 from tasuki.core.explain import ExplainContext, explain
 from tasuki.core.job import TERMINAL, Job, State, check_name
 from tasuki.core.machine import Peer
 from tasuki.core.protocol import DeliverMessages, Message
+from tasuki.core.statistics import (
+    ROLLUP_DAYS,
+    ROLLUP_GROUPS_MAX,
+    ROLLUP_S,
+    Rollup,
+    current_minute,
+    describe_periods,
+    periods,
+)
 from tasuki.core.store_messages import Filter, largest_groups
 from tasuki.core.subject import check_pattern
 from tasuki.errors import InvalidInput, NotFound, TasukiError, TooLarge, Unavailable
@@ -30,6 +40,10 @@ PAGE_MAX = 1000
 GET_MAX = 1000
 GROUPS_SHOWN, GROUPS_MAX = 1_000, 50_000  # of `counts`: without a limit, and as many as fit a frame
 PAGE_BYTES = 1024 * 1024  # a page of a list ends at this size as well as at its number of jobs
+STATISTICS = "statistics"
+STATISTICS_S = 900  # that are looked back, unless a range is given
+STEPS_MAX = 1_500  # a day by minutes
+WINDOW_S = 6 * 3600  # whose rollups are read at once
 GET_MAX_BYTES = 6 * 1024 * 1024  # of all jobs of one answer, which must fit a frame
 STEP_ROWS = 32  # jobs that are read at once: with their headers and file names each may have 3 MiB
 INCIDENTS_MAX = 1000  # of one answer to `explain`, the latest
@@ -47,8 +61,10 @@ UNREAD_MIN_BYTES = 64 * 1024  # of one connection; less is not counted
 T = TypeVar("T")
 
 
-def answer_query(reader: Reader, query: Query) -> Any:
-    """Return the body of the Reply. Errors are the caller's mistakes."""
+def answer_query(reader: Reader, query: Query, current: Rollup | None = None) -> Any:
+    """Return the body of the Reply. Errors are the caller's mistakes. `current`: what this server has not written yet."""
+    if query.verb == STATISTICS:
+        return _statistics(reader, query, current)
     return _ANSWERS[query.verb](reader, query)
 
 
@@ -131,6 +147,38 @@ def _counts(reader: Reader, query: Query) -> Any:
     return {group: msgspec.structs.asdict(counts) for group, counts in largest_groups(reader.counts(), limit).items()}
 
 
+class TimeRange(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Parameters of the request `statistics`: Unix times; without a `step_s` the whole range is one step."""
+
+    since: int | None = None
+    until: int | None = None
+    step_s: int | None = None
+    limit: Annotated[int, msgspec.Meta(ge=1, le=GROUPS_MAX)] = ROLLUP_GROUPS_MAX
+
+
+def _statistics(reader: Reader, query: Query, current: Rollup | None) -> Any:
+    """Return the sums of all servers for each step of a time range, by default of the last quarter of an hour."""
+    query.identity.check_admin("statistics of all groups")
+    try:
+        asked = msgspec.convert(query.params, TimeRange)
+    except msgspec.ValidationError as error:
+        raise InvalidInput(f"statistics: {error}") from None
+    until = int(time.time()) + 1 if asked.until is None else asked.until
+    since = current_minute(until - STATISTICS_S if asked.since is None else asked.since)
+    step_s = current_minute(max(0, until - since) + ROLLUP_S) if asked.step_s is None else asked.step_s
+    if step_s < ROLLUP_S or step_s % ROLLUP_S or not 0 < until - since <= ROLLUP_S * STEPS_MAX * (step_s // ROLLUP_S):
+        most = f"there may be {STEPS_MAX} steps, each a multiple of {ROLLUP_S} s"
+        raise InvalidInput(f"statistics from {since} to {until} in steps of {step_s} s: {most}")
+    oldest = max(since, until - ROLLUP_DAYS * 86_400 - WINDOW_S)
+    windows = range(oldest, until, WINDOW_S)
+    found = (one for start in windows for one in reader.rollups(start, min(start + WINDOW_S, until)))
+    own = [current] if current is not None and since <= current.minute < until else []
+    views = describe_periods(periods(chain(found, own), step_s, begin=since), asked.limit)
+    if _size_of(views) > GET_MAX_BYTES:
+        raise TooLarge(f"these statistics have more than {GET_MAX_BYTES} bytes; ask for fewer groups (limit) or longer steps")
+    return {"since": since, "until": until, "step_s": step_s, "periods": views}
+
+
 def _explain(reader: Reader, query: Query) -> Any:
     job_id = query.params.get("job_id")
     if not isinstance(job_id, str):
@@ -142,6 +190,8 @@ def _explain(reader: Reader, query: Query) -> Any:
         top_band=reader.top_band(),
         trouble=query.trouble,
         now_wall=time.time(),
+        routes=query.routes,
+        route_wait_s=query.route_wait_s,
     )
     return explain(job, reader.incidents(job_id)[-INCIDENTS_MAX:], around)
 
@@ -184,6 +234,12 @@ def _cache_show(reader: Reader, query: Query) -> Any:
     if not views and not after:
         raise NotFound(f"there is no cache {cache_id!r}, or it is not for you; see: tasuki cache list")
     return {"cache_id": cache_id, "files": views, "after": found[-1].name if len(found) == limit else None}
+
+
+def routed_jobs(reader: Reader, command: AskRouted) -> list[Job]:
+    """Return the oldest ready jobs of some subjects, for routing."""
+    job_ids = [job_id for subject in command.subjects for job_id in reader.ready_jobs(subject, limit=command.limit)]
+    return [job for job in reader.get(job_ids) if job is not None]
 
 
 _ANSWERS = {
@@ -240,6 +296,7 @@ def describe(job: Job, *, with_result: bool = False, in_list: bool = False) -> d
     }
     if not in_list:
         view |= {"files": [file.name for file in spec.files], "env_names": sorted(spec.env), "headers": spec.headers}
+        view["file_hashes"] = {file.name: file.sha256 for file in spec.files if file.sha256}
     view.update((name, getattr(job, name)) for name in _PLAIN)
     view["progress"] = job.progress.fraction if job.progress is not None else None
     view["progress_text"] = job.progress.text if job.progress is not None else ""

@@ -11,7 +11,7 @@ import asyncio
 import itertools
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 from weakref import WeakValueDictionary
@@ -26,7 +26,7 @@ from tasuki.core.broker import events
 from tasuki.core.broker.broker import Broker
 from tasuki.core.broker.client_messages import ask_ends, result_of
 from tasuki.core.broker.state import ClientSession, WorkerSession
-from tasuki.core.broker.turn_builder import OWNER_PER_TURN
+from tasuki.core.broker.turn_builder import OWNER_PER_TURN, TurnEffects, ignore
 from tasuki.core.cluster_messages import ServerInfo
 from tasuki.core.election import EpochFenced, Lapsed, TookOver
 from tasuki.core.machine import Closed, Hangup, Opened, Received, Send, Ticked
@@ -42,13 +42,15 @@ from tasuki.core.protocol import (
     error_message,
     outcome_bytes,
 )
-from tasuki.core.store_messages import Answers, Turn
+from tasuki.core.statistics import current_minute
+from tasuki.core.store_messages import Answers, GroupCounts, HeldLease, LeaseStatus, Turn
 from tasuki.errors import DiskFull, Fenced, InternalError, InvalidInput, TasukiError, Unavailable, discreet, from_wire
-from tasuki.event_loop import BackgroundTasks
+from tasuki.event_loop import BackgroundTasks, ignore_result
 from tasuki.server.cluster import Cluster, SingleServer
 from tasuki.server.message_delivery import MessageDelivery
 from tasuki.server.queries import (
     QUICK_READS,
+    STATISTICS,
     UNREAD_MIN_BYTES,
     Connection,
     PerConnectionQueue,
@@ -56,8 +58,10 @@ from tasuki.server.queries import (
     UnreadAnswers,
     answer_query,
     query_bytes,
+    routed_jobs,
 )
 from tasuki.server.refusal_log import RefusalLog
+from tasuki.server.statistics import Statistics
 from tasuki.server.transfers import BlobTransfers, may_read
 from tasuki.server.upload_shares import UploadShares
 from tasuki.stores.batching import StoreThread
@@ -123,7 +127,9 @@ class Server:
         """By the identity that asks: it has one slow read at a time, over all its connections."""
         self._download_slots: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()  # by owner
         self._unread = UnreadAnswers()
-        self.messages = MessageDelivery(self._links, lambda conn: self.broker.sessions[conn].owner)
+        self.statistics = Statistics()
+        self._minute = current_minute(self.now().wall)
+        self.messages = MessageDelivery(self._links, lambda conn: self.broker.sessions[conn].owner, self.statistics)
         self._tasks = BackgroundTasks()
         self._questions = PerConnectionQueue(self._query, self._tasks.spawn, at_once=config.readers, size_of=query_bytes)
         self._downloads = PerConnectionQueue(self._send_blob, self._tasks.spawn, at_once=DOWNLOADS_AT_ONCE)
@@ -156,6 +162,8 @@ class Server:
     async def stop(self) -> None:
         """Answer the requests under way, then close the store. New messages are ignored."""
         self._stopping = True
+        if not self.broker.store_problem:
+            self._write_rollup(self._minute, {})
         await self._cluster.leave()
         deadline = self._loop.time() + STOP_TIMEOUT_S
         self._loop.call_at(deadline, self._thread.hurry)
@@ -190,11 +198,53 @@ class Server:
             self.tell(Ticked())
             self.messages.tick()
             self._cluster.tick(now)
+            self._count_published()
+            if (minute := current_minute(now.wall)) != self._minute:
+                self._tasks.spawn(self._roll_up(self._minute))
+                self._minute = minute
+
+    async def _roll_up(self, minute: int) -> None:
+        """Write what was counted in this minute; the leader adds the queue lengths."""
+        counts: Mapping[str, GroupCounts] = {}
+        try:
+            if self.broker.epoch:
+                counts = await self.ask(lambda reader: reader.counts())
+        except TasukiError as error:
+            logger.debug("the queue lengths could not be read: %s", error)
+        self._write_rollup(minute, counts)
+
+    def _count_published(self) -> None:
+        self.statistics.published(self.broker.published)
+        self.broker.published.clear()
+
+    def _write_rollup(self, minute: int, counts: Mapping[str, GroupCounts]) -> None:
+        self._count_published()
+        rollup = self.statistics.rollup(minute, self.server_id, counts)
+        if rollup is not None:
+            self.broker.builder.ask("add_rollups", [rollup], ignore)
+            self._pump()
 
     def tell(self, event: events.Event) -> None:
         """Give the broker an event, and the store its next turn if it is idle."""
         self._apply(event)
         self._pump()
+
+    async def renew(self, claims: Sequence[HeldLease]) -> list[LeaseStatus]:
+        """Renew leases in the name of their workers."""
+        waiting: asyncio.Future[list[LeaseStatus]] = self._loop.create_future()
+        waiting.add_done_callback(ignore_result)
+
+        def answered(statuses: Sequence[LeaseStatus], effects: TurnEffects) -> None:
+            if not waiting.done():
+                waiting.set_result(list(statuses))
+
+        def failed(error: TasukiError, effects: TurnEffects) -> None:
+            if not waiting.done():
+                waiting.set_exception(error)
+
+        self.broker.builder.ask("renew", claims, answered, failed)
+        self._pump()
+        return await waiting
 
     now = staticmethod(now)
 
@@ -314,6 +364,7 @@ class Server:
         if isinstance(answers, TasukiError):
             self._log_failure(answers)
         else:
+            self.statistics.turn(turn, answers, self.now().monotonic)
             self.on_turn(turn, answers)
             for lost in answers.reap:
                 text = f"the lease of attempt {lost.attempt} is over: {lost.reason}"
@@ -329,6 +380,8 @@ class Server:
             # Under load the store works while the answers are encoded: both cores are busy.
             self._pump()
             self._perform(commands)
+        if turn.fire and (due_s := self.broker.upkeep.until_due_s(self.now(), IDLE_TICK_S)) < IDLE_TICK_S:
+            self._loop.call_later(due_s + 0.001, self.read)  # the tick was set before this turn told; timers may be 0.5 ms early
         self._fault("turn.answered")
         if not self._busy:
             self._idle.set()
@@ -376,9 +429,9 @@ class Server:
                         self._transfers.begin(link, command)
                 case events.DeleteBlobs():
                     self._tasks.spawn(self._delete_blobs(command))
-                case events.AskEnded() | events.AskRevoked() | events.AskReady():
+                case events.AskEnded() | events.AskRevoked() | events.AskReady() | events.AskRouted():
                     self._tasks.spawn(self._ask(command))
-                case TookOver() | EpochFenced() | Lapsed() | events.Publish() | events.Relay():
+                case TookOver() | EpochFenced() | Lapsed() | events.Publish() | events.Relay() | events.StartRuns():
                     self._cluster.carry_out(command)
                 case events.Detach():
                     self._tasks.spawn(self._detach(command))
@@ -438,7 +491,9 @@ class Server:
             async with alone:
                 if query.conn not in self._links:  # gone while it waited
                     return
-                body = await self._readers.ask(lambda reader: answer_query(reader, query))
+                self._count_published()
+                current = self.statistics.since_rollup(self._minute, self.server_id) if query.verb == STATISTICS else None
+                body = await self._readers.ask(lambda reader: answer_query(reader, query, current))
         except RecursionError:
             link.send(error_message(query.msg_id, InvalidInput(f"{query.verb}: a parameter is nested too deep")))
         except TasukiError as error:
@@ -455,7 +510,7 @@ class Server:
                 if link.unread_bytes >= UNREAD_MIN_BYTES:
                     self._unread.note(query.identity.owner, link)
 
-    async def _ask(self, command: events.AskEnded | events.AskRevoked | events.AskReady) -> None:
+    async def _ask(self, command: events.StoreQuestion) -> None:
         """Ask the store what other servers did. If it cannot be asked now, the broker asks again in a second."""
         try:
             if isinstance(command, events.AskEnded):
@@ -464,6 +519,8 @@ class Server:
             elif isinstance(command, events.AskReady):
                 page = await self._readers.ask(lambda reader: reader.ready_queues(command.place, limit=command.limit))
                 self.tell(events.ReadyFound(page))
+            elif isinstance(command, events.AskRouted):
+                self.tell(events.RoutedFound(await self._readers.ask(lambda reader: routed_jobs(reader, command))))
             else:
                 revoked = await self._token_reader.ask(lambda reader: reader.revoked_among(command.token_ids))
                 self.tell(events.SomeRevoked(revoked))
@@ -507,6 +564,8 @@ class Server:
                 allowed, place = await self._readers.ask(
                     lambda reader: (may_read(reader, command), reader.blob_places([get.sha256])[0])
                 )
+                if allowed and command.worker_id and not get.offset:
+                    self.statistics.fetched(get.job_id, get.sha256)
                 await self._transfers.send(link, allowed, command, place)
         except TasukiError as error:
             link.send(error_message(get.msg_id, error))

@@ -21,6 +21,7 @@ from tasuki.stores.common import Retries
 from tasuki.stores.store import Feature, Store
 
 logger = logging.getLogger("tasuki.store")
+REAP_WITHIN_S = 2.0  # a leader tries for LEADER_RETRY_S; with LAPSE_SHARE of a lease before it, renewed leases are not over yet
 
 _fields = attrgetter(*(verb.name for verb in VERBS))
 _LASTING = tuple(verb.name for verb in VERBS if verb.lasting)
@@ -60,15 +61,24 @@ def execute_surely(store: Store, turn: Turn, pause: Pause) -> Answers:
                 was_stored = None
             answers = Answers()
             with store.turn(lasting=is_lasting(turn)):
+                _check_reaping(turn, time.monotonic() - began)
                 _fill(answers, store, turn)
             return answers
         except TurnInterrupted as error:
             was_stored = error.was_stored or was_stored
+            level = logging.INFO if retries is None else logging.DEBUG  # one line for each turn of an outage, not for each try
             retries = retries or Retries(began, random.random, leads=bool(turn.epoch))
             wait_s = retries.wait_s(error.why, time.monotonic())
             if wait_s is None or not pause(wait_s):
                 raise
-            logger.info("a turn is tried again: %s", error.message)
+            logger.log(level, "a turn is tried again: %s", error.message)
+
+
+def _check_reaping(turn: Turn, waited_s: float) -> None:
+    """Raise Unavailable for a turn that was to end leases and has waited for the store: nobody could renew them meanwhile. The
+    network, or a database that stood still, may have held it up and carried it out after all."""
+    if turn.reap and waited_s > REAP_WITHIN_S:
+        raise Unavailable(f"the store took the turn after {waited_s:.1f} s, too late to end leases in it; nothing was stored")
 
 
 def _fill(answers: Answers, store: Store, turn: Turn) -> None:

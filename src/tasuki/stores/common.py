@@ -38,6 +38,7 @@ TIMEOUT_TRIES = 3  # a statement that ran out of time is tried twice more: the t
 FIRST_WAIT_S = 0.01
 LOST_WAIT_MAX_S = 2.0
 
+TAKEN_BACK = "its worker had not fetched it, and the leader chooses another"
 LEASES_ENDED_MAX = 500  # of one holder in one call: some 20 ms of a transaction; the caller asks again
 
 INCIDENT_OF: dict[JobEvent, str] = {
@@ -185,6 +186,7 @@ def is_wanted(
     submitter: str,
     worker_id: str | bool | None,
     array_id: str | bool | None,
+    created_at: float,
     texts: Iterable[str],
 ) -> bool:
     """Return whether a job with these fields passes the filter; `texts` are searched for `filter.text`."""
@@ -195,6 +197,10 @@ def is_wanted(
     if filter.array_id is not None and array_id != filter.array_id:
         return False
     if filter.worker_id is not None and worker_id != filter.worker_id:
+        return False
+    if filter.created_from is not None and created_at < filter.created_from:
+        return False
+    if filter.created_until is not None and created_at >= filter.created_until:
         return False
     if filter.submitter is not None or filter.scope:
         is_own = submitter == filter.submitter

@@ -25,6 +25,8 @@ from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from tasuki.core.job import Job, JobIncident
+from tasuki.core.lifecycle import REASSIGN_AFTER_S
+from tasuki.core.statistics import Rollup
 from tasuki.core.store_messages import (
     Assignment,
     AuditRow,
@@ -58,6 +60,8 @@ from tasuki.core.store_messages import (
     TurnNotes,
 )
 from tasuki.errors import CacheConflict, Conflict
+
+QUEUES_OF_SUBJECT_MAX = 64  # that `ready_jobs` looks at in one priority
 
 Answered = Submitted | Conflict | MissingBlobs
 """Answer to one submission."""
@@ -113,6 +117,10 @@ class Reader(Protocol):
         jobs, is in every page.
         """
 
+    def ready_jobs(self, subject: str, *, limit: int = 256) -> list[str]:
+        """Return ready jobs of a subject, the highest priority first; of each of its queues the `limit` oldest. Of a subject with
+        more than QUEUES_OF_SUBJECT_MAX queues, some."""
+
     def ended_among(self, job_ids: Sequence[str]) -> list[str]:
         """Return the jobs that are terminal, or do not exist any more. Cheap: servers ask it in case they missed an end."""
 
@@ -131,6 +139,9 @@ class Reader(Protocol):
 
     def caches(self, *, after: str = "", limit: int = 100) -> list[CacheSummary]:
         """Return caches by cache_id, from the first one behind `after` on. Owner, target and time are those of its first file."""
+
+    def rollups(self, since: int, until: int) -> list[Rollup]:
+        """Return the rollups of all servers whose minute began at `since` or later, and before `until`, by minute."""
 
     def epoch(self) -> tuple[int, str]:
         """Return the highest epoch ever registered, and its holder; (0, "") before the first."""
@@ -198,8 +209,9 @@ class Store(Reader, Protocol):
 
         A delayed job is ready only after `promote`. A request by job_id takes over an expired lease (for `keep`: expired by its
         grace too): that counts as a loss, may end the job when no loss is left, and waits for no loss delay. The lease_ids of
-        one request may share their random part: they belong to one worker. A subject that the request `leaves` to another live
-        worker is not granted by patterns.
+        one request may share their random part: they belong to one worker. A subject that the request `leaves`
+        is not granted by patterns. Jobs that are `chosen` are granted in their priority and group, before others, if they are
+        ready.
 
         The work of a call is bounded, whatever waits: patterns without a wildcard are always looked for, a walk for the others
         ends after some hundred queues that it granted nothing from, and `notes().cut` names the requests whose walk was cut
@@ -209,6 +221,9 @@ class Store(Reader, Protocol):
     def held(self, holders: Sequence[tuple[str, str, str]]) -> list[list[Grant]]:
         """Return for each (worker_id, incarnation, owner) its live leases that are still ASSIGNED, to be delivered again after a
         broken connection. One read of the live leases, however many holders ask.
+
+        A run that was assigned ahead is among them from the time on at which `fire` let it start: the first call fetches it, its
+        lease begins then, and the leader cannot take it back any more.
 
         `ttl_s` is the time left of each lease, without the margin.
         """
@@ -224,14 +239,15 @@ class Store(Reader, Protocol):
     def renew(self, claims: Sequence[HeldLease]) -> list[LeaseStatus]:
         """Extend leases to now + ttl_s + margin. LOST if a lease is not the current one of this incarnation.
 
-        The `progress` of a claim is kept with the job; a grant clears it, and nothing is ever decided by it.
+        The `progress` of a claim is kept with the job; a grant clears it, and nothing is ever decided by it. So is its
+        `confirm_s`, in stores with DEFINITIONS: the lease lasts at least so long, and no one else is granted the job before.
         An ORPHANED job whose lease is still the current one is resumed: RUNNING again, not ready any more, with the incident
         `resumed`. The loss that was counted stays counted.
         """
 
     def release(self, claims: Sequence[HeldLease], *, reason: str = "") -> list[bool]:
         """Give unstarted attempts back: PENDING again (CANCELED if that was asked for), no retry and no loss used; the attempt
-        number stays used."""
+        number stays used. A claim with `is_over` is refused while more than the margin is left of its lease."""
 
     def finish(self, reports: Sequence[Report]) -> list[ReportAnswer]:
         """Record that attempts succeeded, with their results. BLOB_MISSING, and nothing written, if the result is a blob that is
@@ -249,7 +265,12 @@ class Store(Reader, Protocol):
         """
 
     def assign(self, assignments: Sequence[Assignment], *, epoch: int) -> list[Grant | None]:
-        """Grant ready jobs to chosen workers; None where the job is not ready."""
+        """Grant jobs to chosen workers: ready ones, and runs that `fire` made ahead of their time and nobody has fetched. None
+        where the job is neither.
+
+        Until its time a run that was made ahead may be assigned to another worker, which is a new attempt. Until its worker has
+        fetched it (`held`), also after its time, it may be assigned to nobody: then None.
+        """
 
     def reap(self, *, epoch: int, limit: int = 256) -> list[Reaped]:
         """End expired leases (`keep`: expired by their grace too): PENDING, ORPHANED, CANCELED or, without budget, FAILED.
@@ -264,12 +285,20 @@ class Store(Reader, Protocol):
     def promote(self, *, epoch: int, limit: int = 1024) -> int:
         """Make delayed jobs whose time has come ready, at most `limit`; return how many."""
 
-    def fire(self, *, epoch: int, limit: int = 256) -> FiredRuns:
+    def fire(
+        self, *, epoch: int, limit: int = 256, ahead_s: float = 0.0, reassign_after_s: float = REASSIGN_AFTER_S
+    ) -> FiredRuns:
         """Make the runs of definitions that are due, and of events, as `core.scheduler.firing` plans them; look at no more than
-        `limit` definitions and events. An exact repeat changes nothing. ConfigError without Feature.DEFINITIONS."""
+        `limit` definitions and events. An exact repeat changes nothing. ConfigError without Feature.DEFINITIONS.
+
+        With `ahead_s` the next run of a definition is stored so long before its time, for `assign`. Nothing is decided by that:
+        at its time it starts, is skipped or waits as if it were made then, and until then it is gone again when its definition
+        changes. An assigned one that may start and that its worker does not fetch within `reassign_after_s` is reaped.
+        """
 
     def prune(self, *, before: float, epoch: int, limit: int = 256) -> int:
-        """Delete jobs that became terminal before that wall time, with their incidents; return how many."""
+        """Delete jobs that became terminal before that wall time, with their incidents; return how many. Delete rollups of more
+        than ROLLUP_DAYS ago too."""
 
     def condemn_blobs(self, order: CondemnOrder, *, epoch: int) -> Condemned:
         """Condemn at most `limit` blobs that nothing refers to, so that their bytes can be deleted: first those condemned before
@@ -305,6 +334,10 @@ class Store(Reader, Protocol):
         """Remove caches by (cache_id, target), with their references; return how many files each had. 0, and no change, for one
         with another target: the caller was not allowed to remove that."""
 
+    # -- statistics -----------------------------------------------------------------------------------------------
+    def add_rollups(self, rollups: Sequence[Rollup]) -> list[None]:
+        """Keep what servers counted. A second one of the same server and minute: no change."""
+
     # -- tokens ---------------------------------------------------------------------------------------------------
     def add_token(self, token: TokenRow) -> bool:
         """Store a token's row, and note in the audit that `created_by` made it. The same row again: no change. False, and no
@@ -316,3 +349,6 @@ class Store(Reader, Protocol):
     def revoke_token(self, token_id: str, *, actor: str) -> bool:
         """Mark a token revoked, and note it in the audit; False if it is unknown or was revoked before. Of several callers one
         gets True: so an enrol token is used once."""
+
+    def note(self, actor: str, action: str, target: str, detail: str = "") -> None:
+        """Note in the audit what somebody did."""

@@ -12,7 +12,7 @@ class FakeClock:
 
     def __init__(self, lease: float = LEASE_START_S, wall: float = WALL_START_S) -> None:
         self._lease = lease
-        self._wall = wall
+        self._wall = self._highest_wall = wall
 
     def lease(self) -> float:
         """Return the seconds since boot."""
@@ -21,6 +21,10 @@ class FakeClock:
     def wall(self) -> float:
         """Return the Unix time."""
         return self._wall
+
+    def highest_wall(self) -> float:
+        """Return the highest Unix time that it ever showed."""
+        return max(self._highest_wall, self._wall)
 
     def advance(self, seconds: float) -> None:
         """Let time pass on both clocks."""
@@ -35,4 +39,5 @@ class FakeClock:
 
     def jump_wall(self, seconds: float) -> None:
         """Set the wall clock forwards or backwards; leases must not depend on it."""
+        self._highest_wall = self.highest_wall()
         self._wall += seconds

@@ -19,10 +19,12 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from tasuki.coords.coordination import (
     FORGET_AFTER_S,
     FORGET_BATCH,
+    LEADER,
     MEMBER_TIMEOUT_S,
     ClusterMember,
     Coordination,
@@ -71,9 +73,10 @@ class MemberCases(CoordinationCase):
         theirs = two.beat(member("b"), seen={})
 
         told = LiveMember(member_id="a", kind="server", incarnation="a-1", schema_version=7, version=1, info=b"info of a")
-        assert mine.members == (told,)
+        assert [replace(live, age_s=0.0) for live in mine.members] == [told]
         assert [live.member_id for live in theirs.members] == ["a", "b"]
-        assert theirs.members[0] == told
+        assert replace(theirs.members[0], age_s=0.0) == told
+        assert all(0.0 <= live.age_s < MEMBER_TIMEOUT_S for live in theirs.members)
 
     def test_info_comes_only_where_its_version_was_not_seen(self, one: Coordination, two: Coordination) -> None:
         one.beat(member("a", version=4), seen={})
@@ -157,6 +160,17 @@ class MemberCases(CoordinationCase):
         one.leave("a", "first")
 
         assert "a" in seen_by(two)
+
+    def test_a_silent_member_has_an_age_until_it_leaves(self, one: Coordination, two: Coordination, let_pass: LetPass) -> None:
+        one.beat(member("a"), seen={})
+        one.beat(member("b"), seen={})
+        one.leave("b", "b-1")
+        let_pass(2 * MEMBER_TIMEOUT_S)
+
+        ages = two.heartbeat_ages()
+
+        assert list(ages) == ["a"]
+        assert 2 * MEMBER_TIMEOUT_S <= ages["a"] < 3 * MEMBER_TIMEOUT_S
 
     def test_a_beat_from_the_future_is_no_sign_of_life(self, one: Coordination, two: Coordination, let_pass: LetPass) -> None:
         one.beat(member("a"), seen={})
@@ -263,6 +277,17 @@ class LockCases(CoordinationCase):
         assert not one.release(SCOPE, "one", 1)
         assert two.acquire(SCOPE, "two", TTL_S, 0) == Locked(2)
 
+    def test_a_sub_leader_ends_the_lock_of_the_leader_that_it_knows_and_of_no_later_one(
+        self, one: Coordination, two: Coordination
+    ) -> None:
+        one.acquire(SCOPE, "one", TTL_S, 0)
+        assert two.release(SCOPE, "one", 1)
+        assert two.acquire(SCOPE, "two", TTL_S, 0) == Locked(2)
+
+        assert not one.release(SCOPE, "one", 1)
+
+        assert two.renew(SCOPE, "two", 2, TTL_S)
+
     def test_scopes_are_apart(self, one: Coordination, two: Coordination) -> None:
         assert one.acquire("a", "one", TTL_S, 0) == Locked(1)
         assert two.acquire("b", "two", TTL_S, 8) == Locked(9)
@@ -288,7 +313,7 @@ class DegradeCases(CoordinationCase):
     """A leader that is to step down."""
 
     def test_only_the_leader_is_told_to_step_down_and_once(self, one: Coordination, two: Coordination) -> None:
-        leader = member("leads", leads=True)
+        leader = member("leads", led_ago_s=0.0)
         assert not one.beat(leader, seen={}).degraded
 
         two.degrade()
@@ -296,6 +321,19 @@ class DegradeCases(CoordinationCase):
 
         assert not two.beat(member("follows"), seen={}).degraded
         assert [one.beat(leader, seen={}).degraded for _ in range(2)] == [True, False]
+
+
+class LeaderSeenCases(CoordinationCase):
+    """The time since the store took the last turn of a leader."""
+
+    def test_all_are_told_when_the_leader_last_did_its_work(self, one: Coordination, two: Coordination) -> None:
+        assert two.beat(member("follows"), seen={}).leader_seen_s is None
+
+        one.beat(member("leads", led_ago_s=4.0), seen={})
+        told = two.beat(member("follows"), seen={}).leader_seen_s
+
+        assert told is not None
+        assert 4.0 <= told < 4.0 + MEMBER_TIMEOUT_S
 
 
 class DetachCases(CoordinationCase):
@@ -319,6 +357,15 @@ class DetachCases(CoordinationCase):
     def test_attaching_a_worker_that_is_not_detached_changes_nothing(self, one: Coordination) -> None:
         assert not one.set_detached("w1", False, actor="admin")
 
+    def test_a_worker_that_a_leader_detached_is_expelled_and_one_that_a_person_detached_is_not(self, one: Coordination) -> None:
+        one.set_detached("w1", True, actor=LEADER, reason="no answer")
+        one.set_detached("w2", True, actor="admin")
+
+        view = one.beat(member("a"), seen={})
+
+        assert view.detached == {"w1", "w2"}
+        assert view.expelled == {"w1"}
+
     def test_workers_are_detached_one_by_one(self, one: Coordination) -> None:
         for name in ("w1", "w2", "w3"):
             one.set_detached(name, True, actor="admin")
@@ -328,5 +375,5 @@ class DetachCases(CoordinationCase):
         assert one.detached() == {"w1", "w3"}
 
 
-class CoordinationSuite(MemberCases, LockCases, DegradeCases, DetachCases):
+class CoordinationSuite(MemberCases, LockCases, DegradeCases, LeaderSeenCases, DetachCases):
     """All conformance cases of a coordination. pytest collects a subclass whose name begins with Test."""

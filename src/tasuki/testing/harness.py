@@ -3,7 +3,7 @@
 A `Harness` has a fake clock and in-memory links; every message passes through the wire's bytes. Things happen one at a time and
 only when a test says so: a message is delivered, the store takes or commits a turn, a clock moves. Links can be cut or held up,
 servers killed between any two steps and started again on the same store, servers and workers frozen or killed. After every commit
-`History` checks the invariants that the store decides (docs/invariants.md); `check()` adds what clients and workers can see.
+`CheckedHistory` checks the invariants that the store decides (docs/invariants.md); `check()` adds what clients and workers see.
 
 With several servers the harness is also their coordination: it tells each who is alive, carries their hints (or loses them), and
 elects a leader when there is none or the last one has not ticked for LOCK_TTL_S.
@@ -13,35 +13,30 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, get_args
 
 from tasuki.core.address import Address
 from tasuki.core.broker.broker import Broker
 from tasuki.core.broker.events import ClusterView, DiskSpace
 from tasuki.core.cluster_messages import Hint
 from tasuki.core.election import TakeOver
-from tasuki.core.job import LEASED, READY, Job, JobIncident, OnDisconnect, State
+from tasuki.core.job import Job, JobIncident, OnDisconnect, State
 from tasuki.core.machine import Closed, Now, Opened, Peer, Received, Ticked
 from tasuki.core.protocol import FRAME_MAX_BYTES, Message
 from tasuki.core.store_messages import (
     Answers,
     Filter,
-    Grant,
-    MissingBlobs,
-    Report,
-    ReportAnswer,
-    ReportStatus,
-    Submission,
-    Submitted,
     Turn,
 )
 from tasuki.core.worker.events import WorkerIdentity
-from tasuki.errors import Conflict, TasukiError
-from tasuki.stores.store import Clock, Store
+from tasuki.errors import TasukiError
+from tasuki.stores.store import Store
 from tasuki.testing.clocks import FakeClock
 from tasuki.testing.harness_nodes import OWN_UID, ClientNode, HarnessLink, Node, ServerNode, WorkerNode
+from tasuki.testing.sim.checker import Checker
+from tasuki.testing.sim.history import AnyLine, LedEvent, StoreLine, WatchingEvent, kind_of
+from tasuki.testing.sim.recorder import Recorder
 from tasuki.wire.messages import decode, encode
 
 SAME_USER = Peer("unix", OWN_UID, "unix socket")
@@ -49,6 +44,7 @@ LOCK_TTL_S = 3.0  # how long a leader may be silent before the world elects anot
 STEP_S = 0.1  # how finely `run_for` cuts time: as the drivers tick
 QUIET_STEPS_MAX = 20_000  # a world that has not come to rest by then is in a hot loop
 WIDE_PAGE = 1_000
+STORE_KINDS = tuple(kind_of(line.__name__) for line in get_args(StoreLine) if line is not LedEvent)
 
 
 class Harness:
@@ -67,7 +63,7 @@ class Harness:
         self.clock = clock
         self.store = store
         self.random = random.Random(seed)  # noqa: S311 - jitter and schedules that must be the same again
-        self.history = History(clock)
+        self.history = CheckedHistory(store, clock)
         self.nodes: list[Node] = []
         self.links: dict[int, HarnessLink] = {}
         self.turns = 0
@@ -286,7 +282,7 @@ class Harness:
     def restart_server(self, server: ServerNode | None = None) -> None:
         server = server or self.servers[0]
         if len(self.servers) == 1:
-            self.store = self._restart(self.store)
+            self.store = self.history.store = self._restart(self.store)
         server.start()
 
     def freeze_server(self, server: ServerNode) -> None:
@@ -327,20 +323,6 @@ class Harness:
         elif awake and now - self._leader_seen_at >= LOCK_TTL_S:
             self._leader_seen_at = now
             self.random.choice(awake).apply(TakeOver(epoch + 1))
-
-    def committed(self, turn: Turn, answers: Answers, before: dict[str, Job | None]) -> None:
-        """Check the answers of a turn that is durable now; `before` has the jobs of its reports."""
-        history, store = self.history, self.store
-        history.submitted([*turn.submit, *turn.rerun], [*answers.submit, *answers.rerun])
-        history.reported("finish", turn.finish, [before[report.job_id] for report in turn.finish], answers.finish)
-        history.reported("fail", turn.fail, [before[report.job_id] for report in turn.fail], answers.fail)
-        for grants in answers.lease:
-            for grant, job in zip(grants, store.get([grant.job_id for grant in grants]), strict=True):
-                assert job is not None
-                history.granted(grant, job)
-
-    def jobs(self, job_ids: list[str]) -> dict[str, Job | None]:
-        return dict(zip(job_ids, self.store.get(job_ids), strict=True))
 
     # -- running --------------------------------------------------------------------------------------------------
     def choices(self) -> list[Callable[[], object]]:
@@ -419,113 +401,33 @@ class Harness:
                     assert (told.result, told.error_code) == (kept.result, kept.error_code), f"I13: {job_id}"
 
 
-class History:
-    """All that callers know of each job, by id, checked against the invariants that a store decides (docs/invariants.md)."""
+class CheckedHistory(Recorder):
+    """A recorder whose lines go to the checker of the invariants (docs/invariants.md), as far as a store decides them.
 
-    def __init__(self, clock: Clock) -> None:
-        self._clock = clock
-        self._latest_wall = clock.wall()
-        self._bodies: dict[str, bytes] = {}
-        self._grants: Counter[str] = Counter()
-        self._recorded: dict[str, dict[int, tuple[str, int]]] = {}  # job_id -> attempt -> verb, generation
-        self._seen: dict[str, Job] = {}
+    Raises at the first line that breaks one. Leaves out the times of a leader's turns, which are no matter of the store.
+    """
 
-    # -- what callers were told -----------------------------------------------------------------------------------
-    def submitted(self, submissions: Sequence[Submission], answers: Sequence[Submitted | Conflict | MissingBlobs]) -> None:
-        """Check I2: one job per id, all acknowledgements agree, another body is refused."""
-        for submission, answer in zip(submissions, answers, strict=True):
-            known = self._bodies.get(answer.job_id)
-            if isinstance(answer, MissingBlobs):
-                assert known is None, f"I2: {answer.job_id} is known, whatever its blobs"
-                continue
-            if isinstance(answer, Conflict):
-                assert known not in (None, submission.body_hash), f"I2: {answer.job_id} was refused without cause"
-                continue
-            assert answer.created == (known is None), f"I2: {answer.job_id} was created twice, or not at all"
-            assert known in (None, submission.body_hash), f"I2: {answer.job_id} was acked with another body"
-            self._bodies[answer.job_id] = submission.body_hash
+    def __init__(self, store: Store, clock: FakeClock) -> None:
+        super().__init__(self, store, clock)
+        self._lease_clock = clock
+        self._checker = Checker(raises=True)
+        self.tell(WatchingEvent(at=self.at, kinds=STORE_KINDS))
 
-    def granted(self, grant: Grant, job: Job) -> None:
-        """Check I5: each grant is one attempt more. I12: none is before its time (by any wall clock ever shown), or after it."""
-        self.saw_time()
-        self._grants[grant.job_id] += 1
-        assert grant.attempt == job.attempt == self._grants[grant.job_id], f"I5: {grant.job_id}"
-        assert job.not_before is None or job.not_before <= self._latest_wall, f"I12: {grant.job_id} was granted too early"
-        assert job.not_after is None or job.not_after >= self._clock.wall(), f"{grant.job_id} was granted too late"
+    @property
+    def at(self) -> float:
+        return self._lease_clock.lease()
 
-    def reported(
-        self, verb: str, reports: Sequence[Report], before: Sequence[Job | None], answers: Sequence[ReportAnswer]
-    ) -> None:
-        """Check I3: one finish per attempt at most. I6: it held the current lease. I14: a cancel and a finish do not both win."""
-        for report, job, answer in zip(reports, before, answers, strict=True):
-            if answer.answer is not ReportStatus.RECORDED:
-                continue
-            assert job is not None
-            assert job.lease is not None, f"I6: {report.job_id} had no lease"
-            shown = (report.worker_id, report.lease_id, report.attempt)
-            assert shown == (job.lease.worker_id, job.lease.lease_id, job.lease.attempt), f"I6: {report.job_id}"
-            recorded = self._recorded.setdefault(report.job_id, {})
-            assert report.attempt not in recorded, f"I3: two reports on attempt {report.attempt} of {report.job_id}"
-            recorded[report.attempt] = verb, job.generation
-            assert (verb == "finish") == (answer.state is State.SUCCEEDED), f"I14: {verb} led to {answer.state}"
+    def tell(self, line: AnyLine) -> None:
+        if not isinstance(line, LedEvent):
+            self._checker.observe(line)
 
-    def pruned(self, job_ids: Iterable[str]) -> None:
-        """Forget jobs that retention deleted: their ids are new again."""
-        for job_id in list(job_ids):
-            for known in (self._bodies, self._grants, self._recorded, self._seen):
-                known.pop(job_id, None)
-
-    def saw_time(self) -> None:
-        self._latest_wall = max(self._latest_wall, self._clock.wall())
-
-    # -- what the store shows -------------------------------------------------------------------------------------
     def check(self, jobs: Sequence[Job], stories: dict[str, list[JobIncident]]) -> None:
         """Check all jobs after a step."""
-        self.saw_time()
-        assert {job.job_id for job in jobs} == set(self._bodies), "I1, I2: acked jobs and stored jobs differ"
-        assert len(jobs) == len(self._bodies), "I2: two jobs of one id"
+        assert {job.job_id for job in jobs} == self._checker.stored, "I1, I2: acked jobs and stored jobs differ"
+        assert len(jobs) == len(stories), "I2: two jobs of one id"
         for job in jobs:
-            assert job.body_hash == self._bodies[job.job_id], f"I2: the body of {job.job_id} changed"
-            assert job.attempt == self._grants[job.job_id], f"I5: {job.job_id}"
-            self._check_lease(job)
-            self._check_budgets(job, stories[job.job_id])
-            if (earlier := self._seen.get(job.job_id)) is not None:
-                self._check_step(earlier, job)
-            self._seen[job.job_id] = job
-
-    def _check_lease(self, job: Job) -> None:
-        has_lease = job.lease is not None
-        assert has_lease == (job.state in LEASED or job.state is State.ORPHANED), f"I5: {job.job_id} is {job.state}"
-        assert job.lease is None or job.lease.attempt == job.attempt, f"I5: {job.job_id}"
-        is_finished = self._recorded.get(job.job_id, {}).get(job.attempt) == ("finish", job.generation)
-        if job.state is State.SUCCEEDED:
-            assert is_finished, f"I6: {job.job_id} succeeded without a finish of attempt {job.attempt}"
-        else:
-            assert not is_finished, f"I14: {job.job_id} is {job.state} after a recorded finish"
-
-    @staticmethod
-    def _check_budgets(job: Job, story: list[JobIncident]) -> None:
-        """Check I11: failures and losses stay within the budgets of the job."""
-        spec = job.spec
-        if not job.state.terminal:
-            assert job.failures <= spec.max_retries, f"I11: {job.job_id} is past its retries"
-            assert job.losses <= spec.max_losses, f"I11: {job.job_id} is past its losses"
-        assert job.failures <= spec.max_retries + 1, f"I11: {job.job_id}"
-        assert job.losses <= spec.max_losses + 1, f"I11: {job.job_id}"
-        if job.state in (State.FAILED, State.TIMED_OUT):
-            reasons = [incident.reason for incident in story if incident.kind == "dead_lettered"]
-            assert reasons, f"I11: {job.job_id} is {job.state} without a story"
-            assert all(reasons), f"I11: {job.job_id} is {job.state} without a reason"
-
-    @staticmethod
-    def _check_step(earlier: Job, job: Job) -> None:
-        """Check I4: terminal absorbs; only a new generation leaves it, with its budgets whole."""
-        assert job.attempt >= earlier.attempt, f"I5: the attempt of {job.job_id} fell"
-        assert job.generation >= earlier.generation, f"I4: the generation of {job.job_id} fell"
-        if job.generation == earlier.generation:
-            assert job.failures >= earlier.failures, f"I11: {job.job_id} got a retry back"
-            assert job.losses >= earlier.losses, f"I11: {job.job_id} got a loss back"
-            if earlier.state.terminal:
-                assert (job.state, job.outcome) == (earlier.state, earlier.outcome), f"I4: {job.job_id} left {earlier.state}"
-        elif job.state in READY and job.attempt == earlier.attempt:
-            assert (job.failures, job.losses) == (0, 0), f"I4: {job.job_id} was set going again with budgets spent"
+            self._row(job.job_id, job, always=True)
+            if job.state in (State.FAILED, State.TIMED_OUT):
+                reasons = [incident.reason for incident in stories[job.job_id] if incident.kind == "dead_lettered"]
+                assert reasons, f"I11: {job.job_id} is {job.state} without a story"
+                assert all(reasons), f"I11: {job.job_id} is {job.state} without a reason"

@@ -1,5 +1,4 @@
-"""Processes of a `Harness` (harness.py): clients, workers and servers, each a machine with the state that its driver would
-keep.
+"""Processes of a `Harness` (harness.py): clients, workers and servers, each a machine with the state that a driver keeps.
 
 Touches nothing: bytes go into lists, and the harness moves them. The simulator (`sim/`) subclasses these processes for its own
 world. `HarnessContext` and `ServerContext` are what a process needs of either; what takes time in the simulator is a method of
@@ -22,7 +21,7 @@ from tasuki.core.client_machine import Command as ClientCommand
 from tasuki.core.client_machine import Event as ClientEvent
 from tasuki.core.cluster_messages import Hint
 from tasuki.core.election import EpochFenced, Lapsed, TookOver
-from tasuki.core.job import Job, JobSpec, Outcome
+from tasuki.core.job import JobSpec, Outcome
 from tasuki.core.machine import Hangup, Now, Peer, Send
 from tasuki.core.protocol import (
     FRAME_MAX_BYTES,
@@ -43,9 +42,10 @@ from tasuki.core.worker import events as worker_events
 from tasuki.core.worker.machine import WorkerMachine
 from tasuki.errors import StaleEpoch, TasukiError
 from tasuki.server.cluster import ClusterCommand, SingleServer
-from tasuki.server.queries import answer_query
+from tasuki.server.queries import answer_query, routed_jobs
 from tasuki.stores.batching import execute
 from tasuki.stores.store import Store
+from tasuki.testing.sim.recorder import Recorder
 from tasuki.wire.messages import FrameDecoder, encode
 
 
@@ -324,9 +324,9 @@ class ServerContext(Protocol):
     refuse: Callable[[Turn], TasukiError | None]
     lose_answer: Callable[[Turn], TasukiError | None]
 
+    @property
+    def history(self) -> Recorder: ...
     def now(self) -> Now: ...
-    def committed(self, turn: Turn, answers: Answers, before: dict[str, Job | None]) -> None: ...
-    def jobs(self, job_ids: list[str]) -> dict[str, Job | None]: ...
     def hint(self, sender: ServerNode, hint: Hint) -> None: ...
     def hang_up(self, conn: int, last_words: bytes, reason: str) -> None: ...
 
@@ -363,6 +363,7 @@ class ServerNode:
         if not self._shared:  # whoever opens such a store leads it
             epoch = self.world.store.epoch()[0] + 1
             assert self.world.store.take_over(self.server_id, epoch)
+            self.world.history.took_over(self.server_id, epoch, done=True)
         self._begin(epoch)
 
     def _begin(self, epoch: int, **settings: Any) -> None:
@@ -402,12 +403,12 @@ class ServerNode:
                     self._hang_up(command)
                 case broker_events.Query():
                     self._answer_query(command)
-                case broker_events.Publish() | TookOver() | EpochFenced() | Lapsed():
+                case broker_events.Publish() | broker_events.StartRuns() | TookOver() | EpochFenced() | Lapsed():
                     self._told(command)
-                case broker_events.AskEnded() | broker_events.AskRevoked() | broker_events.AskReady():
-                    self._ask(command)
                 case broker_events.LogFenced():
                     """The history has the answer of the store."""
+                case broker_events.AskEnded() | broker_events.AskRevoked() | broker_events.AskReady() | broker_events.AskRouted():
+                    self._ask(command)
                 case _:
                     raise AssertionError(f"no blobs travel in this world: {command}")
 
@@ -424,11 +425,13 @@ class ServerNode:
         else:
             self.tell(broker_events.Elected(command.epoch if isinstance(command, TookOver) and command.done else 0))
 
-    def _ask(self, command: broker_events.AskEnded | broker_events.AskRevoked | broker_events.AskReady) -> None:
+    def _ask(self, command: broker_events.StoreQuestion) -> None:
         if isinstance(command, broker_events.AskEnded):
             self.apply(broker_events.SomeEnded(self.world.store.ended_among(command.job_ids)))
         elif isinstance(command, broker_events.AskReady):
             self.apply(broker_events.ReadyFound(self.world.store.ready_queues(command.place, limit=command.limit)))
+        elif isinstance(command, broker_events.AskRouted):
+            self.apply(broker_events.RoutedFound(routed_jobs(self.world.store, command)))
         else:
             self.apply(broker_events.SomeRevoked(self.world.store.revoked_among(command.token_ids)))
 
@@ -460,13 +463,12 @@ class ServerNode:
             self._turn_failed(error)
             return
         world.turns += 1
-        before = world.jobs([*(report.job_id for report in turn.finish), *(report.job_id for report in turn.fail)])
         try:
             answers = execute(world.store, turn)
         except StaleEpoch as stale:
             self._turn_failed(stale)
             return
-        world.committed(turn, answers, before)
+        world.history.turn(self.server_id, turn, answers)
         if (error := world.lose_answer(turn)) is not None:
             self._turn_failed(error)
             return

@@ -1,7 +1,10 @@
-"""Cases of the store suite for caches: files by name, conflicts, and the blobs that collection leaves alone for them."""
+"""Cases of the store suite for caches (files by name, conflicts, the blobs that collection leaves alone for them) and rollups."""
 
 from __future__ import annotations
 
+from contextlib import suppress
+
+from tasuki.core.statistics import ROLLUP_DAYS, ROLLUP_S, GroupStatistics, QueueLength, Rollup, current_minute
 from tasuki.core.store_messages import CacheEntry, CacheOrder, CacheStored, CacheSummary, MissingBlobs
 from tasuki.errors import CacheConflict
 from tasuki.testing.store_leader import FAR, A, B, C, condemn, names, needs
@@ -78,3 +81,47 @@ class CacheCases(StoreCase):
             assert stage.store.remove_cache([("one", "render.>")]) == [1]
         assert [found.cache_id for found in stage.store.caches()] == ["one"]
         assert names(condemn(stage)) == "b"
+
+
+def rollup(minute: int, server_id: str = "a", submitted: int = 1) -> Rollup:
+    counted = GroupStatistics(submitted=submitted)
+    counted.observe(0.02)
+    return Rollup(minute, server_id, {"render": counted}, {"render": QueueLength(3, 2)})
+
+
+class StatisticsCases(StoreCase):
+    """Cases of add_rollups and rollups, and of prune for them."""
+
+    def test_rollups_are_read_by_minute_as_they_were_written(self, stage: Stage) -> None:
+        late, early, other = rollup(180), rollup(60), rollup(60, "b", submitted=2)
+
+        stage.store.add_rollups([late])
+        stage.store.add_rollups([early, other])
+
+        assert sorted(stage.store.rollups(60, 180), key=lambda one: one.server_id) == [early, other]
+        assert [one.minute for one in stage.store.rollups(0, 1_000)] == [60, 60, 180]
+        assert (stage.store.rollups(61, 180), stage.store.add_rollups([])) == ([], [])
+
+    def test_a_rollup_that_is_written_again_changes_nothing(self, stage: Stage) -> None:
+        stage.store.add_rollups([rollup(60)])
+
+        assert stage.store.add_rollups([rollup(60), rollup(120)]) == [None, None]
+
+        assert stage.store.rollups(0, 1_000) == [rollup(60), rollup(120)]
+
+    def test_a_rollup_of_a_turn_that_failed_was_never_written(self, stage: Stage) -> None:
+        stage.store.add_rollups([rollup(60)])
+        with suppress(ArithmeticError), stage.store.turn():
+            stage.store.add_rollups([rollup(120)])
+            raise ArithmeticError
+
+        assert stage.store.rollups(0, 1_000) == [rollup(60)]
+
+    def test_rollups_are_kept_for_days_and_then_pruned(self, stage: Stage) -> None:
+        now = current_minute(stage.clock.wall())
+        old, kept = now - ROLLUP_DAYS * 86_400 - 2 * ROLLUP_S, now - ROLLUP_DAYS * 86_400 + 2 * ROLLUP_S
+        stage.store.add_rollups([rollup(old), rollup(kept), rollup(now)])
+
+        stage.store.prune(before=0.0, epoch=stage.epoch)
+
+        assert [one.minute for one in stage.store.rollups(0, now + 1)] == [kept, now]

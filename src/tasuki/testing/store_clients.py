@@ -454,6 +454,19 @@ class ReaderCases(StoreCase):
         assert stage.found(submitter="nobody", scope=()) == []
         assert stage.found(scope=("b.*", "c.>")) == ["3", "2"]
 
+    def test_find_by_the_time_of_the_submit(self, stage: Stage) -> None:
+        times = []
+        for number in range(12):
+            stage.add(f"job-{number:02}")
+            times.append(stage.clock.wall())
+            stage.clock.advance(600)
+
+        assert stage.found(created_from=times[9]) == ["job-11", "job-10", "job-09"]
+        assert stage.found(created_until=times[2]) == ["job-01", "job-00"]
+        assert stage.found(created_from=times[4], created_until=times[6]) == ["job-05", "job-04"]
+        assert stage.found(created_from=stage.clock.wall() + 1) == []
+        assert stage.found(created_until=times[0] - 1e6) == []
+
     def test_find_by_all_fields_at_once(self, stage: Stage) -> None:
         stage.running("1", "w1", subject="a.x", array_id="r", submitter="alice")
         stage.running("2", "w1", subject="a.y", array_id="r", submitter="bob")
@@ -666,6 +679,14 @@ class ReaderCases(StoreCase):
         assert [row.at for row in audit] == [stage.clock.wall(), stage.clock.wall() - 5]
         assert "laptop" in audit[1].detail
         assert stage.store.audit(limit=1) == audit[:1]
+
+    def test_the_audit_has_what_somebody_did(self, stage: Stage) -> None:
+        stage.store.note("operator", "run.cancel", "job-1", "wrong input")
+
+        [row] = stage.store.audit()
+
+        assert (row.actor, row.action, row.target, row.detail) == ("operator", "run.cancel", "job-1", "wrong input")
+        assert row.at == stage.clock.wall()
 
     def test_a_token_is_found_by_its_hash(self, stage: Stage) -> None:
         scope = ("render.>", "a.*")

@@ -22,6 +22,7 @@ from tasuki.core.store_messages import (
     Takes,
 )
 from tasuki.stores.common import LEASES_ENDED_MAX
+from tasuki.stores.store import Feature
 from tasuki.testing.store_stage import GRACE_S, KEEP, PAST_LEASE_S, Stage, StoreCase
 
 
@@ -446,6 +447,24 @@ class LeaseCases(StoreCase):
         stage.take("a")
 
         assert (after_failure, stage.job("a").progress) == (Progress(0.5, "half"), None)
+
+    def test_a_run_whose_worker_asks_whether_it_may_go_on_is_nobody_elses_before_it_has_heard(self, stage: Stage) -> None:
+        grant = stage.running("a", backoff_s=0.0)
+        stage.renew(grant, ttl_s=3.0, confirm_s=30.0)
+        if Feature.DEFINITIONS not in stage.store.features:
+            assert stage.job("a").confirming_until is None
+            return
+
+        assert stage.job("a").confirming_until == pytest.approx(stage.clock.wall() + 30.0)
+        stage.clock.advance(30.0)
+        assert stage.reap() == []
+        assert stage.renew(grant, confirm_s=0.0) is LeaseStatus.GO_ON
+        assert stage.job("a").confirming_until is None
+
+        stage.renew(grant, confirm_s=1.0)
+        stage.fail(grant)
+        stage.take("a")
+        assert stage.job("a").confirming_until is None
 
     def test_a_renewed_lease_is_not_reaped_even_if_it_had_expired(self, stage: Stage) -> None:
         grant = stage.running("a")

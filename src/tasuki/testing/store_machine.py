@@ -16,13 +16,27 @@ import msgspec
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from tasuki.core.job import BlobRef, InputFile, Job, JobIncident, JobSpec, OnDisconnect, Outcome, Progress, State, body_hash
+from tasuki.core.job import (
+    LEASED,
+    BlobRef,
+    InputFile,
+    Job,
+    JobIncident,
+    JobSpec,
+    OnDisconnect,
+    Outcome,
+    Progress,
+    State,
+    body_hash,
+)
 from tasuki.core.lifecycle import is_late
 from tasuki.core.store_messages import (
+    Answers,
     Assignment,
     BlobClaim,
     CacheEntry,
     CacheOrder,
+    ChosenJob,
     CondemnOrder,
     Filter,
     Grant,
@@ -31,9 +45,11 @@ from tasuki.core.store_messages import (
     Offer,
     Report,
     ReportAnswer,
+    RequeueOrder,
     Submission,
     Submitted,
     Takes,
+    Turn,
     kind_of,
 )
 from tasuki.core.subject import group_of, matches
@@ -41,7 +57,8 @@ from tasuki.errors import Conflict, StaleEpoch
 from tasuki.stores.memory.store import MemoryStore
 from tasuki.stores.store import Store
 from tasuki.testing.clocks import FakeClock
-from tasuki.testing.harness import History
+from tasuki.testing.harness import CheckedHistory
+from tasuki.testing.sim.history import ReapedEvent
 
 JOB_IDS = [f"job-{number}" for number in range(8)]
 LOCAL_IDS = JOB_IDS[:4]  # of the server's own user
@@ -115,7 +132,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.clock = FakeClock()
         self.under_test = self.make_store(self.clock)
         self.model = MemoryStore(self.clock)
-        self.history = History(self.clock)
+        self.history = CheckedHistory(self.under_test, self.clock)
         self.pairs: list[GrantPair] = []
         self.names: dict[str, str] = {}  # lease_id of either store -> the pair's own name
         self.epoch = 0
@@ -140,7 +157,12 @@ class StoreMachine(RuleBasedStateMachine):
         mine = getattr(self.under_test, verb)([one for one, _ in shown], **named)
         theirs = getattr(self.model, verb)([other for _, other in shown], **named)
         assert self.plain(mine) == self.plain(theirs), f"{verb}{[one for one, _ in shown]}"
+        self.tell(verb, [one for one, _ in shown], mine)
         return mine
+
+    def tell(self, verb: str, items: Any, answers: Any) -> None:
+        """Tell the checker what the store under test has answered."""
+        self.history.turn("leader", Turn(**{verb: items}), Answers(**{verb: answers}))
 
     def plain(self, answer: Any) -> Any:
         """Return the answer without what may differ: lease ids become names, free texts are left out."""
@@ -173,18 +195,13 @@ class StoreMachine(RuleBasedStateMachine):
             fields["outcome"] = msgspec.structs.replace(job.outcome, message="")
         return fields
 
-    def granted(self, mine: list[Grant], theirs: list[Grant], worker_id: str, incarnation: str) -> None:
+    def granted(self, mine: list[Grant], theirs: list[Grant], request: LeaseRequest) -> None:
         assert [(grant.job_id, grant.attempt) for grant in mine] == [(grant.job_id, grant.attempt) for grant in theirs]
         for one, other in zip(mine, theirs, strict=True):
             self.names[one.lease_id] = self.names[other.lease_id] = f"lease-{len(self.pairs)}"
-            self.pairs.append(GrantPair(one, other, worker_id, incarnation))
-            self.history.granted(one, self.job(one.job_id))
+            self.pairs.append(GrantPair(one, other, request.worker_id, request.incarnation))
         assert self.plain(mine) == self.plain(theirs)
-
-    def job(self, job_id: str) -> Job:
-        [job] = self.under_test.get([job_id])
-        assert job is not None
-        return job
+        self.tell("lease", [request], [mine])
 
     # -- submitters -----------------------------------------------------------------------------------------------
     @rule(
@@ -197,7 +214,8 @@ class StoreMachine(RuleBasedStateMachine):
         not_before, not_after = (None if span is None else self.clock.wall() + span for span in (delay_s, patience_s))
         timed = [msgspec.structs.replace(spec, not_before=not_before, not_after=not_after) for spec in bodies]
         submissions = [Submission(spec, "uid:1" if spec.job_id in LOCAL_IDS else "alice", body_hash(spec)) for spec in timed]
-        self.history.submitted(submissions, self.both("submit", submissions, on_failed=on_failed))
+        answers = self.both("submit", submissions, on_failed=on_failed)
+        self.tell("rerun" if on_failed == "rerun" else "submit", submissions, answers)
 
     @rule(ids=some_job_ids)
     def submit_again(self, ids: list[str]) -> None:
@@ -208,11 +226,13 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(ids=some_job_ids)
     def cancel(self, ids: list[str]) -> None:
-        self.both("cancel", ids, actor="alice", reason="no more")
+        answers = self.both("cancel", ids, actor="alice", reason="no more")
+        self.tell("cancel", [(job_id, "alice", "no more") for job_id in ids], answers)
 
     @rule(ids=some_job_ids, generation=st.sampled_from([None, None, 0, 1]))
     def requeue(self, ids: list[str], generation: int | None = None) -> None:
-        self.both("requeue", ids, actor="operator", generation=generation)
+        answers = self.both("requeue", ids, actor="operator", generation=generation)
+        self.tell("requeue", [RequeueOrder(job_id, "operator") for job_id in ids], answers)
 
     # -- workers --------------------------------------------------------------------------------------------------
     @rule(
@@ -246,12 +266,24 @@ class StoreMachine(RuleBasedStateMachine):
             named_elsewhere={exec: others for exec, others in named_elsewhere.items() if exec not in (offer.execs or ())},
             **terms,
         )
-        candidates = self.candidates(request)
+        self._lease(request, self.candidates(request))
+
+    def _lease(self, request: LeaseRequest, candidates: list[Job]) -> None:
         [mine] = self.under_test.lease([request])
-        _check_choice(candidates, [grant.job_id for grant in mine], limit)
-        followed = msgspec.structs.replace(request, patterns=(), job_ids=tuple(grant.job_id for grant in mine))
+        _check_choice(candidates, [grant.job_id for grant in mine], request.limit)
+        followed = msgspec.structs.replace(request, patterns=(), chosen=(), job_ids=tuple(grant.job_id for grant in mine))
         theirs = self.model.lease([followed])[0] if mine else []
-        self.granted(mine, theirs, worker_id, incarnation)
+        self.granted(mine, theirs, request)
+
+    @rule(worker_id=workers, ids=some_job_ids, limit=st.integers(0, 4), terms=lease_terms)
+    def lease_chosen(self, worker_id: str, ids: list[str], limit: int, terms: dict[str, Any]) -> None:
+        """Lease jobs that a policy chose, some of which are not ready or not there."""
+        anything = LeaseRequest(worker_id=worker_id, incarnation="1", patterns=(">",), limit=limit, **terms)
+        wanted = [job for job in self.candidates(anything) if job.job_id in ids]
+        ready = {job.job_id for job in wanted}
+        chosen = [ChosenJob(job.job_id, job.priority, group_of(job.spec.subject)) for job in wanted]
+        chosen += [ChosenJob(job_id, 5, "a") for job_id in dict.fromkeys(ids) if job_id not in ready]
+        self._lease(msgspec.structs.replace(anything, patterns=(), routed=(">",), chosen=tuple(chosen)), wanted)
 
     @rule(worker_id=workers, limit=st.integers(1, 4), terms=lease_terms)
     def lease_anything(self, worker_id: str, limit: int, terms: dict[str, Any]) -> None:
@@ -282,8 +314,20 @@ class StoreMachine(RuleBasedStateMachine):
     @rule(worker_id=workers, incarnation=incarnations, ids=some_job_ids, limit=st.integers(1, 3), terms=lease_terms)
     def lease_by_id(self, worker_id: str, incarnation: str, ids: list[str], limit: int, terms: dict[str, Any]) -> None:
         request = LeaseRequest(worker_id=worker_id, incarnation=incarnation, job_ids=tuple(ids), limit=limit, **terms)
+        before = self.under_test.get(ids)
         [mine], [theirs] = self.under_test.lease([request]), self.model.lease([request])
-        self.granted(mine, theirs, worker_id, incarnation)
+        for job, now in zip(before, self.under_test.get(ids), strict=True):
+            if job is not None and now is not None and job.state in LEASED and job.lease != now.lease:
+                self.tell_taken(job, now.state if now.state.terminal else State.PENDING)
+        self.granted(mine, theirs, request)
+
+    def tell_taken(self, job: Job, state: State) -> None:
+        """Tell the checker of a lease that was over when the job was asked for by its id."""
+        assert job.lease is not None
+        worker_id = job.lease.worker_id
+        self.history.tell(
+            ReapedEvent(at=self.history.at, job_id=job.job_id, attempt=job.attempt, worker_id=worker_id, state=state)
+        )
 
     @rule(holders=st.lists(st.tuples(workers, incarnations, st.sampled_from(["", "", "token:other"])), max_size=3))
     def held(self, holders: list[tuple[str, str, str]]) -> None:
@@ -342,9 +386,7 @@ class StoreMachine(RuleBasedStateMachine):
             ]
             shown.append((msgspec.structs.replace(reports[0], **damage), msgspec.structs.replace(reports[1], **damage)))
         for _ in range(2 if repeats else 1):  # again: as a worker does that heard no answer
-            before = self.under_test.get([report.job_id for report, _ in shown])
-            answers: list[ReportAnswer] = self.both_show(verb, shown)
-            self.history.reported(verb, [report for report, _ in shown], before, answers)
+            self.both_show(verb, shown)
 
     @precondition(lambda self: self.pairs)
     @rule(pick=picks, outcome=outcomes, worker_id=workers, terms=lease_terms, result=results, repeats=st.booleans())
@@ -372,6 +414,7 @@ class StoreMachine(RuleBasedStateMachine):
         old = self.epoch
         took_over = self.both("take_over", "leader", old + step)
         assert took_over == (step > 0), "I7: epochs strictly rise"
+        self.history.took_over("leader", old + step, done=took_over)
         self.epoch = max(old, old + step)
         assert self.both("epoch") == (self.epoch, "leader")
         if stays and took_over:
@@ -391,16 +434,20 @@ class StoreMachine(RuleBasedStateMachine):
         assignment = Assignment(job_id=job_id, worker_id=worker_id, incarnation=incarnation, **terms)
         mine, theirs = (store.assign([assignment], epoch=self.epoch) for store in (self.under_test, self.model))
         found = [[grant for grant in grants if grant is not None] for grants in (mine, theirs)]
-        self.granted(found[0], found[1], worker_id, incarnation)
+        self.granted(found[0], found[1], LeaseRequest(worker_id=worker_id, incarnation=incarnation, **terms))
+
+    def did(self, duty: str, answer: Any) -> None:
+        self.history.turn("leader", Turn(epoch=self.epoch), Answers(**{duty: answer}))
 
     @rule()
     def reap(self) -> None:
         mine, theirs = (store.reap(epoch=self.epoch) for store in (self.under_test, self.model))
         assert sorted(map(str, mine)) == sorted(map(str, theirs))
+        self.did("reap", mine)
 
     @rule()
     def skip(self) -> None:
-        self.both("skip", epoch=self.epoch)
+        self.did("skip", self.both("skip", epoch=self.epoch))
 
     @rule()
     def promote(self) -> None:
@@ -408,8 +455,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(age_s=st.sampled_from([0.5, 60.0]))
     def prune(self, age_s: float) -> None:
-        self.both("prune", before=self.clock.wall() - age_s, epoch=self.epoch)
-        self.history.pruned(job_id for job_id in JOB_IDS if self.under_test.get([job_id]) == [None])
+        self.did("prune", self.both("prune", before=self.clock.wall() - age_s, epoch=self.epoch))
 
     # -- blobs ----------------------------------------------------------------------------------------------------
     @rule()
@@ -442,7 +488,6 @@ class StoreMachine(RuleBasedStateMachine):
     @rule(seconds=st.sampled_from([-100.0, 100.0]))
     def jump_wall(self, seconds: float) -> None:
         self.clock.jump_wall(seconds)
-        self.history.saw_time()
 
     @rule(ids=some_job_ids, bodies=st.lists(specs, min_size=1, max_size=2))
     def abandon_a_turn(self, ids: list[str], bodies: list[JobSpec]) -> None:

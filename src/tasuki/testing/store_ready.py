@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from tasuki.core.store_messages import Grant, JobKind, LeaseHolder
+from tasuki.core.store_messages import ChosenJob, Grant, JobKind, LeaseHolder
 from tasuki.testing.store_leases import ids
 from tasuki.testing.store_stage import GRACE_S, KEEP, PAST_LEASE_S, Stage, StoreCase
+
+
+def chosen(job_id: str, priority: int = 5, group: str = "render") -> ChosenJob:
+    return ChosenJob(job_id, priority, group)
 
 
 class ReadyCases(StoreCase):
@@ -97,6 +101,88 @@ class ReadyCases(StoreCase):
 
         assert len(names) == len(set(names))
         assert {f"g{number % 3}.s{number}" for number in range(1, 7)} <= set(names)
+
+    def test_the_oldest_jobs_of_each_queue_of_a_subject_are_named(self, stage: Stage) -> None:
+        stage.add("a-1", "a-2", "a-3", subject="render.x", exec="a")
+        stage.add("b-1", subject="render.x", exec="b")
+        stage.add("high", subject="render.x", priority=9)
+        stage.add("longer", subject="render.x.y")
+        stage.add("other", subject="render.w")
+
+        found = stage.store.ready_jobs("render.x", limit=2)
+
+        assert found[0] == "high"
+        assert sorted(found[1:]) == ["a-1", "a-2", "b-1"]
+        assert stage.store.ready_jobs("nothing") == []
+
+    # -- routed subjects ------------------------------------------------------------------------------------------
+    def test_a_routed_subject_is_granted_only_where_its_job_is_chosen(self, stage: Stage) -> None:
+        stage.add("a", "b", subject="render.x")
+        stage.add("plain", subject="other.x")
+        routed = ("render.>",)
+
+        assert ids(stage.lease("w1", limit=10, routed=routed)) == ["plain"]
+        assert ids(stage.lease("w1", limit=10, patterns=("render.x",), routed=routed)) == []
+        assert ids(stage.lease("w1", limit=10, patterns=(), routed=routed, chosen=(chosen("b"),))) == ["b"]
+        assert ids(stage.lease("w2", limit=10, routed=routed, chosen=(chosen("b"), chosen("?"), chosen("a")))) == ["a"]
+
+    def test_chosen_jobs_break_neither_priority_nor_fairness_nor_the_limit(self, stage: Stage) -> None:
+        stage.add("high", subject="other.x", priority=9)
+        stage.add("c-1", "c-2", "c-3", subject="render.x")
+        stage.add("o-1", "o-2", subject="other.x")
+        jobs = (chosen("c-1"), chosen("c-2"), chosen("c-3"))
+
+        granted = ids(stage.lease(limit=3, patterns=("other.>",), routed=("render.>",), chosen=jobs))
+
+        assert granted[0] == "high"
+        assert sorted(granted[1:]) == ["c-1", "o-1"]
+
+    def test_a_chosen_job_is_granted_once_however_often_its_group_has_a_turn(self, stage: Stage) -> None:
+        stage.add("c", subject="render.x")
+        stage.add("o-1", "o-2", "o-3", subject="other.x")
+
+        granted = ids(stage.lease(limit=9, patterns=(">",), chosen=(chosen("c"),)))
+
+        assert sorted(granted) == ["c", "o-1", "o-2", "o-3"]
+
+    def test_a_chosen_job_that_is_not_ready_is_not_granted(self, stage: Stage) -> None:
+        stage.assigned("taken", "w9", subject="render.x")
+        stage.add("later", subject="render.x", not_before=stage.clock.wall() + 10)
+        stage.add("late", subject="render.x", not_after=stage.clock.wall() + 1)
+        stage.clock.advance(2)
+
+        assert stage.lease(limit=5, patterns=(), chosen=(chosen("taken"), chosen("later"), chosen("late"))) == []
+
+    def test_a_routed_subject_that_names_a_live_worker_is_for_that_worker(self, stage: Stage) -> None:
+        stage.add("a", subject="render.w1")
+        live = {"w1": ("render.*",), "w2": (">",)}
+
+        assert ids(stage.lease("w2", live_workers=live, routed=("render.>",))) == []
+        assert ids(stage.lease("w1", live_workers=live, routed=("render.>",))) == ["a"]
+
+    # -- one worker alone -----------------------------------------------------------------------------------------
+    def test_a_subject_with_an_at_sign_is_for_that_worker_alone_also_while_it_is_away(self, stage: Stage) -> None:
+        stage.add("a", subject="render.@w.1")
+        stage.add("b", subject="@w2")
+        stage.add("c", subject="mail.me@w2")
+
+        assert ids(stage.lease("w3", limit=10)) == ["c"]
+        assert ids(stage.lease("w.1", limit=10, patterns=("render.@w.1",))) == ["a"]
+        assert ids(stage.lease("w2", limit=10)) == ["b"]
+
+    # -- release by a server --------------------------------------------------------------------------------------
+    def test_a_lease_that_must_be_over_is_released_only_in_its_margin(self, stage: Stage) -> None:
+        grant = stage.assigned("a", lease={"ttl_s": 15.0})
+        stage.clock.advance(14.0)
+        assert not stage.release(grant, is_over=True)
+        stage.renew(grant)
+        stage.clock.advance(14.0)
+        assert not stage.release(grant, is_over=True)
+        stage.clock.advance(1.5)
+
+        assert stage.release(grant, is_over=True)
+
+        assert (stage.job("a").state, stage.job("a").losses) == ("PENDING", 0)
 
     # -- bounded walks --------------------------------------------------------------------------------------------
     def test_a_walk_that_was_cut_short_is_noted_and_goes_on(self, stage: Stage) -> None:

@@ -12,7 +12,7 @@ that are imported here, one per side of the contract. Touches only the stores th
 
 from __future__ import annotations
 
-from tasuki.testing.store_caches import CacheCases
+from tasuki.testing.store_caches import CacheCases, StatisticsCases
 from tasuki.testing.store_clients import ReaderCases, SubmitterCases
 from tasuki.testing.store_leader import BlobCases, LeaderCases
 from tasuki.testing.store_leases import LateCases, LeaseCases
@@ -23,5 +23,16 @@ from tasuki.testing.store_stage import MakeStore, Stage
 __all__ = ["MakeStore", "Stage", "StoreSuite"]
 
 
-class StoreSuite(SubmitterCases, LeaseCases, ReadyCases, ReportCases, LeaderCases, LateCases, ReaderCases, BlobCases, CacheCases):
+class StoreSuite(
+    SubmitterCases,
+    LeaseCases,
+    ReadyCases,
+    ReportCases,
+    LeaderCases,
+    LateCases,
+    ReaderCases,
+    BlobCases,
+    CacheCases,
+    StatisticsCases,
+):
     """All conformance cases of a store. pytest collects a subclass whose name begins with Test."""

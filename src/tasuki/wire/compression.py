@@ -13,7 +13,7 @@ ZSTD, GZIP = 2, 4  # flags of a frame whose payload is compressed
 CODECS = ("zstd", "gzip")  # in the order of preference
 COMPRESS_FROM_BYTES = 1024  # below this the codec's own frame eats the gain
 ZSTD_WINDOW_MAX_BYTES = 8 * 1024 * 1024  # all that RFC 8878 requires; with a larger window the peer decides on the memory
-_FLAG = {"zstd": ZSTD, "gzip": GZIP}
+FLAGS = {"zstd": ZSTD, "gzip": GZIP}
 
 
 class _ZstdCompressor(threading.local):
@@ -35,7 +35,7 @@ def compress(payload: bytes, codec: str | None) -> tuple[bytes, int]:
     else:
         packer = zlib.compressobj(1, zlib.DEFLATED, 31)
         smaller = packer.compress(payload) + packer.flush()
-    return (smaller, _FLAG[codec]) if len(smaller) < len(payload) else (payload, 0)
+    return (smaller, FLAGS[codec]) if len(smaller) < len(payload) else (payload, 0)
 
 
 def decompress(payload: bytes, flags: int, max_bytes: int) -> bytes:

@@ -164,6 +164,8 @@ class _BeatHeader(msgspec.Struct, omit_defaults=True):
     msg_id: protocol.WholeNumber = 0
     corr_id: int = 0
     progress: dict[str, Progress] = {}
+    cpu: protocol.Fraction | None = None
+    held: protocol.HeldFiles | None = None
 
 
 class _CancelHeader(msgspec.Struct, omit_defaults=True):
@@ -401,7 +403,7 @@ def _read_heartbeat(frame: Frame) -> protocol.Message:
         return protocol.HeartbeatAnswer(header.corr_id, answer.cancel, answer.lost, answer.servers)
     if not header.msg_id:
         raise ProtocolError("a HEARTBEAT frame has no msg_id; it must be 1 or more")
-    return protocol.Heartbeat(header.msg_id, _claims(frame), header.progress)
+    return protocol.Heartbeat(header.msg_id, _claims(frame), header.progress, header.cpu, header.held)
 
 
 def _read_cancel(frame: Frame) -> protocol.Message:
@@ -498,7 +500,7 @@ _WRITERS: dict[type, Callable[[Any], _Parts]] = {
     protocol.JobsFinished: lambda m: (Type.ACK_JOB, _AckHeader("finished"), *_batch(m.endings)),
     protocol.JobsReleased: lambda m: (Type.ACK_JOB, _AckHeader("released", reason=m.reason), *_batch(m.claims)),
     protocol.CancelLeases: lambda m: (Type.CANCEL, _CancelHeader(), *_batch(m.lease_ids)),
-    protocol.Heartbeat: lambda m: (Type.HEARTBEAT, _BeatHeader(m.msg_id, 0, m.progress), *_batch(m.claims)),
+    protocol.Heartbeat: lambda m: (Type.HEARTBEAT, _BeatHeader(m.msg_id, 0, m.progress, m.cpu, m.held), *_batch(m.claims)),
     protocol.HeartbeatAnswer: lambda m: (
         Type.HEARTBEAT,
         _IdHeader(corr_id=m.corr_id),

@@ -17,20 +17,21 @@ import io
 import logging
 import signal
 import traceback
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 import msgspec
 from msgspec.structs import replace
 
-from tasuki.core.job import EMPTY_SHA256, PAYLOAD_FILE, InputFile, JobSpec, Outcome, Progress
+from tasuki.core.job import EMPTY_SHA256, HEADERS_MAX, PAYLOAD_FILE, InputFile, JobSpec, Outcome, Progress
 from tasuki.core.subject import SubjectTrie, check_pattern
 from tasuki.core.units import shown_duration
 from tasuki.errors import ConfigError, Retry, WrongType
 from tasuki.worker.keeper.protocol import EndReason, Limits, TreeEnded
 
 HANDLER_RESULT_MAX_BYTES = 64 * 1024 * 1024  # held in memory; larger results belong into a command's out/
+RESULT_HEADERS_MAX_BYTES = 8 * 1024  # half of what the outcome's meta may have
 MESSAGE_MAX_CHARS = 2_000
 JOB_LINES_PER_S = 40
 TRACEBACK_MAX_CHARS = 4_000
@@ -240,14 +241,24 @@ def signal_name(number: int) -> str:
         return f"signal {number}"
 
 
+class HandlerResult(msgspec.Struct, frozen=True):
+    """A handler's return value with headers: small texts that travel beside the result."""
+
+    result: bytes | str | None = None
+    headers: Mapping[str, str] = {}
+
+
 def handler_outcome(value: object) -> Outcome:
-    """Return the outcome for a handler's return value: bytes, text (as UTF-8) or None; anything else is the handler's mistake.
+    """Return the outcome for a handler's return value: bytes, text (as UTF-8), None, or a HandlerResult of one of these;
+    anything else is the handler's mistake.
 
     A result above RESULT_INLINE_MAX_BYTES is in `result` all the same; the caller makes it a blob.
     """
     match value:
         case Outcome():
             return value
+        case HandlerResult():
+            return _with_headers(handler_outcome(value.result), value.headers)
         case bytes() | bytearray() | memoryview():
             result = bytes(value)
         case str():
@@ -255,10 +266,22 @@ def handler_outcome(value: object) -> Outcome:
         case None:
             result = b""
         case _:
-            return _handler_mistake(f"the handler returned {type(value).__name__}; return bytes, str or None")
+            return _handler_mistake(f"the handler returned {type(value).__name__}; return bytes, str, None or a HandlerResult")
     if len(result) > HANDLER_RESULT_MAX_BYTES:
         return _handler_mistake(f"the handler returned {len(result)} bytes, the limit is {HANDLER_RESULT_MAX_BYTES}")
     return Outcome(result=result, result_sha256=hashlib.sha256(result).hexdigest() if result else EMPTY_SHA256)
+
+
+def _with_headers(outcome: Outcome, headers: Mapping[str, str]) -> Outcome:
+    if outcome.error_code is not None or not headers:
+        return outcome
+    if not all(isinstance(text, str) for pair in headers.items() for text in pair):
+        return _handler_mistake("the handler returned headers that are not all text")
+    size_bytes = sum(len(text.encode("utf-8", "surrogatepass")) for pair in headers.items() for text in pair)
+    if len(headers) > HEADERS_MAX or size_bytes > RESULT_HEADERS_MAX_BYTES:
+        limits = f"the limits are {HEADERS_MAX} and {RESULT_HEADERS_MAX_BYTES}"
+        return _handler_mistake(f"the handler returned {len(headers)} headers of {size_bytes} bytes; {limits}")
+    return replace(outcome, meta={**outcome.meta, "headers": dict(headers)})
 
 
 def _handler_mistake(message: str) -> Outcome:

@@ -33,8 +33,9 @@ import msgspec
 
 from tasuki.blobs.files import PartFile, check_free, disk_full_as_error, sync_folder
 from tasuki.config import DISK_FLOOR_BYTES, DISK_FLOOR_INODES
-from tasuki.core.job import BlobRef, check_file_name, check_name, check_sha256
+from tasuki.core.job import BlobRef, check_file_name, check_name, check_sha256, is_sha256
 from tasuki.core.protocol import CacheAck, CachePut, CacheStatus, WorkerCache, cache_source
+from tasuki.core.routing import HELD_MAX, hash_prefix
 from tasuki.core.store_messages import CacheEntry
 from tasuki.errors import DiskFull, TasukiError, discreet
 from tasuki.event_loop import BackgroundTasks
@@ -63,6 +64,10 @@ class CacheConfig(msgspec.Struct, frozen=True):
 DEFAULT_CACHE = CacheConfig()
 
 
+class CacheFull(DiskFull):
+    """A file does not fit the limit of the cache, beside those that running jobs use."""
+
+
 class CacheFolder:
     """The files of one cache folder."""
 
@@ -72,6 +77,7 @@ class CacheFolder:
         self._max_bytes = max_bytes
         self._floor_free_bytes = floor_free_bytes
         self._size_bytes, self._counted_at = 0, -RECOUNT_S
+        self._told, self._told_at = b"", 0
 
     def make(self) -> None:
         """Make the folders. Files of others may be secret, as in run folders."""
@@ -104,6 +110,16 @@ class CacheFolder:
         except FileNotFoundError:  # evicted meanwhile
             return False
         return True
+
+    def held(self) -> bytes:
+        """Return prefixes of the hashes of the files that are here, the latest used first, as a heartbeat tells them."""
+        with contextlib.suppress(FileNotFoundError):
+            changed_at = self._blobs.stat().st_mtime_ns
+            if changed_at != self._told_at:
+                newest = sorted(_files(self._blobs), key=lambda entry: -entry[1].st_atime_ns)[:HELD_MAX]
+                self._told = b"".join(sorted(hash_prefix(path.name) for path, _ in newest if is_sha256(path.name)))
+                self._told_at = changed_at
+        return self._told
 
     def part(self, ref: BlobRef) -> PartFile | None:
         """Return the file that a download goes to; None while another worker downloads it."""
@@ -160,17 +176,17 @@ class CacheFolder:
     # ------------------------------------------------------------------------------------------------ room
 
     def make_room(self, needed_bytes: int) -> None:
-        """Evict files until so many bytes fit, those used longest ago first; DiskFull if they do not even so."""
+        """Evict files until so many bytes fit, those used longest ago first; CacheFull or DiskFull if they do not even so."""
         self.make()
         if time.monotonic() - self._counted_at > RECOUNT_S:
             self._size_bytes = sum(found.st_size for _, found in _files(self._blobs))
             self._counted_at = time.monotonic()
         if needed_bytes > self._max_bytes:
-            raise DiskFull(f"a file of {needed_bytes} bytes does not fit the cache of {self._max_bytes}; raise --cache-max")
+            raise CacheFull(f"a file of {needed_bytes} bytes does not fit the cache of {self._max_bytes}; raise --cache-max")
         if self._size_bytes + needed_bytes > self._max_bytes:
             self._evict(self._size_bytes + needed_bytes - self._max_bytes)
             if self._size_bytes + needed_bytes > self._max_bytes:
-                raise DiskFull(f"running jobs use all of the cache of {self._max_bytes} bytes; raise --cache-max")
+                raise CacheFull(f"running jobs use all of the cache of {self._max_bytes} bytes; raise --cache-max")
         try:
             check_free(self.root, needed_bytes, self._floor_free_bytes, DISK_FLOOR_INODES)
         except DiskFull:
@@ -260,12 +276,22 @@ class InputCache:
     async def close(self) -> None:
         await self._tasks.close()
 
+    async def held(self) -> bytes:
+        """Return prefixes of the hashes of the files that are here."""
+        return await asyncio.to_thread(self._folder.held)
+
     async def place(self, job_id: str, sha256: str, size_bytes: int, target: Path) -> None:
-        """Put an input of a leased job at `target`, fetched first if it is not here."""
+        """Put an input of a leased job at `target`, fetched first if it is not here; past the cache if it does not fit there."""
         ref = BlobRef(sha256, size_bytes)
         with disk_full_as_error(target):
             while not await asyncio.to_thread(self._folder.link, ref, target):
-                await self._fetch(ref, job_id)
+                try:
+                    await self._fetch(ref, job_id)
+                except CacheFull as error:
+                    logger.warning("job %s gets a copy of its own: %s", job_id, error.message)
+                    await self._transfers.fetch(job_id, sha256, size_bytes, target)
+                    await asyncio.to_thread(target.chmod, MODE)
+                    return
 
     async def _fetch(self, ref: BlobRef, source: str) -> bool:
         """Fetch a file, through the job or cache that has it; return False if it was here."""

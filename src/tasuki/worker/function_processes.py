@@ -52,7 +52,7 @@ from tasuki.worker.attempt import (
 )
 from tasuki.worker.linux_calls import become_subreaper, die_with_parent, living, run_after_fork
 
-IDLE_MAX = 8  # warm children that are kept
+IDLE_MAX = 64  # warm children that are kept; no more than ran at the same time
 CHILDREN_MAX = 65_536  # more than a process has descriptors for
 RECORD_MAX_BYTES = 1024
 TICK_S = 1.0  # how often the template looks at the deadlines; the store waits LEASE_MARGIN_S longer than they say

@@ -43,7 +43,7 @@ from tasuki.core.message_requests import MessagesArrived, PublishNow, PublishRef
 from tasuki.core.protocol import PROGRESS_STREAM, Ending, HeartbeatAnswer, Message, PublishedMessage, PublishMessages, Welcome
 from tasuki.core.reconnect import Connect
 from tasuki.core.store_messages import OWN_PROGRAMS, Grant, Offer, Takes
-from tasuki.core.subject import check_pattern
+from tasuki.core.subject import base_subject, check_pattern
 from tasuki.core.worker import events
 from tasuki.core.worker.machine import WorkerMachine
 from tasuki.errors import ConfigError, TasukiError, Unavailable
@@ -79,6 +79,7 @@ from tasuki.worker.status import RunningJob, StatusFile, log_to_stderr_by_defaul
 from tasuki.worker.transfers import WorkerTransfers, sweep_incoming
 
 TICK_S = 0.05
+RESOURCES_S = 1.0  # between two looks at what is told of this host
 IDLE_TICK_S = 0.2  # of a worker that is connected and runs nothing
 HARD_STOP_S = 15.0  # a second signal: how long killed jobs may take to be gone
 LOG_AGAIN_S = 60.0  # how often the reason of a missing connection is repeated in the log
@@ -88,6 +89,8 @@ AHEAD_PER_SLOT = 4  # commands that are requested beyond the slots while command
 AHEAD_MAX = 32
 
 CONNECTED_WITHIN_S = 30.0  # how long a message waits for a connection
+
+FETCHING = Progress(0.0, "fetching its input files")
 
 logger = logging.getLogger("tasuki.worker")
 OnMessage = Callable[[PublishedMessage], Awaitable[None]]
@@ -312,6 +315,7 @@ class Worker:
                     self._machine.uploading.add(record.ending.lease_id)
                 self._tasks.spawn(self._offer(record))
             self._tasks.spawn(self._tick())
+            self._tasks.spawn(self._note_resources())
             for pattern, queue, function in self._message_functions:
                 self._tasks.spawn(self._take_messages(pattern, queue, function))
             try:
@@ -432,6 +436,13 @@ class Worker:
             self.drain()
         else:
             self.stop()
+
+    async def _note_resources(self) -> None:
+        """Tell the machine, now and then, how busy this host is and which cached files are here."""
+        while True:
+            cpu = min(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
+            self._machine.note_resources(round(cpu, 2), await self._cache.held())
+            await asyncio.sleep(RESOURCES_S)
 
     async def _tick(self) -> None:
         while True:
@@ -565,7 +576,9 @@ class Worker:
         spec = _decode_spec(grant.spec)
         attempt = Attempt(spec=spec, lease_id=grant.lease_id, attempt=grant.attempt, submitter=grant.submitter)
         active = self._active[grant.lease_id] = ActiveAttempt(attempt, self._progressed)
-        handler = None if spec.exec else self._handlers.find(spec.subject)
+        if any(file.sha256 is not None for file in spec.files):  # a start may be far: the server shall know that it was begun
+            self._machine.progressed(grant.lease_id, FETCHING)
+        handler = None if spec.exec else self._handlers.find(base_subject(spec.subject))
         if handler is not None:
             self._job_log.started(spec, grant.attempt, self._wall)
         if handler is not None and handler.asynchronous and not spec.files:

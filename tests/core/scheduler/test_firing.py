@@ -111,6 +111,11 @@ def _until(schedule: Any, begin: float, end: float) -> list[int]:
         (FiringState(fired_until=NOW - 90, plan="daily_at 02:30 UTC", changed_at=NOW - 500), NOW - 40, NOW - 40),  # edited
         (FiringState(fired_until=NOW - 90, plan=EVERY_MINUTE.plan, changed_at=NOW - 500), NOW - 40, NOW - 40),  # enabled again
         (FiringState(fired_until=NOW - 90, plan="daily_at 02:30 UTC", changed_at=NOW - 500), NOW - 500, NOW - 1),  # by update()
+        (
+            FiringState(fired_until=NOW - 90, plan="daily_at 02:30 UTC", changed_at=NOW - 500),
+            NOW - 200,
+            NOW - 90,
+        ),  # edited, and the clock was set back
         (FiringState(fired_until=NOW, plan=EVERY_MINUTE.plan, changed_at=NOW - 9), NOW + 30, NOW),  # by a clock that is ahead
         (FiringState(fired_until=NOW + 86_400, plan=EVERY_MINUTE.plan, changed_at=0.0), 0.0, NOW),  # the clock was set back
     ],

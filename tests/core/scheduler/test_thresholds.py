@@ -5,17 +5,17 @@ from typing import Any
 import msgspec
 import pytest
 
-from tasuki.core.scheduler.thresholds import _RANGES, Thresholds, problems_of
+from tasuki.core.scheduler.thresholds import RANGES, Thresholds, problems_of
 
 
 def test_the_defaults_work_and_every_threshold_has_a_range() -> None:
     assert problems_of(Thresholds()) == {}
-    assert set(_RANGES) == set(Thresholds.__struct_fields__)
+    assert set(RANGES) == set(Thresholds.__struct_fields__)
 
 
 @pytest.mark.parametrize("name", Thresholds.__struct_fields__)
 def test_a_value_out_of_its_range_is_named(name: str) -> None:
-    least, most = _RANGES[name]
+    least, most = RANGES[name]
 
     for value in (least - 1, most + 1, float("nan")):
         problem = problems_of(msgspec.structs.replace(Thresholds(), **{name: value}))

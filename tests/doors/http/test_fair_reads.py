@@ -28,11 +28,11 @@ class Brake:
     def __init__(self) -> None:
         self.let_go, self.began = threading.Event(), list[str]()
 
-    def __call__(self, reader: Any, query: Query) -> Any:
+    def __call__(self, reader: Any, query: Query, *rest: Any) -> Any:
         self.began.append(f"{query.verb} {query.identity.name}")
         if query.verb == "find":
             assert self.let_go.wait(10.0)
-        return answer_query(reader, query)
+        return answer_query(reader, query, *rest)
 
 
 @pytest.fixture

@@ -265,7 +265,7 @@ def test_large_answers_that_a_token_does_not_read_are_limited(stage: Stage, monk
         slow.sendall(f"GET {path} HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {stage.client}\r\n\r\n".encode())
         until(lambda: stage.door._bodies._free_bytes == 2 * large)
 
-        refused = stage.get(path)
+        refused = stage.get(path, headers={"Accept-Encoding": "identity"})
 
         assert (refused.status_code, refused.json()["error"]["code"]) == (429, "TOO_MANY_REQUESTS")
         assert stage.get("/healthz").status_code == stage.get("/v1/jobs?limit=1").status_code == 200

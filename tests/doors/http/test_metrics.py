@@ -4,32 +4,15 @@ from __future__ import annotations
 
 import json
 import re
-import time
 from pathlib import Path
 from typing import Any
 
-import pytest
-from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 
-from tasuki.core.job import JobSpec, Outcome, State
-from tasuki.core.store_messages import (
-    OTHER_GROUPS,
-    Answers,
-    Canceled,
-    Grant,
-    GroupCounts,
-    LeaseRequest,
-    Reaped,
-    Report,
-    ReportAnswer,
-    ReportStatus,
-    Submission,
-    Submitted,
-    Turn,
-    largest_groups,
-)
-from tasuki.doors.http.metrics import GROUPS_MAX, REMEMBERED_MAX, UNKNOWN_GROUP, JobMetrics
+from tasuki.core.job import JobSpec
+from tasuki.core.statistics import OTHER_GROUPS, ROLLUP_GROUPS_MAX
+from tasuki.core.store_messages import Answers, GroupCounts, Submission, Turn, largest_groups
+from tasuki.doors.http.metrics import Metrics
 from tests.doors.http.stage import Stage, Worker
 from tests.support.redis_service import RedisService
 from tests.support.waiting import until
@@ -69,13 +52,13 @@ def test_requests_are_counted_by_route_and_not_by_path(stage: Stage) -> None:
 
 
 def test_groups_beyond_the_limit_are_one() -> None:
-    counts = {f"group-{n}": GroupCounts(pending=n + 1) for n in range(GROUPS_MAX + 50)}
+    counts = {f"group-{n}": GroupCounts(pending=n + 1) for n in range(ROLLUP_GROUPS_MAX + 50)}
 
-    found = largest_groups(counts, GROUPS_MAX)
+    found = largest_groups(counts, ROLLUP_GROUPS_MAX)
 
-    assert len(found) == GROUPS_MAX + 1
+    assert len(found) == ROLLUP_GROUPS_MAX + 1
     assert found[OTHER_GROUPS].pending == sum(range(1, 51))
-    assert sum(group.pending for group in found.values()) == sum(range(1, GROUPS_MAX + 51))
+    assert sum(group.pending for group in found.values()) == sum(range(1, ROLLUP_GROUPS_MAX + 51))
 
 
 # -- what turns did to jobs ----------------------------------------------------------------------------------------
@@ -144,115 +127,14 @@ def test_who_leads_and_whether_the_store_answers_is_told(stage: Stage) -> None:
     assert (value(text, "tasuki_leader "), value(text, "tasuki_up ")) == (1, 1)
 
 
-class Turns:
-    """Turns as the server would tell of them."""
+def test_the_sizes_of_batches_are_seen(stage: Stage) -> None:
+    metrics = Metrics()
+    metrics.turn(Turn(submit=[Submission(JobSpec(job_id=job_id), "alice", b"") for job_id in "abc"]), Answers())
 
-    def __init__(self) -> None:
-        self.registry = CollectorRegistry()
-        self.metrics = JobMetrics(self.registry)
+    text = metrics.text({}, stage.server).decode()
 
-    def submit(self, *job_ids: str, subject: str = "a.b", at: float = 0.0, **fields: Any) -> None:
-        specs = [JobSpec(job_id=job_id, subject=subject, **fields) for job_id in job_ids]
-        turn = Turn(submit=[Submission(spec, "alice", b"") for spec in specs])
-        self.metrics.turn(turn, Answers(submit=[Submitted(job_id, True) for job_id in job_ids]), at)
-
-    def lease(self, job_id: str, *, spec: bytes = b"\x80", at: float = 0.0) -> None:
-        turn = Turn(lease=[LeaseRequest(worker_id="w", incarnation="i")])
-        self.metrics.turn(turn, Answers(lease=[[Grant(job_id, spec, "alice", "l", 1, 15.0)]]), at)
-
-    def count(self, name: str, **labels: str) -> float:
-        return self.registry.get_sample_value(name, labels) or 0.0
-
-
-def test_delivery_is_measured_from_the_submit_to_the_first_lease() -> None:
-    turns = Turns()
-    turns.submit("j", at=10.0)
-    turns.lease("j", at=12.0)
-    turns.lease("j", at=500.0)
-
-    assert turns.count("tasuki_delivery_latency_seconds_sum", group="a") == 2.0
-    assert turns.count("tasuki_delivery_latency_seconds_count", group="a") == 1
-
-
-def test_a_job_that_was_not_to_start_at_once_is_not_measured() -> None:
-    turns = Turns()
-    turns.submit("j", not_before=1e10)
-    turns.lease("j", at=500.0)
-
-    assert turns.count("tasuki_delivery_latency_seconds_count", group="a") == 0
-
-
-@pytest.mark.parametrize(("state", "retried", "dead"), [(State.PENDING, 1, 0), (State.ORPHANED, 1, 0), (State.FAILED, 0, 1)])
-def test_a_lost_attempt_is_followed_by_another_or_by_the_end(state: State, retried: int, dead: int) -> None:
-    turns = Turns()
-    turns.submit("j")
-
-    turns.metrics.turn(Turn(epoch=1, reap=9), Answers(reap=[Reaped("j", state, "w", 1, "silent")]), 1.0)
-
-    assert turns.count("tasuki_attempts_lost_total", group="a") == 1
-    assert turns.count("tasuki_jobs_retried_total", group="a", why="lost") == retried
-    assert turns.count("tasuki_dead_letters_total", group="a") == dead
-
-
-def test_a_job_that_another_server_leased_is_counted_without_its_group() -> None:
-    turns = Turns()
-    report = Report("theirs", "w", "l", 1, Outcome())
-
-    turns.metrics.turn(Turn(finish=[report]), Answers(finish=[ReportAnswer(ReportStatus.RECORDED, State.SUCCEEDED)]), 1.0)
-
-    assert turns.count("tasuki_jobs_ended_total", group=UNKNOWN_GROUP, state="succeeded") == 1
-
-
-def test_a_refused_and_a_repeated_report_end_nothing() -> None:
-    turns = Turns()
-    turns.submit("j")
-    reports = [Report("j", "w", "l", 1, Outcome())] * 2
-    answers = [ReportAnswer(ReportStatus.FENCED, State.RUNNING), ReportAnswer(ReportStatus.REPEATED, State.SUCCEEDED)]
-
-    turns.metrics.turn(Turn(finish=reports), Answers(finish=answers), 1.0)
-
-    assert turns.count("tasuki_reports_fenced_total", group="a") == 1
-    assert turns.count("tasuki_jobs_ended_total", group="a", state="succeeded") == 0
-
-
-def test_only_the_first_groups_have_a_name_among_the_counters() -> None:
-    turns = Turns()
-    for number in range(GROUPS_MAX + 3):
-        turns.submit(f"j{number}", subject=f"g{number}.x")
-
-    assert turns.count("tasuki_jobs_submitted_total", group=f"g{GROUPS_MAX - 1}") == 1
-    assert turns.count("tasuki_jobs_submitted_total", group=OTHER_GROUPS) == 3
-
-
-def test_a_job_costs_the_same_however_many_were_counted_before() -> None:
-    turns = Turns()
-
-    def seconds_for(first: int) -> float:
-        began = time.process_time()
-        turns.submit(*(f"job-{number}" for number in range(first, first + REMEMBERED_MAX // 2)))
-        return time.process_time() - began
-
-    times = [seconds_for(step * REMEMBERED_MAX // 2) for step in range(4)]
-
-    assert max(times[2:]) < 5 * max(times[:2])  # a walk over those that were forgotten would take twenty times as long
-
-
-def test_what_is_remembered_of_waiting_jobs_is_bounded() -> None:
-    turns = Turns()
-    turns.submit(*(f"j{number}" for number in range(REMEMBERED_MAX + 1)))
-
-    turns.metrics.turn(Turn(cancel=[("j0", "x", "")]), Answers(cancel=[Canceled(State.CANCELED)]), 1.0)
-    turns.metrics.turn(Turn(cancel=[("j1", "x", "")]), Answers(cancel=[Canceled(State.CANCELED)]), 1.0)
-
-    assert turns.count("tasuki_jobs_ended_total", group="a", state="canceled") == 1
-
-
-def test_the_sizes_of_batches_are_seen() -> None:
-    turns = Turns()
-    turns.submit("a", "b", "c")
-
-    assert turns.count("tasuki_turn_items_sum", what="submit") == 3
-    assert turns.count("tasuki_turn_items_count", what="submit") == 1
+    assert value(text, 'tasuki_turn_items_sum{what="submit"}') == 3
+    assert value(text, 'tasuki_turn_items_count{what="submit"}') == 1
 
 
 # -- deploy/grafana ------------------------------------------------------------------------------------------------

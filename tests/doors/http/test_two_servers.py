@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from concurrent import futures
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from tasuki.doors.http.workers import HttpWorker
+from tasuki.errors import ProtocolError
 from tests.doors.http.stage import ANSWER, Stage, Worker
 
 pytestmark = pytest.mark.e2e
@@ -37,6 +40,27 @@ def test_a_worker_may_talk_to_both(pair: tuple[Stage, Stage]) -> None:
     assert leased["job_id"] == job_id
     assert [answer.status_code for answer in (renewed, recorded, again, other)] == [200, 200, 200, 409]
     assert one.get(f"/calc/zpe/jobs/{job_id}/result", one.admin).json()["result"] == ANSWER["result"]
+
+
+def test_a_report_whose_connection_a_late_hint_closes_is_sent_again(
+    pair: tuple[Stage, Stage], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, two = pair
+    worker = one.register()
+    two.submit()
+    leased = worker.lease(wait=10).json()
+    report, sent = HttpWorker._report, list[Any]()
+
+    async def closed_at_first(self: HttpWorker, caller: Any, endings: Any) -> Any:
+        sent.append(endings)
+        if len(sent) == 1:
+            raise ProtocolError("this worker is connected to another server")
+        return await report(self, caller, endings)
+
+    monkeypatch.setattr(HttpWorker, "_report", closed_at_first)
+
+    assert worker.finish(leased).status_code == 200
+    assert sent[0] == sent[1]
 
 
 def test_an_enrol_token_is_used_once_at_both_together(pair: tuple[Stage, Stage]) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import base64
+import json
 from concurrent import futures
 from typing import Any
 
 import pytest
 
+from tasuki.doors.http.v1 import result_headers
 from tests.doors.http.stage import ANSWER, Stage, Worker
 
 
@@ -43,6 +45,20 @@ def test_many_jobs_are_submitted_and_each_has_its_answer(stage: Stage) -> None:
 
     assert [item.get("state") for item in answer] == ["PENDING", None, None]
     assert [item["error"]["code"] for item in answer[1:]] == ["INVALID_PAYLOAD"] * 2
+
+
+def test_a_broadcast_has_a_job_for_each_worker_and_is_a_request_of_its_own(stage: Stage) -> None:
+    worker = stage.register()
+    worker.lease()
+    body = {"job_id": "v1-all", "subject": "job.assign.zpe", "broadcast": True}
+
+    answer = stage.post("/v1/jobs", body).json()["jobs"]
+
+    assert [item["job_id"] for item in answer if item["job_id"].endswith(worker.worker_id)] == [f"v1-all.{worker.worker_id}"]
+    assert {one["array_id"] for one in stage.get("/v1/jobs?array_id=v1-all").json()["jobs"]} == {"v1-all"}
+    assert code(stage.post("/v1/jobs", {**body, "subject": "nobody.>"})) == (404, "NOT_FOUND")
+    assert code(stage.post("/v1/jobs", {"jobs": [body]})) == (400, "INVALID_PAYLOAD")
+    stage.post("/v1/jobs/cancel", {"job_ids": [item["job_id"] for item in answer]})
 
 
 def test_the_same_id_with_another_body_is_409_and_names_the_field(stage: Stage) -> None:
@@ -128,6 +144,15 @@ def test_a_result_comes_as_bytes_when_it_is_there(stage: Stage, worker: Worker) 
         assert view.result(10.0).json()["state"] == "SUCCEEDED"
     assert code(before) == (409, "NOT_FINISHED")
     assert result.result().headers["x-tasuki-state"] == "SUCCEEDED"
+
+
+def test_headers_of_a_result_are_one_of_the_response_whatever_text_they_are() -> None:
+    headers = {"content-type": "image/png", "title": "Zürich\r\nX-Forged: 1"}
+
+    found = result_headers({"headers": headers})["X-Tasuki-Headers"]
+
+    assert (json.loads(found), found.isascii(), found.isprintable()) == (headers, True, True)
+    assert [result_headers(meta) for meta in ({}, {"headers": "none"}, {"headers": {"long": "x" * 4096}})] == [{}, {}, {}]
 
 
 def test_a_large_result_is_streamed_whole(stage: Stage, worker: Worker) -> None:

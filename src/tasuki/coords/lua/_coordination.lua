@@ -3,6 +3,7 @@
 --   {app}:member:{id}    HASH  kind, incarnation, schema_version, version, info
 --   {app}:lock:{scope}   HASH  epoch (the last one given out), holder, expires_at. No TTL: the epoch must stay
 --   {app}:degrade        present: the leader is to step down
+--   {app}:led            time of the last turn that the store took of a leader
 --   {app}:detached       HASH  worker_id -> JSON of at, actor, reason
 -- Times are Redis TIME in seconds. Two hosts' clocks are never compared.
 

@@ -26,7 +26,7 @@ ON CONFLICT (member_id) DO UPDATE SET
 -- name: live
 -- seen_ids and seen_versions: what the caller has read already.
 SELECT m.member_id, m.kind, m.incarnation, m.schema_version, m.version,
-    CASE WHEN seen.version = m.version THEN NULL ELSE m.info END
+    CASE WHEN seen.version = m.version THEN NULL ELSE m.info END, ({now} - m.beat_at)::float8
 FROM tasuki_member m
 LEFT JOIN unnest(%(seen_ids)s::text[], %(seen_versions)s::bigint[]) AS seen (member_id, version) ON seen.member_id = m.member_id
 WHERE abs({now} - m.beat_at) < %(timeout_s)s
@@ -39,6 +39,9 @@ WITH dead AS MATERIALIZED (
     SELECT member_id FROM tasuki_member WHERE beat_at < {now} - %(forget_after_s)s
     LIMIT %(limit)s FOR UPDATE SKIP LOCKED)
 DELETE FROM tasuki_member m USING dead WHERE m.member_id = dead.member_id
+
+-- name: heartbeat_ages
+SELECT member_id, {now} - beat_at FROM tasuki_member
 
 -- name: leave
 DELETE FROM tasuki_member WHERE member_id = %(member_id)s AND incarnation = %(incarnation)s
@@ -68,6 +71,17 @@ INSERT INTO tasuki_scopelease (scope, epoch, holder, expires_at) VALUES ('degrad
 -- name: degraded
 DELETE FROM tasuki_scopelease WHERE scope = 'degrade'
 
+-- name: led
+-- A row that is no lock: expires_at is when the store took the last turn of a leader.
+INSERT INTO tasuki_scopelease (scope, epoch, holder, expires_at) VALUES ('led', 0, '', {now} - %(led_ago_s)s::float8)
+ON CONFLICT (scope) DO UPDATE SET expires_at = excluded.expires_at
+
+-- name: leader_seen
+SELECT {now} - expires_at FROM tasuki_scopelease WHERE scope = 'led'
+
+-- name: forget_expelled
+DELETE FROM tasuki_detached WHERE actor = %(actor)s AND at < {now} - %(expelled_s)s
+
 -- name: detach
 INSERT INTO tasuki_detached (worker_id, at, actor, reason) VALUES (%(worker_id)s, {now}, %(actor)s, %(reason)s)
 ON CONFLICT (worker_id) DO NOTHING
@@ -76,4 +90,4 @@ ON CONFLICT (worker_id) DO NOTHING
 DELETE FROM tasuki_detached WHERE worker_id = %(worker_id)s
 
 -- name: detached
-SELECT worker_id FROM tasuki_detached
+SELECT worker_id, actor FROM tasuki_detached

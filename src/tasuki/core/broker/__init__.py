@@ -15,6 +15,7 @@ the state. Nothing here imports more than the rest of `tasuki.core`, and each mo
     authentication    Hello, tokens, enrolment of workers
     state             the state that these share: sessions, credit, watchers, other servers
     turn_builder      the next turn: questions for the store, and the functions that get the answers
+    routes            ready jobs of routed subjects, and the workers that policies chose for them
     subscriptions     patterns of the workers, and what became ready for each since its workers looked
     events            events and commands
 

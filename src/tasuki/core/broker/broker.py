@@ -18,6 +18,7 @@ from tasuki.core.broker import (
     publish_subscribe,
     worker_messages,
 )
+from tasuki.core.broker.routes import QUEUE_MAX
 from tasuki.core.broker.state import CHOICE_MIN, BrokerState, ClientSession, Session, TransferSession, WorkerSession
 from tasuki.core.broker.subscriptions import PAGE_QUEUES
 from tasuki.core.broker.turn_builder import TurnBuilder, TurnEffects
@@ -50,6 +51,8 @@ class Broker(BrokerState):
         commands = self._apply(event, now)
         if self.workers and self.walk.is_due(now):
             commands.append(events.AskReady(self.walk.next_place(now), PAGE_QUEUES))
+        if self.routed.routes and self.workers and (subjects := self.routed.next_read(now)):
+            commands.append(events.AskRouted(subjects, QUEUE_MAX))
         return commands
 
     def _apply(self, event: events.Event, now: Now) -> list[events.Command]:
@@ -68,10 +71,18 @@ class Broker(BrokerState):
                 return []
             case events.TurnFailed():
                 return self._turn_failed(event, now)
+            case events.Hinted():
+                if event.hint.everything:
+                    self.upkeep.look_for_events()
+                return cluster.heard(self, event.hint, now)
             case events.JobSeen():
                 return log_reads.job_seen(self, event, now)
             case events.ReadyFound():
                 return self._ready_found(event, now)
+            case events.RoutedFound():
+                self.routed.read(event.jobs, now)
+                self._look_for_routed()
+                return []
             case _:
                 return self._from_driver(event)
 
@@ -91,12 +102,9 @@ class Broker(BrokerState):
                 self.upkeep.claim(event.epoch)
             case events.Elected():
                 self.upkeep.lead(event.epoch)
+                self.look_for_left()
             case events.ClusterView():
                 cluster.met(self, event)
-            case events.Hinted():
-                if event.hint.everything:
-                    self.upkeep.look_for_events()
-                return cluster.heard(self, event.hint)
             case events.Relayed():
                 return publish_subscribe.relayed(self, event.messages)
             case events.SomeEnded():
@@ -116,6 +124,11 @@ class Broker(BrokerState):
             self.note_ready(*queue)
             self.look_for(*queue, backlog=True, enough=CHOICE_MIN)
         return []
+
+    def _look_for_routed(self) -> None:
+        """Let idle workers ask for jobs that a policy may have chosen them for."""
+        for queue in self.routed.queues:
+            self.look_for(*queue, backlog=False)
 
     def _received(self, event: Received, now: Now) -> list[events.Command]:
         conn, message = event.conn, event.message
@@ -170,7 +183,7 @@ class Broker(BrokerState):
             builder: TurnBuilder = turn.context
             builder.done(answers, effects)
             if turn.submit or turn.rerun:
-                worker_messages.offer_the_rest(self, turn, answers)
+                worker_messages.offer_the_rest(self, turn, answers, now)
             commands = effects.all_commands()
         self.came_back(answers.notes.ready, answers.promote + len(answers.reap) + len(answers.fire.runs) + answers.fire.released)
         return commands + self.cluster.hint(self.config.server_id)
@@ -193,6 +206,8 @@ class Broker(BrokerState):
 
     def _ticked(self, now: Now) -> list[events.Command]:
         commands = cluster.poll(self, now) + log_reads.ticked(self, now) + caches.ticked(self, now)
+        if self.routed.queues:
+            self._look_for_routed()
         if now.monotonic >= self._look_at_sessions_at:
             self._look_at_sessions_at = now.monotonic + SESSIONS_INTERVAL_S
             for session in list(self.sessions.values()):
@@ -209,6 +224,7 @@ class Broker(BrokerState):
                 return self.hang_up(session.conn, ProtocolError(f"no heartbeat for {silent_s:.0f} s"))
             if session.deliveries:
                 worker_messages.redeliver(self, session, now)
+                worker_messages.take_back(self, session, now)
         elif session.identity is not None and silent_s > authentication.IDLE_TIMEOUT_S:
             # Unavailable, since the peer may send the same requests again; after a ProtocolError it must not.
             return self.hang_up(session.conn, Unavailable(f"nothing was heard for {silent_s:.0f} s"))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any
 
 from msgspec.structs import replace
@@ -26,20 +27,35 @@ from tasuki.core.store_messages import (
     Canceled,
     JobKind,
     MissingBlobs,
+    Offer,
     Requeued,
     RequeueOrder,
     Submission,
     Submitted,
     kind_of,
 )
-from tasuki.core.subject import ASSIGN, SUBMIT
-from tasuki.errors import Conflict, DiskFull, Forbidden, InvalidInput, NotFound, ProtocolError, TasukiError, Unavailable, discreet
+from tasuki.core.subject import ASSIGN, SUBMIT, check_pattern, intersects
+from tasuki.errors import (
+    Conflict,
+    DiskFull,
+    Forbidden,
+    InvalidInput,
+    NotFound,
+    ProtocolError,
+    TasukiError,
+    TooLarge,
+    Unavailable,
+    discreet,
+)
 
 SPECS_MAX = protocol.BATCH_MAX  # jobs of one frame: the answers must fit a frame too, and those that exist are read whole
 ROWS_AT_ONCE = 64  # jobs of one request that a turn reads or changes: with its lists a row may have 3 MiB
 ENTRY_BYTES = 128  # of memory that an argument, environment name, file or header takes beside its text
-READ_VERBS = frozenset({"get", "find", "counts", "explain", "token.audit", "cache.list", "cache.show"})
+READ_VERBS = frozenset({"get", "find", "counts", "statistics", "explain", "token.audit", "cache.list", "cache.show"})
+OTHER_VERBS = frozenset({"logs", "watch", "requeue", "targets", "workers", "servers", "detach", "attach", "cache.remove"})
+REQUEST_VERBS = READ_VERBS | OTHER_VERBS | {*publish_subscribe.VERBS, *authentication.TOKEN_VERBS}
 REASON_MAX_CHARS = 1000
+TARGETS_MAX = protocol.BATCH_MAX  # workers of a broadcast, whose jobs are stored in one transaction
 
 
 def received(state: BrokerState, client: ClientSession, message: protocol.Message, now: Now) -> list[events.Command]:
@@ -329,13 +345,22 @@ def _order(
     order: Callable[[str], object],
     done: Callable[[str, Any, TurnEffects], dict[str, object]],
 ) -> list[events.Command]:
-    """Give an order for each of the jobs that the client may see, some in each turn, and answer with what `done` returns."""
+    """Give an order for each of the jobs that the client may see, some in each turn, and answer with what `done` returns.
+
+    An administrator's order with a reason is noted in the audit: programs give none.
+    """
     states: dict[str, dict[str, object]] = {}
+    identity = client.identity
+    assert identity is not None
+    reason = reason_of(request)
 
     def ask(_effects: TurnEffects) -> None:
         some = job_ids[len(states) : len(states) + ROWS_AT_ONCE]
         failed = partial(state.tell_failure, client.conn, request.msg_id)
         state.builder.ask(verb, [order(job_id) for job_id in some], partial(answered, some), failed)
+        if identity.admin and reason:
+            action = "run.cancel" if verb == "cancel" else "run.rerun"
+            state.builder.ask("note", [(identity.name, action, job_id, reason) for job_id in some], ignore, ignore)
 
     def answered(some: Sequence[str], answers: Sequence[Any], effects: TurnEffects) -> None:
         for job_id, answer in zip(some, answers, strict=True):
@@ -374,7 +399,7 @@ def stop_canceled(state: BrokerState, canceled: Canceled) -> list[events.Command
 
 
 def _cancel(state: BrokerState, client: ClientSession, identity: Identity, message: protocol.CancelJobs) -> list[events.Command]:
-    reason = message.reason[:REASON_MAX_CHARS]
+    reason = reason_of(message)
 
     def canceled(job_id: str, answer: Canceled, effects: TurnEffects) -> dict[str, object]:
         effects.commands += stop_canceled(state, answer)
@@ -394,7 +419,7 @@ def _requeue(
         blocked = {"still_running": answer.still_running} if answer.still_running is not None else {}
         return {"state": answer.state, "done": answer.done, **blocked}
 
-    reason = _reason(request)
+    reason = reason_of(request)
     return _order(
         state, client, request, job_ids, "requeue", lambda job_id: RequeueOrder(job_id, identity.name, reason), requeued
     )
@@ -413,7 +438,8 @@ def request(
             workers, trouble = state.describe_workers(), state.disk_problem or state.store_problem
             if trouble and not identity.admin:
                 trouble = discreet(DiskFull("") if state.disk_problem else Unavailable("")).message
-            return [events.Query(conn, msg_id, verb, params, identity, workers, trouble=trouble)]
+            routes, wait_s = state.routed.routes, state.config.route_wait_s
+            return [events.Query(conn, msg_id, verb, params, identity, workers, None, trouble, routes, wait_s)]
         return [events.Query(conn, msg_id, verb, params, identity, [])]
     if verb == "logs":
         question = question_of(params)
@@ -428,6 +454,8 @@ def request(
         return _requeue(state, client, identity, request, job_ids)
     if verb == "cache.remove":
         return caches.remove(state, client, identity, request)
+    if verb == "targets":
+        return [Send(conn, protocol.Reply(msg_id, {"workers": _targets(state, identity, params)}))]
     if verb == "workers":
         identity.check_admin("the list of workers")
         return [Send(conn, protocol.Reply(msg_id, state.describe_workers()))]
@@ -435,7 +463,9 @@ def request(
         identity.check_admin(verb)
         worker_id = check_name(str(params.get("worker_id", "")), "worker_id")
         is_now = verb == "detach" and params.get("now") is True
-        return [events.Detach(conn, msg_id, worker_id, verb == "detach", identity.name, _reason(request), is_now)]
+        reason = reason_of(request)
+        state.builder.ask("note", [(identity.name, f"worker.{verb}", worker_id, reason)], ignore, ignore)
+        return [events.Detach(conn, msg_id, worker_id, verb == "detach", identity.name, reason, is_now)]
     if verb == "servers":
         identity.check_admin("the list of servers")
         return [Send(conn, protocol.Reply(msg_id, state.describe_servers()))]
@@ -443,13 +473,29 @@ def request(
         return publish_subscribe.request(state, client, request)
     if verb in authentication.TOKEN_VERBS:
         return authentication.token_request(state, conn, request, identity, now)
-    others = ("logs", "watch", "requeue", "workers", "servers", "detach", "attach", "cache.remove", *publish_subscribe.VERBS)
-    verbs = sorted({*others, *READ_VERBS, *authentication.TOKEN_VERBS})
-    raise NotFound(f"there is no request {verb[:40]!r}; there are {', '.join(verbs)}")
+    raise NotFound(f"there is no request {verb[:40]!r}; there are {', '.join(sorted(REQUEST_VERBS))}")
 
 
-def _reason(request: protocol.Request) -> str:
-    return str(request.params.get("reason", ""))[:REASON_MAX_CHARS]
+def _targets(state: BrokerState, identity: Identity, params: dict[str, Any]) -> list[str]:
+    """Return the live workers, here and elsewhere, that a job for all of a pattern's workers reaches."""
+    target, exec_ = check_pattern(str(params.get("subject", ""))), str(params.get("exec", ""))
+    identity.check_broadcast(target)
+    kind = kind_of(exec_, identity.name)
+    everyone = chain((worker.info() for worker in state.workers.values()), (worker for _, worker in state.cluster.workers()))
+    met = {
+        worker.worker_id
+        for worker in everyone
+        if Offer(worker.takes, worker.execs).fits(kind, exec_) and any(intersects(one, target) for one in worker.patterns)
+    }
+    if len(met) > TARGETS_MAX:
+        raise TooLarge(f"{target!r} meets {len(met)} workers, the limit is {TARGETS_MAX}; name fewer")
+    return sorted(met - state.cluster.detached)
+
+
+def reason_of(message: protocol.Request | protocol.CancelJobs) -> str:
+    """Return the reason that an order gives; empty: none."""
+    reason = message.reason if isinstance(message, protocol.CancelJobs) else str(message.params.get("reason", ""))
+    return reason[:REASON_MAX_CHARS]
 
 
 # ---------------------------------------------------------------------------------------------------- transfers

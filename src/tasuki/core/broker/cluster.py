@@ -34,6 +34,10 @@ def met(state: BrokerState, event: ClusterView) -> None:
     """Note the live servers, and the workers that get no more work."""
     cluster = state.cluster
     cluster.servers = {info.server_id: info for info in event.servers if info.server_id != state.config.server_id}
+    state.routed.left.clear()
+    if state.routed.learn(route for info in cluster.servers.values() for route in info.routes):
+        state.look_everywhere()
+    cluster.ages_s = event.ages_s
     was_detached, cluster.detached = cluster.detached, event.detached
     subscriptions = {server_id: tuple(map(_subscription, info.workers)) for server_id, info in cluster.servers.items()}
     if subscriptions != cluster.subscriptions or was_detached != event.detached:  # else only loads changed, as in most seconds
@@ -45,11 +49,13 @@ def met(state: BrokerState, event: ClusterView) -> None:
             state.look(worker, backlog=True)
 
 
-def heard(state: BrokerState, hint: Hint) -> list[Command]:
+def heard(state: BrokerState, hint: Hint, now: Now) -> list[Command]:
     """Look at what another server's hint tells of, sooner than without it."""
     if hint.server_id == state.config.server_id:
         return []
     commands: list[Command] = []
+    if hint.routed:
+        state.routed.told(hint.routed, now)
     if hint.everything:
         state.look_everywhere()
         state.cluster.poll_at = 0.0
@@ -77,7 +83,7 @@ def _look_for(state: BrokerState, hint: Hint) -> None:
         if not hint.ready_jobs:
             state.look_for(subject, backlog=True)
             continue
-        named = state.workers.get(subject.rpartition(".")[2])
+        named = state.named_worker(subject)
         if named is not None and named.account.available:
             state.look(named, backlog=True)
         lookers: Counter[Offer] = Counter()

@@ -16,6 +16,7 @@ from tasuki.core.job import Job
 from tasuki.core.lifecycle import BLOB_GRACE_S, GRACE_MAX_S, LEASE_TTL_MAX_S, LEASE_TTL_S, RETENTION_DAYS
 from tasuki.core.machine import Closed, Hangup, Opened, Received, Send, Ticked
 from tasuki.core.protocol import FRAME_MAX_BYTES, LOG_PIECE_MAX_BYTES, BlobGet, BlobPut, Chunk, DeliverMessages
+from tasuki.core.routing import ROUTE_WAIT_S, SubjectRoute
 from tasuki.core.store_messages import Answers, BlobPlace, ReadyPage, Turn
 from tasuki.errors import TasukiError
 
@@ -51,6 +52,10 @@ class BrokerConfig(msgspec.Struct, frozen=True, kw_only=True):
     fires: bool = True
     """False if the store has no definitions."""
     frame_max_bytes: int = FRAME_MAX_BYTES
+    routes: tuple[SubjectRoute, ...] = ()
+    """Routing policies by pattern, the first that matches."""
+    route_wait_s: float = ROUTE_WAIT_S
+    """Longest wait of a routed job for a worker that is full."""
 
 
 class LogQuestion(msgspec.Struct, frozen=True, kw_only=True):
@@ -93,6 +98,8 @@ class ClusterView(msgspec.Struct, frozen=True):
 
     servers: tuple[ServerInfo, ...]
     detached: frozenset[str] = frozenset()
+    ages_s: dict[str, float] = {}
+    """Time since the last heartbeat of each server; not of all coordinations."""
 
 
 class Hinted(msgspec.Struct, frozen=True):
@@ -117,6 +124,12 @@ class ReadyFound(msgspec.Struct, frozen=True):
     """The answer to AskReady."""
 
     page: ReadyPage
+
+
+class RoutedFound(msgspec.Struct, frozen=True):
+    """The answer to AskRouted: some of the jobs, of those that are still there."""
+
+    jobs: list[Job]
 
 
 class SomeRevoked(msgspec.Struct, frozen=True):
@@ -189,6 +202,8 @@ class Query(msgspec.Struct, frozen=True):
     """Question of a request `logs`: the driver gives the job to the broker as JobSeen instead of answering."""
     trouble: str = ""
     """Reason why this server grants nothing at the moment, for `explain`."""
+    routes: tuple[SubjectRoute, ...] = ()
+    route_wait_s: float = ROUTE_WAIT_S
 
 
 class ReceiveBlob(msgspec.Struct, frozen=True):
@@ -266,6 +281,18 @@ class Publish(msgspec.Struct, frozen=True):
     hint: Hint
 
 
+class StartRuns(msgspec.Struct, frozen=True):
+    """Order a worker of another node to start these runs, in the name of the leader of this epoch."""
+
+    epoch: int
+    worker_id: str
+    node_id: str
+    address: str
+    """HOST:PORT of the node's gRPC door."""
+    runs: tuple[tuple[str, int], ...]
+    """(job_id, attempt)"""
+
+
 class AskEnded(msgspec.Struct, frozen=True):
     """Look up which of these watched jobs have ended; SomeEnded."""
 
@@ -285,7 +312,14 @@ class AskReady(msgspec.Struct, frozen=True):
     limit: int
 
 
-HintEvent = Hinted | Relayed | SomeEnded | SomeRevoked | ReadyFound
+class AskRouted(msgspec.Struct, frozen=True):
+    """Read the oldest ready jobs of these subjects, `limit` of each queue; RoutedFound."""
+
+    subjects: tuple[str, ...]
+    limit: int
+
+
+HintEvent = Hinted | Relayed | SomeEnded | SomeRevoked | ReadyFound | RoutedFound
 ClusterEvent = Elected | TakeOver | ClusterView | HintEvent | WorkerDetached | StartAssigned
 BlobEvent = BlobArrived | BlobsUnderWay | BlobsDeleted
 DriverEvent = DiskSpace | ClusterEvent | BlobEvent
@@ -293,6 +327,8 @@ DriverEvent = DiskSpace | ClusterEvent | BlobEvent
 
 Event = Opened | Received | Closed | Ticked | TurnDone | TurnFailed | JobSeen | DriverEvent
 
-ClusterCommand = TookOver | EpochFenced | Lapsed | Publish | Relay | Detach | AskEnded | AskRevoked | AskReady
+StoreQuestion = AskEnded | AskRevoked | AskReady | AskRouted
+"""Reads beside the turns, of what this server did not hear of."""
+ClusterCommand = TookOver | EpochFenced | Lapsed | Publish | Relay | StartRuns | Detach | StoreQuestion
 BlobCommand = ReceiveBlob | BlobPiece | SendBlob | DeleteBlobs
 Command = Send | Deliver | Hangup | Query | LogFenced | ClusterCommand | BlobCommand

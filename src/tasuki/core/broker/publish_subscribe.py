@@ -14,7 +14,7 @@ from tasuki.core.broker.state import BrokerState, Session
 from tasuki.core.cluster_messages import RelayedMessage
 from tasuki.core.machine import Send
 from tasuki.core.message_routes import INBOX, MessageRoute
-from tasuki.core.subject import matches
+from tasuki.core.subject import group_of, matches
 from tasuki.errors import InvalidInput, TasukiError
 
 VERBS = SUBSCRIBE, UNSUBSCRIBE = "subscribe", "unsubscribe"
@@ -50,6 +50,7 @@ def publish(state: BrokerState, session: Session, message: protocol.PublishMessa
             allowed.append(item)
         except TasukiError as error:
             refusals.append(error)
+    state.published.update(group_of(item.subject) for item in allowed)
     commands = route(state, allowed)
     if state.cluster.servers:
         commands += _relay(state, allowed)

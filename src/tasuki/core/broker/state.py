@@ -7,15 +7,17 @@ over `BrokerState` in the modules above this one; methods here keep several fiel
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Iterator, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Set
 from itertools import islice
 from operator import attrgetter
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
 from tasuki.core.access import Identity
 from tasuki.core.broker.events import BrokerConfig, Command, Publish
+from tasuki.core.broker.routes import Queue, RoutedJobs
 from tasuki.core.broker.subscriptions import NOTED_MAX, ReadyWalk, Subscription, Subscriptions
 from tasuki.core.broker.turn_builder import OWNER_PER_TURN, PacedQuestions, TurnBuilder, TurnEffects
 from tasuki.core.cluster_messages import Hint, ServerInfo, WorkerInfo
@@ -24,9 +26,10 @@ from tasuki.core.lifecycle import LEASE_TTL_S
 from tasuki.core.machine import Hangup, Peer
 from tasuki.core.message_routes import MessageRoutes
 from tasuki.core.protocol import CachePut, Claim, JobResult, ReadLog, Reply, WorkerCache, error_message
+from tasuki.core.routing import Candidate, Policy
 from tasuki.core.shares import Shares
 from tasuki.core.store_messages import OWN_PROGRAMS, JobKind, Offer, ReadyQueue
-from tasuki.core.subject import matches
+from tasuki.core.subject import covers, is_reached, matches, only_worker
 from tasuki.errors import InvalidInput, TasukiError, discreet
 
 CREDIT_MAX = 100_000  # jobs for one worker: far above any real concurrency, below what would make a turn unbounded
@@ -111,8 +114,14 @@ class Delivery(msgspec.Struct):
 
     claim: Claim
     sent_at: float
+    shown_at: float = 0.0
+    """Time at which its worker last showed its lease."""
     acked: bool = False
     tries: int = 0
+    begun: bool = False
+    """The worker has reported its start, or progress; or it may have, on an earlier connection."""
+    withheld_since: float | None = None
+    """Time of the last renewal of its lease, if it is not renewed any more because the attempt was not begun."""
 
 
 class Session(msgspec.Struct):
@@ -167,9 +176,17 @@ class WorkerSession(Session, kw_only=True):
     log_reads: int = 0
     caches: bool = False
     """It keeps files of caches."""
+    held: bytes = b""
+    """Prefixes of the hashes of cached files that it holds."""
+    cpu: float = 0.0
+    """Load of its CPUs, 0 to 1."""
     account: Account = msgspec.field(default_factory=Account)
     deliveries: dict[str, Delivery] = msgspec.field(default_factory=dict)
     """Deliveries by lease_id."""
+    renewed_at: float = 0.0
+    """Time of its last heartbeat that was answered."""
+    overdue: set[str] = msgspec.field(default_factory=set)
+    """lease_ids of deliveries that it has not begun for too long."""
     settled: set[str] = msgspec.field(default_factory=set)
     """lease_ids that were reported or given back while the store was asked what the worker holds: that answer is older."""
     resuming: bool = False
@@ -216,6 +233,8 @@ class WorkerSession(Session, kw_only=True):
             on_disconnect=self.on_disconnect,
             addressed=self.addressed,
             owner=self.owner,
+            cpu=self.cpu,
+            held=self.held,
         )
 
 
@@ -253,6 +272,8 @@ class OtherServers:
         self.servers: dict[str, ServerInfo] = {}
         self.detached: frozenset[str] = frozenset()
         """worker_ids that get no more work."""
+        self.ages_s: dict[str, float] = {}
+        """Time since the last heartbeat of each server."""
         self.subscriptions: dict[str, tuple[tuple[str, tuple[str, ...], bool], ...]] = {}
         """By server: its workers, their patterns, and whether they can be addressed."""
         self.poll_at = 0.0
@@ -264,6 +285,7 @@ class OtherServers:
         self.ready: dict[str, None] = {}
         """Subjects of ready jobs that no worker of this server took."""
         self.ready_jobs: int | None = 0
+        self.routed: list[tuple[str, str]] = []
         self.ended: list[str] = []
         self.canceled: list[tuple[str, str]] = []
         self.moved: list[tuple[str, str, str]] = []
@@ -277,7 +299,7 @@ class OtherServers:
 
     def hint(self, server_id: str) -> list[Command]:
         """Return the hint that was collected since the last one, if there is anything to tell and anybody to tell it to."""
-        collected = self.ready or self.ended or self.canceled or self.moved or self.tokens or self.everything
+        collected = self.ready or self.ended or self.canceled or self.moved or self.tokens or self.everything or self.routed
         if not collected:  # as after most turns
             return []
         if not self.servers:
@@ -291,6 +313,7 @@ class OtherServers:
             ended=tuple(self.ended),
             canceled=tuple(self.canceled),
             moved=tuple(self.moved),
+            routed=tuple(self.routed),
             tokens=tuple(self.tokens),
             everything=everything,
         )
@@ -332,6 +355,7 @@ class BrokerState:
         self.addresses: tuple[str, ...] = ()
         """Addresses at which peers can reach this server."""
         self.grpc_address = ""
+        self.sub_leads = False
         """HOST:PORT of the node's gRPC door."""
         self.sessions: dict[int, Session] = {}
         self.workers: dict[str, WorkerSession] = {}
@@ -341,6 +365,9 @@ class BrokerState:
         """Generations of the watched jobs that were requeued."""
         self.subscriptions = Subscriptions()
         self.walk = ReadyWalk()
+        self.routed = RoutedJobs(config.routes, config.route_wait_s, self.fitting)
+        self._fitting: dict[Queue, tuple[str, ...]] = {}
+        """Live workers that may take the jobs of a routed queue."""
         self.left_for: set[str] = set()
         """Workers for which jobs were left, because their subject names them."""
         self._worker_shares = Shares(WORKERS_MAX, "workers at this server")
@@ -356,6 +383,8 @@ class BrokerState:
         self.paced = PacedQuestions()
         self.cluster = OtherServers()
         self.messages = MessageRoutes()
+        self.published: Counter[str] = Counter()
+        """Messages that clients published, by group; the driver takes the counts."""
         self.next_member = 0
         """Turn of the members of queue groups."""
         self._message_shares = Shares(SUBSCRIBERS_MAX, "subscriptions to messages at this server")
@@ -382,7 +411,14 @@ class BrokerState:
     def is_idle(self) -> bool:
         """Whether nothing waits for the store or for a worker's answer, and no attempt runs here. Short leases are watched more
         closely: never then."""
-        waits = len(self.builder) or self.looking or self.log_reads or self.store_problem or self.config.lease_ttl_s < LEASE_TTL_S
+        waits = (
+            len(self.builder)
+            or self.looking
+            or self.routed.queues
+            or self.log_reads
+            or self.store_problem
+            or self.config.lease_ttl_s < LEASE_TTL_S
+        )
         return not waits and not any(worker.deliveries for worker in self.workers.values())
 
     # -- connections ----------------------------------------------------------------------------------------------
@@ -536,16 +572,32 @@ class BrokerState:
         """Walk over all that is ready: jobs may have become ready of which nobody tells."""
         self.walk.is_wanted = True
 
-    def note_ready(self, subject: str, kind: JobKind | None = None, exec: str = "") -> None:
+    def note_ready(self, subject: str, kind: JobKind | None = None, exec: str = "", *, is_new: bool = False) -> None:
         """Note that jobs of this queue are ready: at the worker that its subject names, or at all patterns that match.
-        Kind None: it is not known what they need."""
-        last = subject.rpartition(".")[2]
-        if last in self.live_workers() and any(matches(pattern, subject) for pattern in self.live_workers()[last]):
+        Kind None: it is not known what they need. `is_new`: the jobs of this turn, which need not be read."""
+        if (only := only_worker(subject)) is not None:
+            worker = self.workers.get(only)
+            if worker is not None and is_reached(worker.patterns, subject) and (kind is None or worker.offer.fits(kind, exec)):
+                worker.want([*worker.again, subject])
+        elif (last := self._live_name(subject)) is not None:
             self.left_for.add(last)
             if (worker := self.workers.get(last)) is not None and (kind is None or worker.offer.fits(kind, exec)):
                 worker.want([*worker.again, subject])
+        elif self.routed.routes and self.routed.route_of(subject) is not None:
+            if not is_new:
+                self.routed.note(subject)
         else:
             self.subscriptions.note(subject, kind, exec)
+
+    def _live_name(self, subject: str) -> str | None:
+        """Return the last token of a subject if it is the id of a live worker that subscribes to the subject."""
+        last = subject.rpartition(".")[2]
+        patterns = self.live_workers().get(last, ())
+        return last if any(matches(pattern, subject) for pattern in patterns) else None
+
+    def is_routed(self, subject: str) -> bool:
+        """Return whether a policy chooses the worker for jobs of this subject, which then names none itself."""
+        return self.routed.route_of(subject) is not None and only_worker(subject) is None and self._live_name(subject) is None
 
     def leave_no_more(self, worker_ids: Set[str]) -> None:
         """Let others look for the jobs that were left for these workers, if there were any."""
@@ -561,12 +613,16 @@ class BrokerState:
         No more than `enough` workers look: more than there are jobs, so that the least busy can be chosen, and far fewer than
         all, whose number would be the cost of every turn. Those that get all they asked for let others look.
         """
-        named = self.workers.get(subject.rpartition(".")[2])
+        named = self.named_worker(subject)
         if named is not None and subject in named.again and named.account.available:
             self.look(named, backlog=backlog)
             return
         for worker in islice(self.idle_workers(subject, kind, exec), enough):
             self.look(worker, backlog=backlog)
+
+    def named_worker(self, subject: str) -> WorkerSession | None:
+        """Return the worker of this server that the subject's end names, if there is one."""
+        return self.workers.get(only_worker(subject) or subject.rpartition(".")[2])
 
     def came_back(self, queues: Collection[ReadyQueue] | None, jobs: int) -> None:
         """Let workers look for jobs that became ready other than by a submit: so many, or 0: an unknown number.
@@ -624,6 +680,27 @@ class BrokerState:
     def note_live_workers(self) -> None:
         """Make `live_workers` compute its answer anew, once per turn: thousands of workers may come or go at once."""
         self._live_workers = self._named = None
+        self._fitting.clear()
+        if self.epoch:
+            self.look_for_left()
+
+    def look_for_left(self) -> None:
+        """Let the worker of a node's own process look again: what it left to others while it led may be for it now."""
+        if self.only_leads is not None:
+            self.only_leads.unsure = True
+            self.look(self.only_leads, backlog=True)
+
+    @property
+    def only_leads(self) -> WorkerSession | None:
+        """The worker of a node's own process, which takes nothing that others take while that process leads."""
+        return self.workers.get(self.config.server_id) if self.config.node_id else None
+
+    def without_left(self, worker: WorkerSession, patterns: tuple[str, ...]) -> tuple[str, ...]:
+        """Return the patterns that this worker asks for: of the leader's own those that no other live worker subscribes to."""
+        if not self.epoch or worker is not self.only_leads:
+            return patterns
+        others = {pattern for name, theirs in self.live_workers().items() if name != worker.worker_id for pattern in theirs}
+        return tuple(pattern for pattern in patterns if not any(covers(wide, pattern) for wide in others))
 
     def live_workers(self) -> dict[str, tuple[str, ...]]:
         """Return the patterns of all workers that gave credit: jobs whose subject names one of them are left for it."""
@@ -649,6 +726,33 @@ class BrokerState:
             self._named = {exec_: tuple(patterns) for exec_, patterns in named.items() if exec_ != OWN_PROGRAMS}
         return {exec_: patterns for exec_, patterns in self._named.items() if exec_ not in execs}
 
+    # -- routes ---------------------------------------------------------------------------------------------------
+    def candidates(self, able: Callable[[WorkerSession], bool]) -> dict[str, Candidate]:
+        """Return all live workers among which policies choose. Those here that are not `able` have no credit at the moment."""
+        found = {worker.worker_id: worker.candidate() for _, worker in self.cluster.workers()}
+        for worker_id, left in self.routed.left.items():
+            if (elsewhere := found.get(worker_id)) is not None:
+                elsewhere.credit -= left
+        for worker_id, worker in self.workers.items():
+            one = found[worker_id] = worker.info().candidate()
+            one.credit = min(one.credit, worker.account.available) if able(worker) else 0
+        for worker_id in self.cluster.detached & found.keys():
+            del found[worker_id]
+        return found
+
+    def fitting(self, queue: Queue) -> tuple[str, ...]:
+        """Return the live workers, here and elsewhere, that may take jobs of this queue."""
+        if queue not in self._fitting:
+            subject, kind, exec_ = queue
+            conns = {conn for one in self.subscriptions.matching(*queue) for conn in one.workers}
+            ids = {worker.worker_id: None for worker in self.workers.values() if worker.conn in conns}
+            for _, other in self.cluster.workers():
+                is_able = Offer(other.takes, other.execs).fits(kind, exec_)
+                if is_able and any(matches(pattern, subject) for pattern in other.patterns):
+                    ids[other.worker_id] = None
+            self._fitting[queue] = tuple(ids)
+        return self._fitting[queue]
+
     # -- descriptions ---------------------------------------------------------------------------------------------
     @property
     def info(self) -> ServerInfo:
@@ -658,11 +762,19 @@ class BrokerState:
             addresses=self.addresses,
             node_id=self.config.node_id,
             grpc_address=self.grpc_address,
-            workers=tuple(worker.info() for worker in self.workers.values()),
+            sub_leads=self.sub_leads,
+            workers=tuple(self._worker_infos()),
             epoch=self.epoch,
             blob_problem=self.over_budget,
             queues=self.messages.queues,
+            routes=self.routed.own,
         )
+
+    def _worker_infos(self) -> Iterator[WorkerInfo]:
+        """Yield descriptions of the workers here, with the cached files that they hold if a route asks for them."""
+        tells_held = any(route.policy is Policy.CACHE_AFFINITY for route in self.routed.routes)
+        for worker in self.workers.values():
+            yield worker.info() if tells_held else replace(worker.info(), held=b"")
 
     def describe_servers(self) -> list[dict[str, object]]:
         """Describe all live servers for people, this one first."""
@@ -679,6 +791,6 @@ class BrokerState:
 
     def describe_workers(self) -> list[dict[str, object]]:
         """Describe all live workers for people, those of this server first."""
-        own = [worker.info().view(self.config.server_id) for worker in self.workers.values()]
+        own = [worker.view(self.config.server_id) for worker in self._worker_infos()]
         views = own + [worker.view(server_id) for server_id, worker in self.cluster.workers()]
         return [{**view, "detached": view["worker_id"] in self.cluster.detached} for view in views]

@@ -34,11 +34,12 @@ REPLY_ORDER = (
     ("held",),
     ("get", "cached_files"),
     ("token",),
-    ("add_token", "revoke_token", "tokens"),
+    ("add_token", "revoke_token", "tokens", "note"),
     ("release", "end_leases"),
     ("place_blobs",),
     ("blobs_stored",),
     ("put_cache", "remove_cache"),
+    ("add_rollups",),
 )
 """Order of the replies after a turn: reports and leases first. Verbs of one group reply in the order of their questions."""
 

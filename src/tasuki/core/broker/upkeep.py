@@ -7,6 +7,8 @@ than one small batch.
 
 Delayed jobs and definitions start at their time, not at the next tick: `fire` says how long it is until the next one, and
 `until_due_s` tells the driver. Changed definitions and new events are found by a look each second, or at once after a hint.
+A leader of nodes that take orders has runs stored ahead of their times; after each look it decides who gets them and who is told
+to start (`core.scheduler.leader`).
 
 A leader can keep its lock while the store is away, if the coordination is another service. Meanwhile nobody can renew a lease.
 So after half a ttl without a committed turn it ends no lease under its epoch any more: when the store takes a turn again, it
@@ -24,12 +26,27 @@ from collections.abc import Sequence
 import msgspec
 
 from tasuki.core.broker.client_messages import ask_ends, stop_canceled
-from tasuki.core.broker.events import Command, DeleteBlobs
+from tasuki.core.broker.events import Command, DeleteBlobs, StartRuns
 from tasuki.core.broker.state import BrokerState
+from tasuki.core.broker.worker_messages import read_back
+from tasuki.core.cluster_messages import WorkerInfo
 from tasuki.core.election import EpochFenced, Lapsed, TookOver
 from tasuki.core.job import TERMINAL
 from tasuki.core.machine import Now
-from tasuki.core.store_messages import Answers, BlobPlace, Collection, FiredRuns, Reaped, Retention, Turn
+from tasuki.core.scheduler.leader import ASSIGNED_PER_TURN, WorkerLoad, plan
+from tasuki.core.store_messages import (
+    AheadRun,
+    Answers,
+    Assignment,
+    BlobPlace,
+    Collection,
+    FiredRuns,
+    FireOrder,
+    Offer,
+    Reaped,
+    Retention,
+    Turn,
+)
 from tasuki.errors import StaleEpoch, TasukiError
 
 FIRE_INTERVAL_S = 1.0  # looking for changed definitions and new events
@@ -66,6 +83,11 @@ class Upkeep:
         self._state = state
         self.counts = UpkeepCounts()
         self.tick_s = FIRE_INTERVAL_S
+        self.ahead = FireOrder(FIRE_BATCH)
+        """How long before their times runs are stored and assigned, and when they go to others; 0 s: never before."""
+        self.max_jobs = 0
+        """No worker is assigned more at once; 0: as many as it has slots."""
+        self._assignments: tuple[Assignment, ...] = ()
         self.caught_up = False
         """Each kind of upkeep was done under this epoch, and left nothing that is due."""
         self._claim = 0
@@ -93,7 +115,19 @@ class Upkeep:
         self.caught_up = False
         self._duty_at = self._prune_at = self._collect_at = self._fire_at = 0.0
         self._deleting, self._deleted = False, []
+        self._assignments = ()
         self._reached_at, self._has_lapsed = None, False
+
+    def lapse(self) -> None:
+        """End no lease under this epoch any more: the next turn that the store takes is the last one under it."""
+        self._has_lapsed = True
+
+    def led_ago_s(self, now: Now) -> float | None:
+        """Return the time since the last turn that the store took under this epoch was planned; None: this server does not
+        lead."""
+        if not self._state.epoch:
+            return None
+        return 0.0 if self._reached_at is None else now.monotonic - self._reached_at
 
     def until_due_s(self, now: Now, most_s: float) -> float:
         """Return the time until the next job or definition is due, at most `most_s`. What is overdue waits for the store."""
@@ -126,14 +160,17 @@ class Upkeep:
             claim, self._claim = self._claim, 0
             return Turn(epoch=claim, take_over=config.server_id)
         fire_at = self._fire_at if config.fires else math.inf
-        if not epoch or (now.monotonic < min(self._duty_at, self._prune_at, self._collect_at, fire_at) and not self._deleted):
+        waits = now.monotonic < min(self._duty_at, self._prune_at, self._collect_at, fire_at)
+        if not epoch or (waits and not self._deleted and not self._assignments):
             return None
         self._look_at_lapse(now)
         turn = Turn(epoch=epoch)
         if now.monotonic >= fire_at:
             self._fire_at = now.monotonic + self.tick_s
-            turn.fire, turn.promote = FIRE_BATCH, PROMOTE_BATCH
-        if now.monotonic >= self._duty_at:
+            turn.fire, turn.promote = self.ahead, PROMOTE_BATCH
+            self._assignments = ()  # they follow from what this look finds
+        turn.assign, self._assignments = self._assignments, ()
+        if now.monotonic >= self._duty_at - (DUTY_INTERVAL_S if turn.fire else 0.0):  # a turn for it alone would follow soon
             is_idle = self._found_nothing and self._state.is_idle
             self._duty_at = now.monotonic + (IDLE_DUTY_INTERVAL_S if is_idle else DUTY_INTERVAL_S)
             turn.reap = 0 if self._has_lapsed else REAP_BATCH
@@ -178,6 +215,10 @@ class Upkeep:
             self._prune_at = 0.0
         commands = self._condemned(answers) if turn.condemn_blobs is not None else []
         commands += self._replaced(answers.fire)
+        if answers.fire.ahead and turn.epoch == self._state.epoch:
+            commands += self._ahead_found(answers.fire.ahead)
+        elif len(turn.assign) >= ASSIGNED_PER_TURN:
+            self._fire_at = 0.0
         if self._has_lapsed and turn.epoch == self._state.epoch:
             commands.append(Lapsed(turn.epoch))
         self.caught_up = min(self._duty_at, self._prune_at, self._collect_at) > 0 and not self._deleting and not self._deleted
@@ -201,6 +242,37 @@ class Upkeep:
         ask_ends(self._state, ended)
         self._state.cluster.ended += ended
         return [command for _, canceled in fired.replaced for command in stop_canceled(self._state, canceled)]
+
+    def _ahead_found(self, runs: Sequence[AheadRun]) -> list[Command]:
+        """Assign runs that were stored ahead, and order workers to start those that are due."""
+        state = self._state
+        planned = plan(runs, self._worker_loads(), ttl_s=state.config.lease_ttl_s)
+        self._assignments = planned.assign
+        server_of = {worker.worker_id: state.cluster.servers[server_id] for server_id, worker in state.cluster.workers()}
+        commands: list[Command] = []
+        for worker_id, started in planned.start.items():
+            if (own := state.workers.get(worker_id)) is not None:
+                if not own.resuming:
+                    read_back(state, own, again=True)
+            elif (server := server_of.get(worker_id)) is not None:
+                commands.append(StartRuns(state.epoch, worker_id, server.node_id, server.grpc_address, started))
+        return commands
+
+    def _worker_loads(self) -> list[WorkerLoad]:
+        """Return the workers that can be ordered to start a run: those of this node, and of others that listen for orders."""
+        state = self._state
+        here = [worker for worker in state.workers.values() if worker.addressed]
+        found = [_load_of(worker.info(), leads=worker is state.only_leads) for worker in here]
+        for server_id, server in state.cluster.servers.items():
+            if server.grpc_address:
+                age_s = state.cluster.ages_s.get(server_id, 0.0)
+                found += [_load_of(worker, age_s) for worker in server.workers if worker.addressed]
+        limit = self.max_jobs or math.inf
+        return [
+            msgspec.structs.replace(one, slots=int(min(one.slots, limit)))
+            for one in found
+            if one.slots > 0 and one.worker_id not in state.cluster.detached
+        ]
 
     def _forget_deliveries(self, lost: Sequence[Reaped]) -> None:
         """End attempts whose leases are over; a worker that let one go may never speak of it again."""
@@ -238,3 +310,17 @@ class Upkeep:
         self._prune_at = 0.0 if turn.prune is not None else self._prune_at
         self._collect_at = 0.0 if turn.condemn_blobs is not None else self._collect_at
         return []
+
+
+def _load_of(worker: WorkerInfo, age_s: float = 0.0, *, leads: bool = False) -> WorkerLoad:
+    return WorkerLoad(
+        worker_id=worker.worker_id,
+        incarnation=worker.incarnation,
+        owner=worker.owner,
+        patterns=worker.patterns,
+        offer=Offer(worker.takes, worker.execs),
+        slots=worker.slots,
+        running=worker.running,
+        age_s=age_s,
+        leads=leads,
+    )

@@ -8,7 +8,7 @@ function that gets the answers after the commit.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import chain, islice
 from typing import NamedTuple
@@ -20,12 +20,15 @@ from tasuki.core.apps import is_hash_of_all
 from tasuki.core.broker import authentication, caches, log_reads, publish_subscribe
 from tasuki.core.broker.client_messages import ask_ends, transferred
 from tasuki.core.broker.events import Command, LogFenced
+from tasuki.core.broker.routes import QUEUE_MAX
 from tasuki.core.broker.state import CHOICE_MIN, Account, BrokerState, Delivery, WorkerSession
 from tasuki.core.broker.turn_builder import REPORTED_PER_TURN, OnAnswers, TurnEffects
-from tasuki.core.job import EMPTY_SHA256, TERMINAL, Outcome, Progress
+from tasuki.core.job import EMPTY_SHA256, TERMINAL, OnDisconnect, Outcome, Progress
+from tasuki.core.lifecycle import LEASE_MARGIN_S
 from tasuki.core.machine import Now, Send
 from tasuki.core.store_messages import (
     Answers,
+    ChosenJob,
     Grant,
     HeldLease,
     LeaseRequest,
@@ -45,6 +48,9 @@ LEASE_BATCH_MAX = 512  # jobs of one lease request: bounds a turn, and with it t
 REDELIVER_AFTER_S = 2.0  # first wait for a sign of an assignment; doubles each time
 REDELIVER_MAX = 4
 SILENT_SHARE = 2 / 3  # of the ttl; a worker beats every third of it
+# After that an attempt is taken back of which its worker has told neither a start nor progress. Our own workers tell one of them
+# with the next heartbeat, or give it back; earlier versions told nothing while they fetched inputs.
+BEGIN_WITHIN_S = 300.0
 NO_PROGRESS: Mapping[str, Progress] = {}
 
 
@@ -62,10 +68,18 @@ def received(state: BrokerState, worker: WorkerSession, message: protocol.Messag
         case protocol.JobsStarted():
             if message.claims:
                 held, paced = _held(state, worker, message.claims)
-                _ask(state, worker, "start", held, partial(_renewed, state, worker.conn, 0, held), paced)
+                for claim in message.claims:
+                    if (delivery := worker.deliveries.get(claim.lease_id)) is not None:
+                        delivery.begun = True
+                _ask(state, worker, "start", held, partial(_renewed, state, worker.conn, 0, held, ()), paced)
         case protocol.Heartbeat():
-            held, paced = _held(state, worker, message.claims, log_reads.checked_progress(message.progress))
-            _ask(state, worker, "renew", held, partial(_renewed, state, worker.conn, message.msg_id, held), paced)
+            withheld = _withheld(worker, message.claims) if worker.overdue else ()
+            claims = [claim for claim in message.claims if claim.lease_id not in withheld] if withheld else message.claims
+            held, paced = _held(state, worker, claims, log_reads.checked_progress(message.progress))
+            _ask(state, worker, "renew", held, partial(_renewed, state, worker.conn, message.msg_id, held, withheld), paced)
+            worker.cpu = worker.cpu if message.cpu is None else message.cpu
+            if message.held is not None:
+                worker.held = message.held
             if worker.resuming:
                 _resume(state, worker, message.claims, paced)
             if state.has_news(worker):  # what came while it was silent
@@ -211,21 +225,31 @@ def _held(
         lease_id = claim.lease_id
         delivery = worker.deliveries.get(lease_id)
         if delivery is not None:
-            delivery.acked = True
+            delivery.acked, delivery.shown_at = True, worker.heard_at
             known += 1
         told = progress.get(lease_id)
+        if told is not None and delivery is not None:
+            delivery.begun = True
         held.append(HeldLease(claim.job_id, worker_id, incarnation, lease_id, claim.attempt, ttl_s, told, owner))
     return held, _is_paced(state, worker, known, len(claims))
 
 
 def _renewed(
-    state: BrokerState, conn: int, msg_id: int, held: list[HeldLease], statuses: Sequence[LeaseStatus], effects: TurnEffects
+    state: BrokerState,
+    conn: int,
+    msg_id: int,
+    held: list[HeldLease],
+    withheld: Collection[str],
+    statuses: Sequence[LeaseStatus],
+    effects: TurnEffects,
 ) -> None:
     """Tell the worker which of its leases are lost or to be canceled; after a start only if there are any."""
     session = state.sessions.get(conn)
     if session is None:
         return
-    cancel, lost = [], []
+    if msg_id and isinstance(session, WorkerSession):
+        session.renewed_at = effects.now.monotonic
+    cancel, lost = [], list(withheld)
     for claim, status in zip(held, statuses, strict=True):
         if status is LeaseStatus.CANCEL:
             cancel.append(claim.lease_id)
@@ -245,7 +269,7 @@ def _resume(state: BrokerState, worker: WorkerSession, claims: list[protocol.Cla
     """
     worker.resuming = False
     for claim in claims:
-        worker.deliveries.setdefault(claim.lease_id, Delivery(claim, 0.0, acked=True))
+        worker.deliveries.setdefault(claim.lease_id, Delivery(claim, 0.0, worker.heard_at, acked=True, begun=True))
     worker.account.running = len(worker.deliveries)
     read_back(state, worker, paced=paced)
 
@@ -290,20 +314,22 @@ def ask_leases(state: BrokerState, now: Now) -> None:
     """Add the lease requests of all workers that look for work, and know of something to look for, to the turn."""
     queues, new_jobs = state.builder.queues, state.builder.new_jobs
     for queue in queues:
-        state.note_ready(*queue)
+        state.note_ready(*queue, is_new=True)
         state.look_for(*queue, backlog=False, enough=2 * new_jobs + CHOICE_MIN)
     if not state.looking or state.disk_problem:
         return
     full, fresh = _able(state, now)
-    plan = (shares(full, None) if full else []) + (shares(fresh, new_jobs) if fresh else [])
-    if not plan:
+    plan = dict((shares(full, None) if full else []) + (shares(fresh, new_jobs) if fresh else []))
+    chosen = _chosen(state, now) if state.routed.queues else {}
+    if not plan and not chosen:
         return
     live_workers = state.live_workers()
     subjects = {queue[0] for queue in queues}
     looks: list[_Look] = []
-    for worker_id, limit in plan:
+    for worker_id in plan | chosen if chosen else plan:
         worker = state.workers[worker_id]
-        patterns = state.take_news(worker)
+        patterns = state.without_left(worker, state.take_news(worker)) if worker_id in plan else ()
+        limit = plan.get(worker_id, 0) + len(chosen.get(worker_id, ()))
         request = LeaseRequest(
             worker_id=worker_id,
             incarnation=worker.incarnation,
@@ -316,11 +342,24 @@ def ask_leases(state: BrokerState, now: Now) -> None:
             on_disconnect=worker.on_disconnect,
             reconnect_grace_s=worker.reconnect_grace_s,
             live_workers=live_workers,
+            routed=state.routed.patterns,
+            chosen=tuple(chosen[worker_id]) if worker_id in chosen else (),
         )
         older = patterns if worker.backlog else tuple(subject for subject in patterns if subject not in subjects)
         looks.append(_Look(worker.conn, request, not worker.backlog, older))
     requests = [look.request for look in looks]
     state.builder.ask("lease", requests, partial(_leased, state, looks), partial(_not_leased, state, looks))
+
+
+def _chosen(state: BrokerState, now: Now) -> dict[str, list[ChosenJob]]:
+    """Return the jobs that routing policies have chosen workers of this server for, and tell others of theirs."""
+
+    def is_able(worker: WorkerSession) -> bool:
+        return bool(worker.patterns) and not (worker.resuming or worker.reading or _is_silent(worker, now))
+
+    here, elsewhere = state.routed.plan(state.candidates(is_able), state.workers, now)
+    state.cluster.routed += elsewhere
+    return here
 
 
 def _able(state: BrokerState, now: Now) -> tuple[list[tuple[str, Account]], list[tuple[str, Account]]]:
@@ -337,7 +376,7 @@ def _able(state: BrokerState, now: Now) -> tuple[list[tuple[str, Account]], list
             state.looking[conn] = worker
         elif _is_silent(worker, now) or not worker.patterns or worker.worker_id in state.cluster.detached:
             continue
-        elif not state.has_news(worker):
+        elif not state.has_news(worker) or not state.without_left(worker, worker.patterns):
             worker.backlog = False
         elif worker.unsure and room <= 0:
             state.looking[conn] = worker
@@ -383,6 +422,9 @@ def _leased(state: BrokerState, looks: list[_Look], answers: Sequence[list[Grant
 
 def _granted(state: BrokerState, look: _Look, grants: list[Grant], is_cut: bool, effects: TurnEffects) -> None:
     """Deliver what was granted to one worker."""
+    if look.request.chosen:
+        is_all = len(grants) < look.request.limit  # what was not granted is not ready
+        state.routed.forget(one.job_id for one in (look.request.chosen if is_all else grants))
     worker = state.sessions.get(look.conn)
     if isinstance(worker, WorkerSession):
         _settle(state, worker, look, len(grants) if worker.patterns else 0)
@@ -447,7 +489,16 @@ def _not_leased(state: BrokerState, looks: list[_Look], error: TasukiError, effe
             read_back(state, worker)  # the grants may be there all the same
 
 
-def offer_the_rest(state: BrokerState, turn: Turn, answers: Answers) -> None:
+def _note_routed(state: BrokerState, turn: Turn, answers: Answers, now: Now) -> None:
+    """Note new jobs of routed subjects, and choose workers for them: others are told of theirs in the hint of this turn."""
+    for one, answer in zip((*turn.submit, *turn.rerun), (*answers.submit, *answers.rerun), strict=True):
+        if type(answer) is Submitted and answer.created and one.spec.not_before is None and state.is_routed(one.spec.subject):
+            state.routed.add(one.spec, kind_of(one.spec.exec, one.submitter), one.spec.priority, now)
+    if state.routed.queues and state.cluster.servers:
+        _chosen(state, now)
+
+
+def offer_the_rest(state: BrokerState, turn: Turn, answers: Answers, now: Now) -> None:
     """Offer new jobs that no worker took to other workers of this server, and to the other servers."""
     granted = {grant.job_id for grants in answers.lease for grant in grants}
     pairs = chain(zip(turn.submit, answers.submit, strict=True), zip(turn.rerun, answers.rerun, strict=True))
@@ -456,10 +507,12 @@ def offer_the_rest(state: BrokerState, turn: Turn, answers: Answers) -> None:
         if type(answer) is Submitted and answer.created and answer.job_id not in granted:
             alike = (submission.spec.subject, submission.spec.exec, submission.submitter)
             left[alike] = left.get(alike, 0) + 1
+    if state.routed.routes:
+        _note_routed(state, turn, answers, now)
     for (subject, program, submitter), jobs in left.items():
         queue = (subject, kind_of(program, submitter), program)
         state.cluster.add_ready((subject,), jobs)
-        state.note_ready(*queue)
+        state.note_ready(*queue, is_new=jobs <= QUEUE_MAX)
         state.look_for(*queue, backlog=True)
 
 
@@ -498,13 +551,69 @@ def _redelivered(state: BrokerState, conn: int, answers: Sequence[list[Grant]], 
 
 
 def redeliver(state: BrokerState, worker: WorkerSession, now: Now) -> None:
-    """Send assignments again of which no sign came back, with growing waits; the worker drops doubles."""
+    """Send assignments again of which no sign came back, with growing waits; the worker drops doubles. Forget those whose leases
+    are over, because their worker did not renew them: it may have let them go, and never speak of them again."""
     due = False
-    for delivery in worker.deliveries.values():
-        wait_s = REDELIVER_AFTER_S * (1 << delivery.tries)
-        if not delivery.acked and delivery.tries < REDELIVER_MAX and now.monotonic - delivery.sent_at >= wait_s:
+    worker.overdue.clear()
+    for lease_id, delivery in list(worker.deliveries.items()):
+        if now.monotonic - max(delivery.sent_at, delivery.shown_at) > worker.ttl_s + LEASE_MARGIN_S:
+            del worker.deliveries[lease_id]
+            worker.account.ended()
+            continue
+        waited_s = now.monotonic - delivery.sent_at
+        if not delivery.acked and delivery.tries < REDELIVER_MAX and waited_s >= REDELIVER_AFTER_S * ((2 << delivery.tries) - 1):
             delivery.tries += 1
-            delivery.sent_at = now.monotonic
             due = True
+        if not delivery.begun and waited_s >= BEGIN_WITHIN_S:
+            worker.overdue.add(lease_id)
     if due and not worker.reading and not worker.resuming:
         read_back(state, worker)
+
+
+# ---------------------------------------------------------------------------------------------------- taking back
+
+
+def _withheld(worker: WorkerSession, claims: list[protocol.Claim]) -> set[str]:
+    """Return the leases that are not renewed, because their attempts were not begun for too long: they run out."""
+    found = set()
+    for claim in claims:
+        delivery = worker.deliveries.get(claim.lease_id) if claim.lease_id in worker.overdue else None
+        if delivery is not None and not delivery.begun:
+            delivery.withheld_since = delivery.withheld_since or worker.renewed_at or delivery.sent_at
+            found.add(claim.lease_id)
+    return found
+
+
+def take_back(state: BrokerState, worker: WorkerSession, now: Now) -> None:
+    """Release attempts in place of a worker that is silent, or never begins them, at the end of their leases: before the reaper
+    would count a loss, and after the worker has given them up.
+
+    Of a silent worker only those go back that stood behind others: an attempt that had a slot may be what made it silent, and
+    must be counted. Others of it are reaped.
+    """
+    unbegun = [delivery for delivery in worker.deliveries.values() if not delivery.begun]
+    if not unbegun:
+        return
+    grace_s = worker.reconnect_grace_s if worker.on_disconnect is OnDisconnect.KEEP else 0.0
+    over_s = worker.ttl_s + grace_s
+    due = [one for one in unbegun if one.withheld_since is not None and now.monotonic - one.withheld_since >= over_s]
+    if now.monotonic - worker.renewed_at >= over_s:
+        free = max(0, worker.slots - (len(worker.deliveries) - len(unbegun)))
+        due += [one for one in unbegun[free:] if one.withheld_since is None and now.monotonic - one.sent_at >= over_s]
+    if due:
+        holder = (worker.worker_id, worker.incarnation)
+        claims = [
+            HeldLease(one.claim.job_id, *holder, one.claim.lease_id, one.claim.attempt, owner=worker.owner, is_over=True)
+            for one in due
+        ]
+        state.builder.ask("release", claims, partial(_taken_back, state, worker.conn, claims))
+
+
+def _taken_back(
+    state: BrokerState, conn: int, claims: Sequence[HeldLease], answers: Sequence[bool], effects: TurnEffects
+) -> None:
+    worker = state.sessions.get(conn)
+    for claim, done in zip(claims, answers, strict=True):
+        if done and isinstance(worker, WorkerSession) and worker.deliveries.pop(claim.lease_id, None) is not None:
+            worker.account.ended()
+    _released(state, claims, answers, effects)

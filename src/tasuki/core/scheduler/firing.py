@@ -3,8 +3,9 @@
 Theory of operation. A *definition* says what is run, when or upon which events, and how runs follow each other. A *run* is a job
 like any other; its id is made of the definition and the nominal time (`d7-1767225600`) or the event (`e12-7`), so that firing
 again changes nothing. Only the leader fires, in turns of its own: it reads the definitions as they are committed, plans here,
-and writes runs, and its notes on the definition (`FiringState`), in that one transaction. Nothing is fired ahead of its time: an
-edit, a disable or a delete never has to call a run back.
+and writes runs, and its notes on the definition (`FiringState`), in that one transaction. Nothing is decided ahead of its time: a
+leader that assigns stores the next run of a definition before (`PlannedRun.ahead`), and at its time that one is judged as if it
+were new. If the definition was changed since, it is withdrawn.
 
 **Which times.** `FiringState.fired_until` is the time up to which all nominal times are settled. Later ones up to now are due; so
 nothing is missed while no leader is there, and nothing is fired twice. Times that are older than the window (300 s unless the
@@ -154,6 +155,8 @@ class PlannedRun(msgspec.Struct, kw_only=True):
     scheduled_for: float
     waits_for: str | None = None
     end: tuple[JobEvent, Outcome] | None = None
+    ahead: bool = False
+    """Stored before its time, to be assigned: not ready until it was judged."""
 
     @property
     def submitter(self) -> str:
@@ -161,7 +164,7 @@ class PlannedRun(msgspec.Struct, kw_only=True):
 
     @property
     def is_ready(self) -> bool:
-        return self.waits_for is None and self.end is None
+        return self.waits_for is None and self.end is None and not self.ahead
 
 
 class FiringPlan(msgspec.Struct, kw_only=True):
@@ -193,8 +196,8 @@ def settled_before(definition: Definition, state: FiringState, now: float) -> fl
         return now
     if state.plan == definition.plan and state.changed_at == definition.changed_at:
         return state.fired_until
-    if state.changed_at != definition.changed_at and state.fired_until < definition.changed_at:
-        return min(definition.changed_at, now)
+    if state.changed_at != definition.changed_at:  # to a time before the last firing, if the clock was set back between the two
+        return min(max(state.fired_until, definition.changed_at), now)
     return max(state.fired_until, now - CLOCK_SET_BACK_S)  # the change has no time: it was not made by `save`
 
 
@@ -223,6 +226,11 @@ def due_times(schedule: Schedule, zone: tzinfo, settled: float, now: float, wind
 
 def run_id(definition_id: int, nominal: int) -> str:
     return f"d{definition_id}-{nominal}"
+
+
+def stored_ahead(definition_id: int, state: FiringState) -> str | None:
+    """Return the id that the next run of the definition has if it was stored ahead of its time."""
+    return run_id(definition_id, int(state.next_at)) if state.next_at is not None and not state.problem else None
 
 
 def event_run_id(event_id: int, definition_id: int) -> str:
@@ -257,6 +265,15 @@ def _planned(definition: Definition, nominal: int, window_s: float | None, end: 
         not_after=nominal + window_s if window_s is not None else None,
     )
     return PlannedRun(definition_id=definition.id, spec=spec, scheduled_for=float(nominal), end=end)
+
+
+def run_ahead(definition: Definition, due: DueTimes, now: float, ahead_s: float, window_s: float) -> PlannedRun | None:
+    """Return the run of the next nominal time if that is near enough to be stored now."""
+    if due.next_at is None or not now < due.next_at <= now + ahead_s:
+        return None
+    run = _planned(definition, due.next_at, window_s, None)
+    run.ahead = True
+    return run
 
 
 def run_of_event(definition: Definition, event: EventRow) -> PlannedRun:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import msgspec
 
 from tasuki.core.election import LOCK_TTL_MAX_S
+from tasuki.core.lifecycle import REASSIGN_AFTER_S
 from tasuki.core.scheduler.firing import SKIP_LATE_RUNS_AFTER_MAX_S, SKIP_LATE_RUNS_AFTER_S
 
 
@@ -32,7 +33,7 @@ class Thresholds(msgspec.Struct, frozen=True, kw_only=True):
     leader_lock_ttl_seconds: float = 5.0
     """The leader's lock ends so long after its last renewal."""
     subleader_check_seconds: float = 1.0
-    reassign_after_seconds: float = 60.0
+    reassign_after_seconds: float = REASSIGN_AFTER_S
     """A run that its worker has not started so long after it was assigned, and after its time, goes to another."""
     max_jobs_per_worker: int = 0
     """No worker runs more at once, whatever its slots; 0: as many as it has slots."""
@@ -44,7 +45,7 @@ class Thresholds(msgspec.Struct, frozen=True, kw_only=True):
     """Calls without an answer, one after the other, before a worker is suspected."""
 
 
-_RANGES: dict[str, tuple[float, float]] = {
+RANGES: dict[str, tuple[float, float]] = {
     "skip_late_runs_after_seconds": (0, SKIP_LATE_RUNS_AFTER_MAX_S),
     "log_retention_days_db": (0, 36_500),
     "leader_tick_seconds": (0.1, 60),
@@ -68,7 +69,7 @@ def problems_of(found: Thresholds) -> dict[str, str]:
     """Return what is wrong by the name of the field: values out of their range, and combinations that cannot work."""
     problems = {
         name: f"{getattr(found, name):g} is not between {least:g} and {most:g}"
-        for name, (least, most) in _RANGES.items()
+        for name, (least, most) in RANGES.items()
         if not least <= getattr(found, name) <= most
     }
     for name, is_wrong, text in (

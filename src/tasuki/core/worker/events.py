@@ -74,6 +74,19 @@ class EndingSaved(msgspec.Struct, frozen=True):
     lease_id: str
 
 
+class LeasesConfirmed(msgspec.Struct, frozen=True):
+    """The leader, or a sub-leader, has renewed these leases for the worker, which asked at this time."""
+
+    lease_ids: tuple[str, ...]
+    asked_at: float
+
+
+class LeasesDenied(msgspec.Struct, frozen=True):
+    """The worker may not go on with these attempts."""
+
+    lease_ids: tuple[str, ...]
+
+
 class Drain(msgspec.Struct, frozen=True):
     """Take no more work; exit when everything is recorded, or is on disk while no server can be reached."""
 
@@ -146,6 +159,8 @@ Event = (
     | AttemptReturned
     | Restored
     | EndingSaved
+    | LeasesConfirmed
+    | LeasesDenied
     | Drain
     | ChangePatterns
     | MessageEvent

@@ -60,6 +60,8 @@ class WorkerLease(msgspec.Struct):
     claim: protocol.Claim
     deadline: float
     received_at: float
+    renewed_at: float
+    """Time at which the request was sent that got or last renewed it."""
     waiting: Grant | None = None
     """Set while it waits here for a free slot."""
     started_at: float | None = None
@@ -225,6 +227,10 @@ class WorkerMachine:
         self.flush_at: float | None = None  # the time at which to flush even if nothing happens until then
         self._released_due: list[protocol.Claim] = []
         self._progress = ProgressNotes()
+        self._tells_resources = False
+        self._cpu: float | None = None
+        self._held_files = b""
+        self._held_due: bytes | None = None
         self._messages = MessageRequests(self._next_id)
         self.uploading: set[str] = set()
         """Leases of earlier processes whose large results are being uploaded. Credit before that could bring the same jobs."""
@@ -261,6 +267,12 @@ class WorkerMachine:
                 if (held := self.held.get(event.lease_id)) is not None:
                     held.kept = True
                 return []
+            case events.LeasesConfirmed():
+                for held in filter(None, map(self.held.get, event.lease_ids)):
+                    held.deadline = max(held.deadline, lease_deadline(event.asked_at, self._ttl_s))
+                return []
+            case events.LeasesDenied():
+                return self._stop(list(event.lease_ids), "LEASE_LOST")
             case events.Drain():
                 return self._drain()
             case events.ChangePatterns():
@@ -338,6 +350,8 @@ class WorkerMachine:
         self._beat_at = now.monotonic  # the leases it already holds are renewed at once
         self._endings_due = self.unreported
         self._progress.all_due()
+        self._tells_resources = welcome.version > 1
+        self._held_due = self._held_files or None
         running = [held for held in self.held.values() if held.ending is None]
         self._started_due = [held.claim for held in running if held.reported_start]
         self._slots.asked = len(running)
@@ -363,7 +377,7 @@ class WorkerMachine:
                 # Nothing was started, so nothing is lost: the store takes it back without using up a loss.
                 self._release(claim)
                 continue
-            held = self.held[grant.lease_id] = WorkerLease(claim, deadline, now.monotonic)
+            held = self.held[grant.lease_id] = WorkerLease(claim, deadline, now.monotonic, self._answered_at)
             if self._slots.take(grant.lease_id, now.monotonic):
                 commands.append(events.Run(grant))
             else:
@@ -418,10 +432,25 @@ class WorkerMachine:
         held = self.held.get(lease_id)
         return held.deadline if held is not None and self.identity.on_disconnect is OnDisconnect.STOP else None
 
+    def deadlines(self) -> dict[str, float]:
+        """Return the deadlines of the attempts that run here."""
+        return {lease_id: held.deadline for lease_id, held in self.held.items() if held.ending is None and held.waiting is None}
+
+    def renewed_at(self, lease_id: str) -> float:
+        """Return the time after which the store granted or last renewed a lease at this worker's request."""
+        return self.held[lease_id].renewed_at
+
     def progressed(self, lease_id: str, progress: Progress) -> None:
         """Note the progress of an attempt; it travels with the next Heartbeat."""
         if lease_id in self.held:
             self._progress.note(lease_id, progress)
+
+    def note_resources(self, cpu: float, held: bytes) -> None:
+        """Note the load of the CPUs and the cached files that are here; other files are told at once."""
+        self._cpu = cpu
+        if held != self._held_files:
+            self._held_files = self._held_due = held
+            self._beat_at = 0.0
 
     def handler_started(self, lease_id: str, wall: float) -> None:
         """Note the start of a handler. The server learns it only if the handler takes longer than STARTED_AFTER_S."""
@@ -460,7 +489,9 @@ class WorkerMachine:
     def _restored(self, ending: protocol.Ending, now: Now) -> None:
         claim = protocol.Claim(ending.job_id, ending.lease_id, ending.attempt)
         at = now.monotonic
-        self.held[ending.lease_id] = WorkerLease(claim, at, at, ending=ending, ended_at=at, saved=True, kept=True, restored=True)
+        self.held[ending.lease_id] = WorkerLease(
+            claim, at, at, at, ending=ending, ended_at=at, saved=True, kept=True, restored=True
+        )
         self._endings_due += [ending] if self.online else []
 
     @property
@@ -496,6 +527,7 @@ class WorkerMachine:
                 held = self.held.get(lease_id)
                 if held is not None and lease_id not in lost:
                     held.deadline = max(held.deadline, lease_deadline(sent_at, self._ttl_s))
+                    held.renewed_at = max(held.renewed_at, sent_at)
         return [*self._stop(answer.lost, "LEASE_LOST"), *self._stop(answer.cancel, "CANCELED")]
 
     def _stop(self, lease_ids: list[str], reason: str) -> list[events.Command]:
@@ -583,7 +615,9 @@ class WorkerMachine:
                 msg_id, lease_ids = self._next_id(), [claim.lease_id for claim in shown]
                 self._beats[msg_id] = (now.monotonic, lease_ids)
                 told = {lease_id: progress[lease_id] for lease_id in lease_ids if lease_id in progress} if progress else progress
-                commands.append(Send(conn, protocol.Heartbeat(msg_id, shown, told)))
+                resources = (self._cpu, self._held_due) if self._tells_resources else ()
+                commands.append(Send(conn, protocol.Heartbeat(msg_id, shown, told, *resources)))
+                self._held_due = None
         if not self.draining and not self.uploading and (credit := self._slots.wanted(len(self._credit_later))):
             # After the heartbeat: a job that was kept past its lease (ORPHANED) may go to any worker until the heartbeat takes it
             # back, and credit that came first could be used to deliver the same job here a second time.

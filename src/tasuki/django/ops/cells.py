@@ -9,6 +9,7 @@ from django import template
 from django.urls import reverse
 from django.utils.html import format_html
 from django.utils.timezone import localtime
+from django.utils.translation import gettext as _
 
 register = template.Library()
 CELL_MAX_CHARS = 120
@@ -26,14 +27,20 @@ def cell(value: Any) -> Any:
     if isinstance(value, datetime):
         local = localtime(value)
         return format_html('<time datetime="{}">{}</time>', local.isoformat(), local.isoformat(" ", "seconds"))
-    if value is None or value == "" or value == []:
+    if value is None or value == "" or value == [] or value == ():
         return "–"
     if isinstance(value, bool):
-        return "yes" if value else "no"
+        return _("yes") if value else _("no")
     text = " ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
     if len(text) > CELL_MAX_CHARS:
         return format_html('<span title="{}">{}…</span>', text[:2_000], text[:CELL_MAX_CHARS])
     return text
+
+
+@register.filter
+def fits(button: Any, row: dict[str, Any]) -> bool:
+    """Return whether a row has the button."""
+    return not button.only or bool(row.get(button.only))
 
 
 @register.simple_tag

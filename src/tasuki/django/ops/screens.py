@@ -17,25 +17,27 @@ from typing import Any
 from urllib.parse import urlencode
 
 import django_htmx
-from django.contrib import auth
-from django.contrib.auth.forms import AuthenticationForm
 from django.core.cache import cache
-from django.http import FileResponse, Http404, HttpRequest, HttpResponse, HttpResponseForbidden, HttpResponseRedirect
+from django.http import Http404, HttpRequest, HttpResponse, HttpResponseForbidden, HttpResponseRedirect
 from django.http.response import HttpResponseBase
 from django.middleware.csrf import get_token
 from django.template import Context, Engine
 from django.urls import reverse
+from django.utils import translation
 from django.utils.http import url_has_allowed_host_and_scheme
-from django.utils.translation import get_language
+from django.utils.translation import gettext as _
 from django.views.decorators.csrf import csrf_protect
 from django.views.decorators.http import require_POST
 
-from tasuki.errors import NotFound, TasukiError
+from tasuki.django.ops.backend import backend_of
+from tasuki.errors import NotFound, TasukiError, Unauthorized
 
 VIEW = "tasuki.view_jobrun"
 """Permission to look at the screens; Django makes it with the table."""
-DEFINE = "tasuki.change_jobdefinition"
 
+LANGUAGES = {"en": "English", "ja": "日本語"}
+LANGUAGE_COOKIE = "tasuki_ops_language"
+LANGUAGE_KEPT_S = 365 * 86_400
 LOGIN_FAILURES_MAX = 10
 LOGIN_PAUSE_S = 300
 EXPORT_MAX = 10_000
@@ -58,6 +60,18 @@ _TYPES = {".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
 
 
 @dataclass
+class Button:
+    """A button in each row of a table, which posts the row's `id` to the screen."""
+
+    action: str
+    label: str
+    confirm: str = ""
+    """Question that is asked first; it says what will happen."""
+    only: str = ""
+    """Key of the rows that have the button; empty: all."""
+
+
+@dataclass
 class Table:
     """The rows of a list, of which the screen shows the named columns, and its exports all."""
 
@@ -67,34 +81,42 @@ class Table:
     links: dict[str, str] = field(default_factory=dict)
     """Names of the screens that cells of a column lead to, by key; the row's `id` is the argument."""
     cursor: str | None = None
-    empty: str = "Nothing here."
+    empty: str = ""
+    buttons: Sequence[Button] = ()
 
 
 Screen = Callable[..., HttpResponseBase | dict[str, Any]]
 
 
-def screen(template: str, *, change: str = "") -> Callable[[Screen], Callable[..., HttpResponseBase]]:
+def screen(template: str, *, change: str = "", needs: str = "") -> Callable[[Screen], Callable[..., HttpResponseBase]]:
     """Make a screen of a function that returns the values of its template, or a response.
 
-    GET needs the permission VIEW, POST the permission `change`; without one a screen takes no POST.
+    GET needs the permission VIEW, POST the permission `change`; without one a screen takes no POST. `needs` names the screen that
+    not every backend has.
     """
 
     def wrap(function: Screen) -> Callable[..., HttpResponseBase]:
         @csrf_protect
         @functools.wraps(function)
+        @_translated
         def answer(request: HttpRequest, **arguments: Any) -> HttpResponseBase:
             user: Any = request.user
             if not user.is_authenticated:
-                return HttpResponseRedirect(f"{reverse('tasuki_ops:login')}?{urlencode({'next': request.get_full_path()})}")
+                return _to_login(request)
             if not user.is_active or not user.has_perm(VIEW):
                 return _forbidden(request, VIEW)
             if request.method not in ("GET", "HEAD", "POST"):
                 return HttpResponse(status=405, headers={"Allow": "GET, POST"})
             if request.method == "POST" and not (change and user.has_perm(change)):
                 return _forbidden(request, change or "none: this screen only shows")
+            if needs and needs not in backend_of(request).screens:
+                raise Http404(f"{needs} are of Django projects")
             problem, status = "", 200
             try:
                 found = function(request, **arguments)
+            except Unauthorized:  # the token of the session was revoked, or has expired
+                backend_of(request).log_out(request)
+                return _to_login(request)
             except NotFound as error:
                 raise Http404(error.message) from error
             except TasukiError as error:
@@ -114,18 +136,58 @@ def screen(template: str, *, change: str = "") -> Callable[[Screen], Callable[..
 def render(request: HttpRequest, template: str, values: dict[str, Any], status: int = 200) -> HttpResponseBase:
     """Return a page."""
     query = request.GET.copy()
-    query.pop("cursor", None)
+    for name in ("cursor", "done"):
+        query.pop(name, None)
+    backend = backend_of(request)
     everywhere = {
         "request": request,
         "user": getattr(request, "user", None),
         "csrf_token": get_token(request),
-        "language": get_language() or "en",
-        "screen": template,
+        "backend": backend,
+        "menu": [(name, label) for name, label in _menu().items() if name in backend.screens or name not in _OPTIONAL],
+        "language": translation.get_language() or "en",
+        "languages": LANGUAGES,
+        "title": "",
         "query": query.urlencode(),
         "done": request.GET.get("done", ""),
     }
     text = _engine().get_template(f"ops/{template}.html").render(Context({**everywhere, **values}))
     return _with_headers(HttpResponse(text, status=status))
+
+
+_OPTIONAL = frozenset({"definitions", "events", "settings", "tokens", "caches"})
+
+
+def _menu() -> dict[str, str]:
+    """Return the screens that can be reached from everywhere, with their names."""
+    return {
+        "overview": _("Overview"),
+        "jobs": _("Jobs"),
+        "dead": _("Dead letters"),
+        "workers": _("Workers"),
+        "subjects": _("Subjects"),
+        "definitions": _("Definitions"),
+        "events": _("Events"),
+        "tokens": _("Tokens"),
+        "caches": _("Caches"),
+        "settings": _("Settings"),
+        "audit": _("Audit"),
+    }
+
+
+def _translated(function: Callable[..., HttpResponseBase]) -> Callable[..., HttpResponseBase]:
+    """Answer in the language that the person chose, else in the browser's, if there is a translation."""
+
+    @functools.wraps(function)
+    def answer(request: HttpRequest, **arguments: Any) -> HttpResponseBase:
+        chosen = request.COOKIES.get(LANGUAGE_COOKIE, "")
+        if chosen not in LANGUAGES:
+            first = request.headers.get("Accept-Language", "").partition(",")[0].partition("-")[0].strip().lower()
+            chosen = first if first in LANGUAGES else "en"
+        with translation.override(chosen):
+            return function(request, **arguments)
+
+    return answer
 
 
 @functools.cache
@@ -141,6 +203,10 @@ def _with_headers(response: HttpResponseBase) -> HttpResponseBase:
     for name, value in HEADERS.items():
         response.headers.setdefault(name, value)
     return response
+
+
+def _to_login(request: HttpRequest) -> HttpResponseBase:
+    return HttpResponseRedirect(f"{reverse('tasuki_ops:login')}?{urlencode({'next': request.get_full_path()})}")
 
 
 def _forbidden(request: HttpRequest, permission: str) -> HttpResponseBase:
@@ -188,32 +254,49 @@ def back(name: str, *arguments: Any, done: str = "") -> HttpResponse:
 
 
 @csrf_protect
+@_translated
 def login(request: HttpRequest) -> HttpResponseBase:
-    """Ask for the name and the password of a user of the project; too many failures make an address wait."""
-    wanted = request.POST.get("next") or request.GET.get("next") or ""
-    home = reverse("tasuki_ops:overview")
-    target = wanted if url_has_allowed_host_and_scheme(wanted, {request.get_host()}, request.is_secure()) else home
+    """Ask for the name and password of a user of the project, or for a token of the server; too many failures make an address
+    wait. A link with a code, which `tasuki up` prints, logs in without a form."""
+    target = _where_to(request)
+    backend = backend_of(request)
     key = "tasuki-ops-login:" + hashlib.sha256(str(request.META.get("REMOTE_ADDR")).encode()).hexdigest()
-    form = AuthenticationForm(request, data=request.POST if request.method == "POST" else None)
     problem, status = "", 200
-    if request.method == "POST":
+    if request.method == "POST" or (request.method == "GET" and "code" in request.GET):
         if (cache.get_or_set(key, 0, LOGIN_PAUSE_S) or 0) >= LOGIN_FAILURES_MAX:
-            problem, status = f"Too many failures; try again in {LOGIN_PAUSE_S // 60} minutes.", 429
-        elif form.is_valid():
-            auth.login(request, form.get_user())
-            return HttpResponseRedirect(target)
+            problem, status = _("Too many failures; try again in %d minutes.") % (LOGIN_PAUSE_S // 60), 429
+        elif backend.log_in(request):
+            return _with_headers(HttpResponseRedirect(target))
         else:
             cache.incr(key)
-            problem, status = "This name and password do not belong to an active user.", 401
+            problem, status = backend.login_problem(request), 401
     return render(request, "login", {"next": target, "problem": problem}, status)
+
+
+def _where_to(request: HttpRequest) -> str:
+    """Return the address to which a login leads."""
+    wanted = request.POST.get("next") or request.GET.get("next") or ""
+    home = reverse("tasuki_ops:overview")
+    return wanted if url_has_allowed_host_and_scheme(wanted, {request.get_host()}, request.is_secure()) else home
 
 
 @require_POST
 @csrf_protect
 def logout(request: HttpRequest) -> HttpResponse:
     """End the session."""
-    auth.logout(request)
+    backend_of(request).log_out(request)
     return HttpResponseRedirect(reverse("tasuki_ops:login"))
+
+
+@require_POST
+@csrf_protect
+def language(request: HttpRequest) -> HttpResponse:
+    """Set the language of the screens for this browser."""
+    response = HttpResponseRedirect(_where_to(request))
+    if (chosen := request.POST.get("language", "")) in LANGUAGES:
+        options: dict[str, Any] = {"httponly": True, "samesite": "Lax", "secure": request.is_secure()}
+        response.set_cookie(LANGUAGE_COOKIE, chosen, max_age=LANGUAGE_KEPT_S, **options)
+    return response
 
 
 def asset(_request: HttpRequest, name: str) -> HttpResponseBase:
@@ -222,4 +305,4 @@ def asset(_request: HttpRequest, name: str) -> HttpResponseBase:
     if file is None:
         raise Http404(name)
     headers = {"Cache-Control": "public, max-age=3600", "X-Content-Type-Options": "nosniff"}
-    return FileResponse(file.open("rb"), content_type=f"{_TYPES[file.suffix]}; charset=utf-8", headers=headers)
+    return HttpResponse(file.read_bytes(), content_type=f"{_TYPES[file.suffix]}; charset=utf-8", headers=headers)

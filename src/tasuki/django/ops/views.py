@@ -1,93 +1,193 @@
-"""The screens. Each function returns the values of its template; what it changes is done by `operations` and `definitions`."""
+"""The screens that every backend has. Each function returns the values of its template; the backend does what it changes."""
 
 from __future__ import annotations
 
-import json
+import shlex
+import time
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-import msgspec
-from django.forms import modelform_factory
 from django.http import HttpRequest, HttpResponse, StreamingHttpResponse
-from django.utils import timezone
+from django.utils.translation import gettext as _
+from django.utils.translation import ngettext
 
-from tasuki.core.job import Job, State
+from tasuki.core.explain import takers
+from tasuki.core.job import TERMINAL, State
+from tasuki.core.subject import check_subject
 from tasuki.django import operations
-from tasuki.django.commands import allowed_commands
-from tasuki.django.conf import project_settings
-from tasuki.django.definitions import emit, run_now, scheduler_settings
-from tasuki.django.enqueueing import project_store
-from tasuki.django.logs import ERRORS, read_log
-from tasuki.django.models import AdminActionLog, DefinitionState, Event, JobDefinition, JobRun, SchedulerSettings
-from tasuki.django.ops.screens import DEFINE, EXPORT_MAX, Table, back, moment, screen
+from tasuki.django.ops.backend import Backend, View, backend_of
+from tasuki.django.ops.charts import SPANS, charts
+from tasuki.django.ops.screens import EXPORT_MAX, Button, Table, back, moment, screen
 from tasuki.errors import InvalidInput, NotFound, quoted
-from tasuki.server.queries import describe
 
 PAGE = 50
+FIND_STEP = 100
+DEAD_LOOKED_AT = 500
+DEAD_STATES = (State.FAILED, State.TIMED_OUT)
+INPUTS_SHOWN = 100
 LOG_SHOWN_BYTES = 64 * 1024
 LINE_SHOWN_CHARS = 2_000
-LATE_S = 60.0
-PREVIEWED = 10
-STREAMS = ("stdout", "stderr", ERRORS)
-JOB_COLUMNS = {
-    "job_id": "Job",
-    "state": "State",
-    "subject": "Subject",
-    "args": "Arguments",
-    "created": "Created",
-    "ended": "Ended",
-}
 
 
-def _alias() -> str:
-    return project_settings().database
-
-
-# ---------------------------------------------------------------------------------------------------- overview and workers
-
-
-@screen("overview")
-def overview(_request: HttpRequest) -> dict[str, Any]:
-    """Show the queues, the leader, and what needs somebody's attention."""
-    store, workers = project_store(), operations.live_workers()
-    queues = [{"queue": queue, **msgspec.structs.asdict(counts)} for queue, counts in sorted(store.counts().items())]
-    epoch, leader = store.epoch()
-    columns = ("queue", "pending", "active", "succeeded", "failed", "timed_out", "skipped", "canceled")
+def job_columns() -> dict[str, str]:
+    """Return the headings of a list of jobs."""
     return {
-        "title": "Overview",
-        "table": Table({name: name.replace("_", " ").capitalize() for name in columns}, queues, empty="No job yet."),
-        "figures": {
-            "waiting": sum(one["pending"] + one["orphaned"] for one in queues),
-            "running": sum(one["active"] for one in queues),
-            "workers": len(workers),
-            "slots": sum(worker.slots for _, worker in workers),
-        },
-        "leader": leader,
-        "epoch": epoch,
-        "alerts": list(_alerts(workers)),
+        "job_id": _("Job"),
+        "state": _("State"),
+        "subject": _("Subject"),
+        "command": _("Command"),
+        "created": _("Created"),
+        "ended": _("Ended"),
     }
 
 
-def _alerts(workers: list[Any]) -> Iterator[str]:
+def job_row(view: View) -> View:
+    """Return the row of a job in a list, from its description."""
+    times = {"created": "created_at", "started": "started_at", "ended": "finished_at"}
+    plain = {name: value for name, value in view.items() if not name.endswith("_at")}
+    command = shlex.join([view["exec"], *view["args"]] if view["exec"] else view["args"])
+    return {"id": view["job_id"], **plain, "command": command} | {name: moment(view[key]) for name, key in times.items()}
+
+
+# ---------------------------------------------------------------------------------------------------- overview, subjects
+
+
+@screen("overview")
+def overview(request: HttpRequest) -> dict[str, Any]:
+    """Show the queues, the leader, and what needs somebody's attention."""
+    backend = backend_of(request)
+    workers, counts = backend.workers(), backend.counts()
+    queues: list[View] = [{"queue": queue, **numbers} for queue, numbers in sorted(counts.items())]
+    leader, epoch = backend.leader()
+    span = request.GET.get("span", "")
+    span = span if span in SPANS else "1h"
+    failed = sum(one["failed"] + one["timed_out"] for one in queues)
+    return {
+        "title": _("Overview"),
+        "table": _queues(queues),
+        "figures": [
+            ("jobs", "?state=PENDING", _("Waiting"), sum(one["pending"] + one["orphaned"] for one in queues)),
+            ("jobs", "?state=RUNNING", _("Running"), sum(one["active"] for one in queues)),
+            ("jobs", "?state=SUCCEEDED", _("Succeeded"), sum(one["succeeded"] for one in queues)),
+            ("dead", "", _("Failed"), failed),
+            ("workers", "", _("Workers"), len(workers)),
+            ("workers", "", _("Slots"), sum(worker["slots"] for worker in workers)),
+        ],
+        "leader": leader,
+        "epoch": epoch,
+        "alerts": [*_alerts(backend, workers), *backend.alerts()],
+        "first": not queues,
+        "charts": charts(backend, span),
+        "span": span,
+        "spans": list(SPANS),
+        "may_run": _may_operate(request),
+    }
+
+
+def _queues(rows: list[View]) -> Table:
+    columns = {
+        "queue": _("Queue"),
+        "pending": _("Waiting"),
+        "active": _("Running"),
+        "succeeded": _("Succeeded"),
+        "failed": _("Failed"),
+        "timed_out": _("Timed out"),
+        "skipped": _("Skipped"),
+        "canceled": _("Canceled"),
+    }
+    return Table(columns, rows, empty=_("No job yet."))
+
+
+def _alerts(backend: Backend, workers: list[View]) -> Iterator[str]:
     if not workers:
-        yield "No worker runs. Start one with: python manage.py tasuki_worker"
-    oldest = JobRun.objects.using(_alias()).filter(ready=1).order_by("id").first()
-    if oldest is not None:
-        since = max(oldest.created_at, oldest.not_before or oldest.created_at)
-        if (age_s := (timezone.now() - since).total_seconds()) > LATE_S:
-            yield f"Job {oldest.job_id} has waited for {age_s:.0f} s."
-    for state in DefinitionState.objects.using(_alias()).exclude(problem="").select_related("definition")[:10]:
-        yield f"Definition {state.definition.name} cannot be run: {state.problem}"
-    for event in Event.objects.using(_alias()).exclude(problem="").order_by("-id")[:10]:
-        yield f"Event {event.pk} has no run of {event.problem}; mend it, then: python manage.py tasuki_events retry {event.pk}"
+        yield _("No worker runs. Start one with: %s") % backend.start_worker
+    if workers and all(worker.get("detached") for worker in workers):
+        yield _("All workers are detached: no job starts.")
 
 
-@screen("list")
-def workers(_request: HttpRequest) -> dict[str, Any]:
-    """List the workers that are alive."""
-    rows = [{**worker.view(server_id), "id": worker.worker_id} for server_id, worker in operations.live_workers()]
-    columns = {"worker_id": "Worker", "host": "Host", "running": "Running", "slots": "Slots", "patterns": "Takes"}
-    return {"title": "Workers", "table": Table(columns, rows, empty="No worker runs. Start one: python manage.py tasuki_worker")}
+def _may_operate(request: Any) -> bool:
+    return bool(request.user.has_perm(operations.OPERATE))
+
+
+@screen("subjects")
+def subjects(request: HttpRequest) -> dict[str, Any]:
+    """Show the groups of subjects; tell which workers would take a subject, and why not the others."""
+    backend = backend_of(request)
+    wanted, exec_ = request.GET.get("subject", "").strip(), request.GET.get("exec", "").strip()
+    found: list[View] = []
+    if wanted:
+        check_subject(wanted)
+        found = takers(wanted, exec_, request.user.get_username(), backend.workers())
+        found.sort(key=lambda one: (not one["takes"], one["worker_id"]))
+    queues = [{"queue": queue, **numbers} for queue, numbers in sorted(backend.counts().items())]
+    columns = {"worker_id": _("Worker"), "takes": _("Takes it"), "because": _("Because")}
+    return {
+        "title": _("Subjects"),
+        "table": _queues(queues),
+        "tested": Table(columns, found, empty=_("No worker runs. Start one with: %s") % backend.start_worker) if wanted else None,
+        "wanted": {"subject": wanted, "exec": exec_},
+    }
+
+
+# ---------------------------------------------------------------------------------------------------- workers
+
+
+def _worker_buttons() -> dict[str, tuple[str, str, str]]:
+    """Return the label of each action on a worker, the question that is asked before it, and what is said after it."""
+    return {
+        "detach": (
+            _("Detach"),
+            _("Detach? It finishes the jobs that it has, and gets no more until it is attached again."),
+            _("%s gets no more jobs."),
+        ),
+        "attach": (_("Attach"), _("Attach? It gets jobs again at once."), _("%s gets jobs again.")),
+        "drain": (_("Drain"), _("Drain? It takes no new jobs until it is told otherwise, or ends."), _("%s takes no new jobs.")),
+        "undrain": (_("End drain"), _("End the drain? It takes new jobs again."), _("%s takes new jobs again.")),
+        "degrade": (
+            _("Step down"),
+            _("Let the leader step down? Another node is elected within seconds; running jobs go on."),
+            _("%s steps down."),
+        ),
+    }
+
+
+@screen("workers", change=operations.MANAGE)
+def workers(request: HttpRequest) -> HttpResponse | dict[str, Any]:
+    """List the workers that are alive; detach, attach or drain one, or let the leader step down."""
+    backend, buttons = backend_of(request), _worker_buttons()
+    if request.method == "POST":
+        worker_id, action = request.POST.get("id", ""), request.POST.get("action", "")
+        if action not in buttons:
+            raise InvalidInput(f"action {quoted(action)} is none of {', '.join(buttons)}")
+        reason = (request.POST.get("reason") or "on the screen of workers")[:1000]
+        backend.steer(worker_id, action, actor=request.user, reason=reason)
+        return back("workers", done=buttons[action][2] % worker_id)
+    rows = [
+        {
+            **worker,
+            "id": worker["worker_id"],
+            "offers": worker.get("execs") or worker.get("takes", ""),
+            "role": worker.get("role") or "worker",
+            **{f"may_{action}": True for action in worker["actions"]},
+        }
+        for worker in backend.workers()
+    ]
+    columns = {
+        "worker_id": _("Worker"),
+        "role": _("Role"),
+        "detached": _("Detached"),
+        "host": _("Host"),
+        "running": _("Running"),
+        "slots": _("Slots"),
+        "patterns": _("Takes"),
+        "offers": _("Offers"),
+        "heartbeat_age_s": _("Heartbeat, s ago"),
+        "server_id": _("Server"),
+    }
+    shown = [Button(action, label, question, f"may_{action}") for action, (label, question, _done) in buttons.items()]
+    empty = _("No worker runs. Start one with: %s") % backend.start_worker
+    return {"title": _("Workers"), "table": Table(columns, rows, empty=empty, buttons=shown)}
 
 
 # ---------------------------------------------------------------------------------------------------- jobs
@@ -98,255 +198,212 @@ def jobs(request: HttpRequest) -> HttpResponse | dict[str, Any]:
     """List jobs, the newest first; cancel those that were chosen, or run them again."""
     if request.method == "POST":
         return _act_on_jobs(request)
-    wanted = {name: request.GET.get(name, "") for name in ("state", "subject", "worker", "text")}
+    backend = backend_of(request)
+    wanted = {name: request.GET.get(name, "").strip() for name in ("state", "subject", "worker", "text", "within")}
+    if wanted["state"] and wanted["state"] not in State.__members__:
+        raise InvalidInput(f"state {quoted(wanted['state'])} is none of {', '.join(State.__members__)}")
     filters: dict[str, Any] = {
         "states": [wanted["state"]] if wanted["state"] else [],
         "subject": wanted["subject"] or None,
         "worker_id": wanted["worker"] or None,
         "text": wanted["text"] or None,
+        "created_from": time.time() - SPANS[wanted["within"]][0] if wanted["within"] in SPANS else None,
     }
     if "format" in request.GET:
-        return {"table": Table(JOB_COLUMNS, operations.find_runs(**filters, limit=EXPORT_MAX))}
-    page = operations.find_page(**filters, limit=PAGE, cursor=request.GET.get("cursor") or None)
-    table = Table(JOB_COLUMNS, [_row(found) for found in page.jobs], {"job_id": "job"}, page.cursor, empty="No such job.")
-    return {"title": "Jobs", "table": table, "wanted": wanted, "states": list(State.__members__), "choices": True}
+        return {"table": Table(job_columns(), _all_found(backend, EXPORT_MAX, filters))}
+    page, cursor = backend.find(**filters, limit=PAGE, cursor=request.GET.get("cursor") or None)
+    table = Table(job_columns(), [job_row(view) for view in page], {"job_id": "job"}, cursor, empty=_("No such job."))
+    return {
+        "title": _("Jobs"),
+        "table": table,
+        "wanted": wanted,
+        "states": list(State.__members__),
+        "spans": list(SPANS),
+        "choices": True,
+    }
+
+
+def _all_found(backend: Backend, limit: int, filters: dict[str, Any]) -> Iterator[View]:
+    cursor, found = None, 0
+    while found < limit:
+        page, cursor = backend.find(**filters, limit=min(FIND_STEP, limit - found), cursor=cursor)
+        yield from page
+        found += len(page)
+        if cursor is None:
+            return
 
 
 def _act_on_jobs(request: HttpRequest) -> HttpResponse:
-    chosen, action = request.POST.getlist("job_id"), request.POST.get("action", "")
+    backend, chosen, action = backend_of(request), request.POST.getlist("job_id"), request.POST.get("action", "")
     if not chosen:
         raise InvalidInput("no job was chosen; tick some first")
-    reason = request.POST.get("reason", "")[:1000]
+    reason = (request.POST.get("reason") or "on the screen of jobs")[:1000]
     if action == "cancel":
-        states = operations.cancel_runs(chosen, actor=request.user, reason=reason)
-        done = (
-            f"Canceled: {sum(state.terminal for state in states)}. Being stopped: {sum(not state.terminal for state in states)}."
-        )
+        states = backend.cancel(chosen, actor=request.user, reason=reason)
+        ended = sum(state.terminal for state in states)
+        done = _("Canceled: %(ended)d. Being stopped: %(others)d.") % {"ended": ended, "others": len(states) - ended}
     elif action == "rerun":
-        operations.rerun(chosen, actor=request.user, reason=reason)
-        done = f"Run again: {len(chosen)}."
+        backend.rerun(chosen, actor=request.user, reason=reason)
+        done = _("Run again: %d.") % len(chosen)
     else:
         raise InvalidInput(f"action {quoted(action)} is none of cancel, rerun")
-    return back("job", chosen[0], done=done) if "one" in request.POST else back("jobs", done=done)
+    screen_name = request.POST.get("back", "jobs")
+    return back("job", chosen[0], done=done) if "one" in request.POST else back(screen_name, done=done)
 
 
-def _row(job: Job) -> dict[str, Any]:
-    return {
-        "id": job.job_id,
-        **{name: value for name, value in describe(job, in_list=True).items() if not name.endswith("_at")},
-        "created": moment(job.created_at),
-        "started": moment(job.started_at),
-        "ended": moment(job.finished_at),
+@screen("dead", change=operations.OPERATE)
+def dead(request: HttpRequest) -> HttpResponse | dict[str, Any]:
+    """Show jobs that failed for good, by reason; run those of a reason again."""
+    backend = backend_of(request)
+    found = list(_all_found(backend, DEAD_LOOKED_AT, {"states": list(map(str, DEAD_STATES))}))
+    groups: dict[str, list[View]] = {}
+    for view in found:
+        outcome = view["outcome"] or {}
+        groups.setdefault(outcome.get("error_code") or view["state"], []).append(view)
+    if request.method == "POST":
+        chosen = [view["job_id"] for view in groups.get(request.POST.get("id", ""), [])]
+        if not chosen:
+            raise InvalidInput("no dead letter has this reason any more")
+        backend.rerun(chosen, actor=request.user, reason="replayed on the screen of dead letters")
+        return back("dead", done=_("Run again: %d.") % len(chosen))
+    rows = [
+        {
+            "id": reason,
+            "reason": reason,
+            "jobs": len(views),
+            "message": Counter((view["outcome"] or {}).get("message", "") for view in views).most_common(1)[0][0],
+            "subjects": sorted({view["subject"] for view in views})[:5],
+            "newest": moment(max(view["finished_at"] or 0.0 for view in views)),
+        }
+        for reason, views in sorted(groups.items(), key=lambda group: -len(group[1]))
+    ]
+    columns = {
+        "reason": _("Reason"),
+        "jobs": _("Jobs"),
+        "message": _("Message"),
+        "subjects": _("Subjects"),
+        "newest": _("Newest"),
     }
+    button = Button("rerun", _("Run all again"), _("Run all jobs of this reason again, with fresh budgets of retries?"))
+    looked = ngettext("%d dead letter", "%d dead letters", len(found)) % len(found)
+    letters = Table(job_columns() | {"message": _("Message")}, [_dead_row(view) for view in found[:PAGE]], {"job_id": "job"})
+    return {
+        "title": _("Dead letters"),
+        "table": Table(columns, rows, empty=_("No dead letter: every job that failed has succeeded since."), buttons=[button]),
+        "letters": letters,
+        "looked": looked + (_(", the newest of them") if len(found) == DEAD_LOOKED_AT else ""),
+    }
+
+
+def _dead_row(view: View) -> View:
+    return {**job_row(view), "message": (view["outcome"] or {}).get("message", "")}
 
 
 @screen("job")
-def job(request: Any, job_id: str) -> dict[str, Any]:
+def job(request: HttpRequest, job_id: str) -> dict[str, Any]:
     """Show one job: its attempts, the reason of its state, its output."""
-    found = operations.get_run(job_id)
-    view, explained = describe(found), operations.explain_run(job_id)
-    incidents = [{**msgspec.structs.asdict(one), "at": moment(one.at)} for one in project_store().incidents(job_id)]
-    times = {"created": found.created_at, "assigned": found.assigned_at, "started": found.started_at, "ended": found.finished_at}
+    backend = backend_of(request)
+    view, explained = backend.job(job_id), backend.explain(job_id)
+    times = {
+        _("submitted"): view["created_at"],
+        _("given to a worker"): view["assigned_at"],
+        _("started"): view["started_at"],
+        _("ended"): view["finished_at"],
+    }
+    who = view["assigned_worker_id"] or ""
     timeline = [
-        {"at": moment(at), "kind": kind, "attempt": "", "worker_id": "", "reason": ""} for kind, at in times.items() if at
+        {"at": moment(at), "kind": kind, "attempt": "", "who": view["submitter"] if at == view["created_at"] else who}
+        for kind, at in times.items()
+        if at
     ]
-    find = request.GET.get("find", "")
+    incidents = [
+        {**one, "at": moment(one["at"]), "kind": one["kind"].replace("_", " "), "who": one["actor"] or one["worker_id"]}
+        for one in explained["story"]
+    ]
+    find, ended = request.GET.get("find", ""), State(view["state"]) in TERMINAL
+    logs = [shown for stream in backend.streams if (shown := _shown_log(backend, job_id, stream, find))["text"]]
     return {
-        "title": f"Job {job_id}",
-        "job": found,
+        "title": _("Job %s") % job_id,
         "view": view,
+        "command": job_row(view)["command"],
         "facts": _facts(view),
+        "inputs": [(name, view["file_hashes"].get(name, "")) for name in view["files"][:INPUTS_SHOWN]],
         "because": explained["because"],
         "timeline": sorted(timeline + incidents, key=lambda one: one["at"]),
-        "logs": [shown for stream in STREAMS if (shown := _shown_log(job_id, stream, find))["size"]],
+        "logs": logs,
         "find": find,
-        "ended": found.state.terminal,
-        "may": request.user.has_perm(operations.OPERATE),
+        "ended": ended,
+        "has_result": ended and "result" in backend.screens and bool((view["outcome"] or {}).get("result_bytes")),
+        "may": _may_operate(request),
     }
 
 
-def _facts(view: dict[str, Any]) -> dict[str, Any]:
+def _facts(view: View) -> dict[str, Any]:
     """Return what a job's description says, without what is empty or shown elsewhere on its page."""
     known = {**view, **(view["outcome"] or {})}
+    elsewhere = ("state", "outcome", "job_id", "meta", "args", "exec", "files", "file_hashes")
     shown = {name: moment(value) if name.endswith(("_at", "not_before", "not_after")) else value for name, value in known.items()}
-    return {
-        name.replace("_", " "): value
-        for name, value in shown.items()
-        if name not in ("state", "outcome", "job_id", "meta")
-        and value not in (None, "", 0, [], {})
-        and value not in (None, "", 0, False)
-        and value != []
-        and value != {}
-    }
+    return {name.replace("_", " "): value for name, value in shown.items() if name not in elsewhere and value}
 
 
-def _shown_log(job_id: str, stream: str, find: str) -> dict[str, Any]:
+def _shown_log(backend: Backend, job_id: str, stream: str, find: str) -> dict[str, Any]:
     """Return the end of a stream, or its lines with a text; gaps, where output was not kept, are marked."""
-    data = b"".join(_log_bytes(job_id, stream))
-    if find:
-        lines = (line[:LINE_SHOWN_CHARS] for line in data.decode("utf-8", "replace").splitlines() if find in line)
-        text = "\n".join(lines)[-LOG_SHOWN_BYTES:]
-    else:
-        text = data[-LOG_SHOWN_BYTES:].decode("utf-8", "replace")
-    return {"stream": stream, "size": len(data), "text": text, "cut": len(data) > LOG_SHOWN_BYTES}
-
-
-def _log_bytes(job_id: str, stream: str) -> Iterator[bytes]:
-    attempt, offset = None, 0
-    for part in read_log(job_id, stream):
-        if part.attempt != attempt:
-            yield f"── attempt {part.attempt} ──\n".encode() if attempt is not None else b""
-            attempt, offset = part.attempt, part.offset
-        if part.offset > offset:
-            yield f"\n── {part.offset - offset} bytes were not kept ──\n".encode()
-        offset = part.offset + len(part.data)
-        yield json.loads(part.data)[1].encode() if stream == ERRORS else part.data
+    if not find:
+        data, cut = backend.log_tail(job_id, stream, LOG_SHOWN_BYTES)
+        return {"stream": stream, "text": data.decode("utf-8", "replace"), "cut": cut}
+    text = b"".join(backend.log_lines(job_id, stream)).decode("utf-8", "replace")
+    lines = "\n".join(line[:LINE_SHOWN_CHARS] for line in text.splitlines() if find in line)
+    return {"stream": stream, "text": lines[-LOG_SHOWN_BYTES:], "cut": len(lines) > LOG_SHOWN_BYTES}
 
 
 @screen("problem")
-def log(_request: HttpRequest, job_id: str, stream: str) -> StreamingHttpResponse:
+def log(request: HttpRequest, job_id: str, stream: str) -> StreamingHttpResponse:
     """Return all that is kept of a stream, as a file of text."""
-    if stream not in STREAMS:
-        raise NotFound(f"stream {quoted(stream)} is none of {', '.join(STREAMS)}")
-    name = operations.get_run(job_id).job_id
+    backend = backend_of(request)
+    if stream not in backend.streams:
+        raise NotFound(f"stream {quoted(stream)} is none of {', '.join(backend.streams)}")
+    name = backend.job(job_id)["job_id"]
     headers = {"Content-Disposition": f'attachment; filename="{name}.{stream}.txt"'}
-    return StreamingHttpResponse(_log_bytes(job_id, stream), content_type="text/plain; charset=utf-8", headers=headers)
+    return StreamingHttpResponse(backend.log(job_id, stream), content_type="text/plain; charset=utf-8", headers=headers)
 
 
-# ---------------------------------------------------------------------------------------------------- definitions and events
+@screen("problem", needs="result")
+def result(request: HttpRequest, job_id: str) -> StreamingHttpResponse:
+    """Return the result of a job as a file: of a command a ZIP with its logs and output files."""
+    backend: Any = backend_of(request)
+    view = backend.job(job_id)
+    headers = {"Content-Disposition": f'attachment; filename="{view["job_id"]}.{"zip" if view["exec"] else "bin"}"'}
+    return StreamingHttpResponse(backend.result(job_id), content_type="application/octet-stream", headers=headers)
 
 
-@screen("definitions", change=operations.OPERATE)
-def definitions(request: HttpRequest) -> HttpResponse | dict[str, Any]:
-    """List definitions with their next times; run one now."""
-    if request.method == "POST":
-        chosen = _definition(request.POST.get("id", ""))
-        return back("job", run_now(chosen), done=f"A run of {chosen.name} was asked for.")
-    found = JobDefinition.objects.using(_alias()).order_by("name").select_related("state")
-    columns = {
-        "name": "Definition",
-        "enabled": "Enabled",
-        "command": "Command",
-        "schedule": "Schedule",
-        "next": "Next",
-        "last_run": "Last run",
-        "problem": "Problem",
-    }
-    rows = [_definition_row(one) for one in found]
-    return {"table": Table(columns, rows, {"name": "definition"}, empty="No definition yet."), "title": "Definitions"}
-
-
-def _definition_row(row: JobDefinition) -> dict[str, Any]:
-    state = getattr(row, "state", None)
-    by_time = f"{row.schedule_type} {row.schedule_value} ({row.time_zone})"
-    return {
-        "id": row.pk,
-        "name": row.name,
-        "enabled": row.enabled,
-        "command": row.command_name,
-        "schedule": f"event {row.event_type}" if row.event_type else by_time,
-        "next": state.next_at if state is not None and row.enabled else None,
-        "last_run": state.last_run_id if state is not None else "",
-        "problem": state.problem if state is not None else "",
-    }
-
-
-def _definition(pk: Any) -> JobDefinition:
-    row = JobDefinition.objects.using(_alias()).filter(pk=pk).first() if str(pk).isdigit() else None
-    if row is None:
-        raise NotFound(f"there is no definition {quoted(str(pk))}")
-    return row
-
-
-DefinitionForm = modelform_factory(JobDefinition, exclude=["managed_by", "changed_at"])
-
-
-@screen("definition", change=DEFINE)
-def definition(request: HttpRequest, pk: int | None = None) -> HttpResponse | dict[str, Any]:
-    """Show a definition, its next times and its last runs; change it, or make a new one."""
-    row = _definition(pk) if pk is not None else JobDefinition()
-    form = DefinitionForm(request.POST or None, instance=row)
-    if request.method == "POST" and form.is_valid():
-        saved = form.save(commit=False)
-        saved.save(using=_alias())
-        return back("definition", saved.pk, done="Saved.")
-    runs: list[dict[str, Any]] = []
-    if pk is not None:
-        newest = JobRun.objects.using(_alias()).filter(idempotency_key__gte=f"d{pk}-", idempotency_key__lt=f"d{pk}.")
-        ids = list(newest.order_by("-idempotency_key").values_list("idempotency_key", flat=True)[:PREVIEWED])
-        runs = [_row(found) for found in project_store().get(ids) if found is not None]
-    return {
-        "row": row,
-        "form": form,
-        "times": _next_times(row) if pk is not None and not form.errors else [],
-        "table": Table(JOB_COLUMNS, runs, {"job_id": "job"}, empty="No run by its schedule is kept."),
-        "commands": sorted(allowed_commands()),
-    }
-
-
-def _next_times(row: JobDefinition) -> list[dict[str, Any]]:
-    """Return the next nominal times; each that follows a change of the clock is marked."""
-    if row.event_type or not row.schedule_type:
-        return []
-    times = row.preview(PREVIEWED)
-    shifts = [time.utcoffset() for time in times]
-    return [{"at": time, "shown": time.isoformat(" ", "minutes"), "changed": shift != before}
-            for time, shift, before in zip(times, shifts, [*shifts[:1], *shifts], strict=False)]  # fmt: skip
-
-
-@screen("events", change=operations.OPERATE)
-def events(request: HttpRequest) -> HttpResponse | dict[str, Any]:
-    """List events, the newest first; emit one to try definitions."""
+@screen("run", change=operations.OPERATE)
+def run(request: HttpRequest) -> HttpResponse | dict[str, Any]:
+    """Submit a job."""
+    backend = backend_of(request)
     if request.method == "POST":
         try:
-            payload = json.loads(request.POST.get("payload") or "null")
+            words = shlex.split(request.POST.get("arguments", ""))
         except ValueError as error:
-            raise InvalidInput(f"payload is not JSON: {error}") from error
-        event = emit(request.POST.get("event_type", ""), payload, dedupe_key=request.POST.get("dedupe_key") or None)
-        return back("events", done=f"Event {event.pk} is stored.")
-    before = request.GET.get("cursor", "")
-    found = Event.objects.using(_alias()).order_by("-id")
-    page = list((found.filter(id__lt=before) if before.isdigit() else found)[:PAGE])
-    rows = [
-        {
-            "id": row.pk,
-            "event_type": row.event_type,
-            "payload": json.dumps(row.payload_json, ensure_ascii=False),
-            "dedupe_key": row.dedupe_key,
-            "created": row.created_at,
-            "processed": row.processed_at,
-            "problem": row.problem,
-        }
-        for row in page
-    ]
-    columns = {"id": "Event", "event_type": "Type", "payload": "Payload", "created": "Created", "processed": "Processed"}
-    columns["problem"] = "Problem"
-    cursor = str(page[-1].pk) if len(page) == PAGE else None
-    return {"table": Table(columns, rows, cursor=cursor, empty="No event yet."), "title": "Events"}
+            raise InvalidInput(f"the arguments cannot be read: {error}") from error
+        program = request.POST.get("program", "").strip()
+        if not program:
+            raise InvalidInput("no program was named; write one, as in: echo")
+        made = backend.submit(program, words, request.POST.get("subject", "").strip(), actor=request.user)
+        return back("job", made, done=_("Submitted."))
+    return {"title": _("Run a job"), "programs": backend.programs()}
 
 
-SettingsForm = modelform_factory(SchedulerSettings, exclude=["id"])
-
-
-@screen("settings", change=operations.CONFIGURE)
-def settings(request: HttpRequest) -> HttpResponse | dict[str, Any]:
-    """Show and change the settings that are in force without a restart."""
-    row = scheduler_settings()
-    form = SettingsForm(request.POST or None, instance=row)
-    if request.method == "POST" and form.is_valid():
-        changes = {name: form.cleaned_data[name] for name in form.changed_data}
-        operations.change_settings(changes, actor=request.user)
-        return back("settings", done="Saved. In force within two ticks.")
-    return {"form": form}
+# ---------------------------------------------------------------------------------------------------- audit
 
 
 @screen("list")
 def audit(request: HttpRequest) -> dict[str, Any]:
     """List what people did, the newest first."""
     before = request.GET.get("cursor", "")
-    found = AdminActionLog.objects.using(_alias()).order_by("-id")
-    page = list((found.filter(id__lt=before) if before.isdigit() else found)[: EXPORT_MAX if "format" in request.GET else PAGE])
-    columns = {"at": "Time", "actor": "Who", "action": "What", "target": "To", "detail": "Reason"}
-    rows = [{name: getattr(row, name) for name in columns} for row in page]
-    cursor = str(page[-1].pk) if len(page) == PAGE else None
-    return {"title": "Audit", "table": Table(columns, rows, cursor=cursor, empty="Nobody has changed anything yet.")}
+    limit = EXPORT_MAX if "format" in request.GET else PAGE
+    rows, following = backend_of(request).audit(before=int(before) if before.isdecimal() else None, limit=limit)
+    for row in rows:
+        row["at"] = moment(row["at"]) if isinstance(row["at"], float) else row["at"]
+    columns = {"at": _("Time"), "actor": _("Who"), "action": _("What"), "target": _("To"), "detail": _("Reason")}
+    cursor = None if following is None else str(following)
+    return {"title": _("Audit"), "table": Table(columns, rows, cursor=cursor, empty=_("Nobody has changed anything yet."))}

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import grpc
 import grpc.aio
 
+from tasuki.core.broker.events import StartRuns
 from tasuki.doors.grpc import worker_pb2 as pb
 from tasuki.doors.grpc.listener import NodeTls
-from tasuki.doors.grpc.service import METHODS, SERVICE
+from tasuki.doors.grpc.service import METHODS, RUNS_MAX, SERVICE
 from tasuki.errors import Unavailable
 from tasuki.event_loop import BackgroundTasks
 
@@ -23,6 +25,7 @@ CHANNEL_OPTIONS = (
     ("grpc.enable_http_proxy", 0),
 )
 CHANNELS_MAX = 256  # to nodes that are gone, too: the one that was opened first is closed
+logger = logging.getLogger("tasuki.grpc")
 _METHOD_OF = {call.request: (name, call.response) for name, call in METHODS.items()}
 
 
@@ -54,6 +57,24 @@ class NodeCalls:
             return await send(request, timeout=timeout_s, metadata=metadata)
         except grpc.aio.AioRpcError as error:
             raise Unavailable(f"{method} to node {node_id} at {address}: {error.code().name}: {error.details()}") from None
+
+    def order_start(self, order: StartRuns, timeout_s: float) -> None:
+        """Order a worker to start runs, without waiting for its answer: what it has not fetched is ordered again."""
+        for start in range(0, len(order.runs), RUNS_MAX):
+            self._tasks.spawn(self._order_start(order, order.runs[start : start + RUNS_MAX], timeout_s))
+
+    async def _order_start(self, order: StartRuns, runs: Sequence[tuple[str, int]], timeout_s: float) -> None:
+        request = pb.StartJobRequest(leader_epoch=order.epoch, worker_id=order.worker_id)
+        for job_id, attempt in runs:
+            request.runs.add(job_run_id=job_id, attempt=attempt)
+        try:
+            answer = await self.call(order.address, order.node_id, request, timeout_s)
+        except Unavailable as error:
+            logger.warning("worker %s was not told to start %d runs: %s", order.worker_id, len(runs), error.message)
+            return
+        for (job_id, _), status in zip(runs, answer.statuses, strict=False):
+            if status not in (pb.ORDER_STATUS_ACCEPTED, pb.ORDER_STATUS_ALREADY):
+                logger.info("worker %s does not start %s: %s", order.worker_id, job_id, pb.OrderStatus.Name(status))
 
     def _channel(self, address: str, node_id: str) -> grpc.aio.Channel:
         if self._tls is not None and self._tls.loaded != self._loaded:  # a channel keeps the certificate that it began with

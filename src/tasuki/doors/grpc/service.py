@@ -25,8 +25,9 @@ from google.protobuf.message import DecodeError, Message
 
 from tasuki.core.address import Address
 from tasuki.core.broker.events import StartAssigned
-from tasuki.core.job import Job, State
+from tasuki.core.job import LEASED, Job, State
 from tasuki.core.scheduler.orders import OrderEpochs
+from tasuki.core.store_messages import HeldLease, LeaseStatus
 from tasuki.doors.grpc import worker_pb2 as pb
 from tasuki.doors.grpc.listener import NodeListener, NodeTls, PeerConnection
 from tasuki.doors.listening import bound
@@ -49,6 +50,7 @@ REQUEST_MAX_BYTES = 64 * 1024
 RECEIVED_MAX_BYTES = 256 * 1024  # more is refused by gRPC before it is in memory, and not counted here
 RUNS_MAX = 256
 STORE_TIMEOUT_S = 0.2  # callers wait 0.2 to 0.5 s
+STORE_AWAY_S = 2.0  # without a turn of a leader, which has several a second: there is no time to wait for the next one
 CALL_TIMEOUT_S = 5.0
 CLOCK_SKEW_S = 1.0  # between this host and the store
 STOP_GRACE_S = 0.5
@@ -100,6 +102,9 @@ class NodeControl(Protocol):
 
     async def cancel(self, job_run_id: str, reason: str) -> None:
         """Cancel a run in the database, and stop it."""
+
+    async def holds_lead(self, renewed_ago_s: float) -> bool:
+        """Return whether a lease that was renewed so long ago is safe with this leader while the database is away."""
 
 
 class Callers(NamedTuple):
@@ -178,14 +183,16 @@ class WorkerService:
         if request.leader_epoch <= 0:
             raise InvalidInput("leader_epoch is missing: an order carries the epoch under which its sender leads")
         node = self._node
-        if request.worker_id and request.worker_id != node.worker_id:
+        beside = self._server.broker.workers if takes_work else ()  # processes that the node started beside its own
+        if request.worker_id and request.worker_id != node.worker_id and request.worker_id not in beside:
             raise NotFound(f"this is worker {node.worker_id}, not {quoted(request.worker_id)}")
         self._check_worker(request.caller)
         if problem := self._epochs.problem(request.leader_epoch, self.epoch_seen, await self._registered_epoch()):
             self.note_refusal(address, "STALE_EPOCH", problem)
             return pb.ORDER_STATUS_STALE_EPOCH
-        if takes_work and node.worker_id in self._server.broker.cluster.detached:
-            self.note_refusal(address, "DETACHED", f"worker {node.worker_id} is detached")
+        worker_id = request.worker_id or node.worker_id
+        if takes_work and worker_id in self._server.broker.cluster.detached:
+            self.note_refusal(address, "DETACHED", f"worker {worker_id} is detached")
             return pb.ORDER_STATUS_DETACHED
         if takes_work and node.is_draining:
             self.note_refusal(address, "DRAINING", f"worker {node.worker_id} drains")
@@ -227,6 +234,7 @@ class WorkerService:
             version=__version__,
             schema_version=node.schema_version,
             refused=self.refused,
+            led_ago_s=self._server.broker.upkeep.led_ago_s(self._server.now()) or 0.0,
         )
 
     # ------------------------------------------------------------------------------------------------ orders
@@ -240,13 +248,17 @@ class WorkerService:
         wanted = [run.job_run_id for run in request.runs]
         jobs = await self._server.ask(lambda reader: reader.get(wanted))
         wall = time.time() + CLOCK_SKEW_S
-        statuses = [self._startable(job, run.attempt, wall) for job, run in zip(jobs, request.runs, strict=True)]
+        worker_id, incarnation = self._node.worker_id, self._node.incarnation
+        if (beside := self._server.broker.workers.get(request.worker_id)) is not None:
+            worker_id, incarnation = beside.worker_id, beside.incarnation
+        shown = zip(jobs, request.runs, strict=True)
+        statuses = [self._startable(job, (worker_id, incarnation, run.attempt), wall) for job, run in shown]
         if not {pb.ORDER_STATUS_ACCEPTED, pb.ORDER_STATUS_NOT_DUE}.isdisjoint(statuses):  # the store's clock decides
-            self._server.tell(StartAssigned(self._node.worker_id))
+            self._server.tell(StartAssigned(worker_id))
         return pb.StartJobResponse(statuses=statuses, epoch_seen=self.epoch_seen)
 
-    def _startable(self, job: Job | None, attempt: int, wall: float) -> pb.OrderStatus:
-        lease, ours = job.lease if job is not None else None, (self._node.worker_id, self._node.incarnation, attempt)
+    def _startable(self, job: Job | None, ours: tuple[str, str, int], wall: float) -> pb.OrderStatus:
+        lease = job.lease if job is not None else None
         if job is None or lease is None or (lease.worker_id, lease.incarnation, lease.attempt) != ours:
             return pb.ORDER_STATUS_NOT_ASSIGNED
         if job.state is State.ASSIGNED:
@@ -275,19 +287,35 @@ class WorkerService:
     # ------------------------------------------------------------------------------------------------ continuation
 
     async def confirm_continuation(self, request: pb.ConfirmContinuationRequest, address: str) -> pb.ConfirmContinuationResponse:
-        """Say whether the database still has the run as the caller's. Only the leader and sub-leaders are asked."""
+        """Renew the lease of the run for the caller, if the database still has it as the caller's, and say so."""
         self._check_worker(request.caller)
-        leaders = [info.grpc_address for info in self._server.broker.cluster.servers.values() if info.epoch and info.grpc_address]
+        others = self._server.broker.cluster.servers.values()
+        leaders = [info.grpc_address for info in others if (info.epoch or info.sub_leads) and info.grpc_address]
         answer = pb.ConfirmContinuationResponse(
             continuation=pb.CONTINUATION_ASK_ELSEWHERE, addresses=leaders, epoch_seen=self.epoch_seen
         )
         if self._node.role != pb.ROLE_WORKER:
-            run = request.run
-            [job] = await self._server.ask(lambda reader: reader.get([run.job_run_id]))
-            lease = job.lease if job is not None and not job.state.terminal else None
-            goes_on = lease is not None and (lease.worker_id, lease.attempt) == (request.caller.worker_id, run.attempt)
-            answer.continuation = pb.CONTINUATION_CONTINUE if goes_on else pb.CONTINUATION_STOP
+            goes_on: bool | None
+            try:
+                goes_on = await self._renew_for(request)
+            except (TimeoutError, Unavailable):
+                goes_on = await self._node.holds_lead(request.renewed_ago_s) or None
+            if goes_on is not None:
+                answer.continuation = pb.CONTINUATION_CONTINUE if goes_on else pb.CONTINUATION_STOP
         return answer
+
+    async def _renew_for(self, request: pb.ConfirmContinuationRequest) -> bool:
+        run = request.run
+        if (self._server.broker.upkeep.led_ago_s(self._server.now()) or 0.0) > STORE_AWAY_S:
+            raise Unavailable("the database did not take the last turns of this leader")
+        async with asyncio.timeout(STORE_TIMEOUT_S):
+            [job] = await self._server.ask(lambda reader: reader.get([run.job_run_id]))
+            lease = job.lease if job is not None and job.state in LEASED else None
+            if lease is None or (lease.worker_id, lease.attempt) != (request.caller.worker_id, run.attempt):
+                return False
+            shown = (run.job_run_id, lease.worker_id, lease.incarnation, lease.lease_id, lease.attempt)
+            [status] = await self._server.renew([HeldLease(*shown, owner=lease.owner, confirm_s=0.0)])
+            return status is not LeaseStatus.LOST
 
 
 Answer = Callable[[WorkerService, Any, str], Awaitable[Message]]

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16tasuki/v1/worker.proto\x12\ttasuki.v1\",\n\x06\x43\x61ller\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x11\n\tworker_id\x18\x02 \x01(\t\"F\n\x0bPingRequest\x12!\n\x06\x63\x61ller\x18\x01 \x01(\x0b\x32\x11.tasuki.v1.Caller\x12\x14\n\x0cleader_epoch\x18\x02 \x01(\x03\"z\n\x0cPingResponse\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0f\n\x07node_id\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\x12\x1d\n\x04role\x18\x04 \x01(\x0e\x32\x0f.tasuki.v1.Role\x12\x12\n\nepoch_seen\x18\x05 \x01(\x03\"K\n\x10GetStatusRequest\x12!\n\x06\x63\x61ller\x18\x01 \x01(\x0b\x32\x11.tasuki.v1.Caller\x12\x14\n\x0cleader_epoch\x18\x02 \x01(\x03\"\xc5\x02\n\x11GetStatusResponse\x12$\n\x03who\x18\x01 \x01(\x0b\x32\x17.tasuki.v1.PingResponse\x12\x0c\n\x04load\x18\x02 \x01(\x05\x12\x10\n\x08max_jobs\x18\x03 \x01(\x05\x12\x1b\n\x13\x63urrent_job_run_ids\x18\x04 \x03(\t\x12\x10\n\x08\x64\x65tached\x18\x05 \x01(\x08\x12\x10\n\x08\x64raining\x18\x06 \x01(\x08\x12\x14\n\x0clast_seen_ts\x18\x07 \x01(\x01\x12\x0f\n\x07version\x18\x08 \x01(\t\x12\x16\n\x0eschema_version\x18\t \x01(\x05\x12:\n\x07refused\x18\n \x03(\x0b\x32).tasuki.v1.GetStatusResponse.RefusedEntry\x1a.\n\x0cRefusedEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x03:\x02\x38\x01\"0\n\tJobRunRef\x12\x12\n\njob_run_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\x03\"\x81\x01\n\x0fStartJobRequest\x12!\n\x06\x63\x61ller\x18\x01 \x01(\x0b\x32\x11.tasuki.v1.Caller\x12\x14\n\x0cleader_epoch\x18\x02 \x01(\x03\x12\x11\n\tworker_id\x18\x03 \x01(\t\x12\"\n\x04runs\x18\x04 \x03(\x0b\x32\x14.tasuki.v1.JobRunRef\"P\n\x10StartJobResponse\x12(\n\x08statuses\x18\x01 \x03(\x0e\x32\x16.tasuki.v1.OrderStatus\x12\x12\n\nepoch_seen\x18\x02 \x01(\x03\"\x91\x01\n\x10\x43\x61ncelJobRequest\x12!\n\x06\x63\x61ller\x18\x01 \x01(\x0b\x32\x11.tasuki.v1.Caller\x12\x14\n\x0cleader_epoch\x18\x02 \x01(\x03\x12\x11\n\tworker_id\x18\x03 \x01(\t\x12!\n\x03run\x18\x04 \x01(\x0b\x32\x14.tasuki.v1.JobRunRef\x12\x0e\n\x06reason\x18\x05 \x01(\t\"O\n\x11\x43\x61ncelJobResponse\x12&\n\x06status\x18\x01 \x01(\x0e\x32\x16.tasuki.v1.OrderStatus\x12\x12\n\nepoch_seen\x18\x02 \x01(\x03\"v\n\x0c\x44rainRequest\x12!\n\x06\x63\x61ller\x18\x01 \x01(\x0b\x32\x11.tasuki.v1.Caller\x12\x14\n\x0cleader_epoch\x18\x02 \x01(\x03\x12\x11\n\tworker_id\x18\x03 \x01(\t\x12\n\n\x02on\x18\x04 \x01(\x08\x12\x0e\n\x06reason\x18\x05 \x01(\t\"K\n\rDrainResponse\x12&\n\x06status\x18\x01 \x01(\x0e\x32\x16.tasuki.v1.OrderStatus\x12\x12\n\nepoch_seen\x18\x02 \x01(\x03\"x\n\x1a\x43onfirmContinuationRequest\x12!\n\x06\x63\x61ller\x18\x01 \x01(\x0b\x32\x11.tasuki.v1.Caller\x12\x14\n\x0cleader_epoch\x18\x02 \x01(\x03\x12!\n\x03run\x18\x03 \x01(\x0b\x32\x14.tasuki.v1.JobRunRef\"s\n\x1b\x43onfirmContinuationResponse\x12-\n\x0c\x63ontinuation\x18\x01 \x01(\x0e\x32\x17.tasuki.v1.Continuation\x12\x11\n\taddresses\x18\x02 \x03(\t\x12\x12\n\nepoch_seen\x18\x03 \x01(\x03*R\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x0f\n\x0bROLE_WORKER\x10\x01\x12\x12\n\x0eROLE_SUBLEADER\x10\x02\x12\x0f\n\x0bROLE_LEADER\x10\x03*\x8b\x02\n\x0bOrderStatus\x12\x1c\n\x18ORDER_STATUS_UNSPECIFIED\x10\x00\x12\x19\n\x15ORDER_STATUS_ACCEPTED\x10\x01\x12\x18\n\x14ORDER_STATUS_ALREADY\x10\x02\x12\x1d\n\x19ORDER_STATUS_NOT_ASSIGNED\x10\x03\x12\x18\n\x14ORDER_STATUS_NOT_DUE\x10\x04\x12\x1c\n\x18ORDER_STATUS_NOT_RUNNING\x10\x05\x12\x1c\n\x18ORDER_STATUS_STALE_EPOCH\x10\x06\x12\x19\n\x15ORDER_STATUS_DETACHED\x10\x07\x12\x19\n\x15ORDER_STATUS_DRAINING\x10\x08*~\n\x0c\x43ontinuation\x12\x1c\n\x18\x43ONTINUATION_UNSPECIFIED\x10\x00\x12\x19\n\x15\x43ONTINUATION_CONTINUE\x10\x01\x12\x15\n\x11\x43ONTINUATION_STOP\x10\x02\x12\x1e\n\x1a\x43ONTINUATION_ASK_ELSEWHERE\x10\x03\x32\xbf\x03\n\rWorkerService\x12\x37\n\x04Ping\x12\x16.tasuki.v1.PingRequest\x1a\x17.tasuki.v1.PingResponse\x12\x46\n\tGetStatus\x12\x1b.tasuki.v1.GetStatusRequest\x1a\x1c.tasuki.v1.GetStatusResponse\x12\x43\n\x08StartJob\x12\x1a.tasuki.v1.StartJobRequest\x1a\x1b.tasuki.v1.StartJobResponse\x12\x46\n\tCancelJob\x12\x1b.tasuki.v1.CancelJobRequest\x1a\x1c.tasuki.v1.CancelJobResponse\x12:\n\x05\x44rain\x12\x17.tasuki.v1.DrainRequest\x1a\x18.tasuki.v1.DrainResponse\x12\x64\n\x13\x43onfirmContinuation\x12%.tasuki.v1.ConfirmContinuationRequest\x1a&.tasuki.v1.ConfirmContinuationResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16tasuki/v1/worker.proto\x12\ttasuki.v1\",\n\x06\x43\x61ller\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x11\n\tworker_id\x18\x02 \x01(\t\"F\n\x0bPingRequest\x12!\n\x06\x63\x61ller\x18\x01 \x01(\x0b\x32\x11.tasuki.v1.Caller\x12\x14\n\x0cleader_epoch\x18\x02 \x01(\x03\"z\n\x0cPingResponse\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0f\n\x07node_id\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\x12\x1d\n\x04role\x18\x04 \x01(\x0e\x32\x0f.tasuki.v1.Role\x12\x12\n\nepoch_seen\x18\x05 \x01(\x03\"K\n\x10GetStatusRequest\x12!\n\x06\x63\x61ller\x18\x01 \x01(\x0b\x32\x11.tasuki.v1.Caller\x12\x14\n\x0cleader_epoch\x18\x02 \x01(\x03\"\xd8\x02\n\x11GetStatusResponse\x12$\n\x03who\x18\x01 \x01(\x0b\x32\x17.tasuki.v1.PingResponse\x12\x0c\n\x04load\x18\x02 \x01(\x05\x12\x10\n\x08max_jobs\x18\x03 \x01(\x05\x12\x1b\n\x13\x63urrent_job_run_ids\x18\x04 \x03(\t\x12\x10\n\x08\x64\x65tached\x18\x05 \x01(\x08\x12\x10\n\x08\x64raining\x18\x06 \x01(\x08\x12\x14\n\x0clast_seen_ts\x18\x07 \x01(\x01\x12\x0f\n\x07version\x18\x08 \x01(\t\x12\x16\n\x0eschema_version\x18\t \x01(\x05\x12:\n\x07refused\x18\n \x03(\x0b\x32).tasuki.v1.GetStatusResponse.RefusedEntry\x12\x11\n\tled_ago_s\x18\x0b \x01(\x01\x1a.\n\x0cRefusedEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x03:\x02\x38\x01\"0\n\tJobRunRef\x12\x12\n\njob_run_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\x03\"\x81\x01\n\x0fStartJobRequest\x12!\n\x06\x63\x61ller\x18\x01 \x01(\x0b\x32\x11.tasuki.v1.Caller\x12\x14\n\x0cleader_epoch\x18\x02 \x01(\x03\x12\x11\n\tworker_id\x18\x03 \x01(\t\x12\"\n\x04runs\x18\x04 \x03(\x0b\x32\x14.tasuki.v1.JobRunRef\"P\n\x10StartJobResponse\x12(\n\x08statuses\x18\x01 \x03(\x0e\x32\x16.tasuki.v1.OrderStatus\x12\x12\n\nepoch_seen\x18\x02 \x01(\x03\"\x91\x01\n\x10\x43\x61ncelJobRequest\x12!\n\x06\x63\x61ller\x18\x01 \x01(\x0b\x32\x11.tasuki.v1.Caller\x12\x14\n\x0cleader_epoch\x18\x02 \x01(\x03\x12\x11\n\tworker_id\x18\x03 \x01(\t\x12!\n\x03run\x18\x04 \x01(\x0b\x32\x14.tasuki.v1.JobRunRef\x12\x0e\n\x06reason\x18\x05 \x01(\t\"O\n\x11\x43\x61ncelJobResponse\x12&\n\x06status\x18\x01 \x01(\x0e\x32\x16.tasuki.v1.OrderStatus\x12\x12\n\nepoch_seen\x18\x02 \x01(\x03\"v\n\x0c\x44rainRequest\x12!\n\x06\x63\x61ller\x18\x01 \x01(\x0b\x32\x11.tasuki.v1.Caller\x12\x14\n\x0cleader_epoch\x18\x02 \x01(\x03\x12\x11\n\tworker_id\x18\x03 \x01(\t\x12\n\n\x02on\x18\x04 \x01(\x08\x12\x0e\n\x06reason\x18\x05 \x01(\t\"K\n\rDrainResponse\x12&\n\x06status\x18\x01 \x01(\x0e\x32\x16.tasuki.v1.OrderStatus\x12\x12\n\nepoch_seen\x18\x02 \x01(\x03\"\x8f\x01\n\x1a\x43onfirmContinuationRequest\x12!\n\x06\x63\x61ller\x18\x01 \x01(\x0b\x32\x11.tasuki.v1.Caller\x12\x14\n\x0cleader_epoch\x18\x02 \x01(\x03\x12!\n\x03run\x18\x03 \x01(\x0b\x32\x14.tasuki.v1.JobRunRef\x12\x15\n\rrenewed_ago_s\x18\x04 \x01(\x01\"s\n\x1b\x43onfirmContinuationResponse\x12-\n\x0c\x63ontinuation\x18\x01 \x01(\x0e\x32\x17.tasuki.v1.Continuation\x12\x11\n\taddresses\x18\x02 \x03(\t\x12\x12\n\nepoch_seen\x18\x03 \x01(\x03*R\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x0f\n\x0bROLE_WORKER\x10\x01\x12\x12\n\x0eROLE_SUBLEADER\x10\x02\x12\x0f\n\x0bROLE_LEADER\x10\x03*\x8b\x02\n\x0bOrderStatus\x12\x1c\n\x18ORDER_STATUS_UNSPECIFIED\x10\x00\x12\x19\n\x15ORDER_STATUS_ACCEPTED\x10\x01\x12\x18\n\x14ORDER_STATUS_ALREADY\x10\x02\x12\x1d\n\x19ORDER_STATUS_NOT_ASSIGNED\x10\x03\x12\x18\n\x14ORDER_STATUS_NOT_DUE\x10\x04\x12\x1c\n\x18ORDER_STATUS_NOT_RUNNING\x10\x05\x12\x1c\n\x18ORDER_STATUS_STALE_EPOCH\x10\x06\x12\x19\n\x15ORDER_STATUS_DETACHED\x10\x07\x12\x19\n\x15ORDER_STATUS_DRAINING\x10\x08*~\n\x0c\x43ontinuation\x12\x1c\n\x18\x43ONTINUATION_UNSPECIFIED\x10\x00\x12\x19\n\x15\x43ONTINUATION_CONTINUE\x10\x01\x12\x15\n\x11\x43ONTINUATION_STOP\x10\x02\x12\x1e\n\x1a\x43ONTINUATION_ASK_ELSEWHERE\x10\x03\x32\xbf\x03\n\rWorkerService\x12\x37\n\x04Ping\x12\x16.tasuki.v1.PingRequest\x1a\x17.tasuki.v1.PingResponse\x12\x46\n\tGetStatus\x12\x1b.tasuki.v1.GetStatusRequest\x1a\x1c.tasuki.v1.GetStatusResponse\x12\x43\n\x08StartJob\x12\x1a.tasuki.v1.StartJobRequest\x1a\x1b.tasuki.v1.StartJobResponse\x12\x46\n\tCancelJob\x12\x1b.tasuki.v1.CancelJobRequest\x1a\x1c.tasuki.v1.CancelJobResponse\x12:\n\x05\x44rain\x12\x17.tasuki.v1.DrainRequest\x1a\x18.tasuki.v1.DrainResponse\x12\x64\n\x13\x43onfirmContinuation\x12%.tasuki.v1.ConfirmContinuationRequest\x1a&.tasuki.v1.ConfirmContinuationResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,12 +33,12 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_GETSTATUSRESPONSE_REFUSEDENTRY']._loaded_options = None
   _globals['_GETSTATUSRESPONSE_REFUSEDENTRY']._serialized_options = b'8\001'
-  _globals['_ROLE']._serialized_start=1613
-  _globals['_ROLE']._serialized_end=1695
-  _globals['_ORDERSTATUS']._serialized_start=1698
-  _globals['_ORDERSTATUS']._serialized_end=1965
-  _globals['_CONTINUATION']._serialized_start=1967
-  _globals['_CONTINUATION']._serialized_end=2093
+  _globals['_ROLE']._serialized_start=1656
+  _globals['_ROLE']._serialized_end=1738
+  _globals['_ORDERSTATUS']._serialized_start=1741
+  _globals['_ORDERSTATUS']._serialized_end=2008
+  _globals['_CONTINUATION']._serialized_start=2010
+  _globals['_CONTINUATION']._serialized_end=2136
   _globals['_CALLER']._serialized_start=37
   _globals['_CALLER']._serialized_end=81
   _globals['_PINGREQUEST']._serialized_start=83
@@ -48,27 +48,27 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GETSTATUSREQUEST']._serialized_start=279
   _globals['_GETSTATUSREQUEST']._serialized_end=354
   _globals['_GETSTATUSRESPONSE']._serialized_start=357
-  _globals['_GETSTATUSRESPONSE']._serialized_end=682
-  _globals['_GETSTATUSRESPONSE_REFUSEDENTRY']._serialized_start=636
-  _globals['_GETSTATUSRESPONSE_REFUSEDENTRY']._serialized_end=682
-  _globals['_JOBRUNREF']._serialized_start=684
-  _globals['_JOBRUNREF']._serialized_end=732
-  _globals['_STARTJOBREQUEST']._serialized_start=735
-  _globals['_STARTJOBREQUEST']._serialized_end=864
-  _globals['_STARTJOBRESPONSE']._serialized_start=866
-  _globals['_STARTJOBRESPONSE']._serialized_end=946
-  _globals['_CANCELJOBREQUEST']._serialized_start=949
-  _globals['_CANCELJOBREQUEST']._serialized_end=1094
-  _globals['_CANCELJOBRESPONSE']._serialized_start=1096
-  _globals['_CANCELJOBRESPONSE']._serialized_end=1175
-  _globals['_DRAINREQUEST']._serialized_start=1177
-  _globals['_DRAINREQUEST']._serialized_end=1295
-  _globals['_DRAINRESPONSE']._serialized_start=1297
-  _globals['_DRAINRESPONSE']._serialized_end=1372
-  _globals['_CONFIRMCONTINUATIONREQUEST']._serialized_start=1374
-  _globals['_CONFIRMCONTINUATIONREQUEST']._serialized_end=1494
-  _globals['_CONFIRMCONTINUATIONRESPONSE']._serialized_start=1496
-  _globals['_CONFIRMCONTINUATIONRESPONSE']._serialized_end=1611
-  _globals['_WORKERSERVICE']._serialized_start=2096
-  _globals['_WORKERSERVICE']._serialized_end=2543
+  _globals['_GETSTATUSRESPONSE']._serialized_end=701
+  _globals['_GETSTATUSRESPONSE_REFUSEDENTRY']._serialized_start=655
+  _globals['_GETSTATUSRESPONSE_REFUSEDENTRY']._serialized_end=701
+  _globals['_JOBRUNREF']._serialized_start=703
+  _globals['_JOBRUNREF']._serialized_end=751
+  _globals['_STARTJOBREQUEST']._serialized_start=754
+  _globals['_STARTJOBREQUEST']._serialized_end=883
+  _globals['_STARTJOBRESPONSE']._serialized_start=885
+  _globals['_STARTJOBRESPONSE']._serialized_end=965
+  _globals['_CANCELJOBREQUEST']._serialized_start=968
+  _globals['_CANCELJOBREQUEST']._serialized_end=1113
+  _globals['_CANCELJOBRESPONSE']._serialized_start=1115
+  _globals['_CANCELJOBRESPONSE']._serialized_end=1194
+  _globals['_DRAINREQUEST']._serialized_start=1196
+  _globals['_DRAINREQUEST']._serialized_end=1314
+  _globals['_DRAINRESPONSE']._serialized_start=1316
+  _globals['_DRAINRESPONSE']._serialized_end=1391
+  _globals['_CONFIRMCONTINUATIONREQUEST']._serialized_start=1394
+  _globals['_CONFIRMCONTINUATIONREQUEST']._serialized_end=1537
+  _globals['_CONFIRMCONTINUATIONRESPONSE']._serialized_start=1539
+  _globals['_CONFIRMCONTINUATIONRESPONSE']._serialized_end=1654
+  _globals['_WORKERSERVICE']._serialized_start=2139
+  _globals['_WORKERSERVICE']._serialized_end=2586
 # @@protoc_insertion_point(module_scope)

@@ -89,7 +89,7 @@ class GetStatusRequest(_message.Message):
     def __init__(self, caller: _Optional[_Union[Caller, _Mapping]] = ..., leader_epoch: _Optional[int] = ...) -> None: ...
 
 class GetStatusResponse(_message.Message):
-    __slots__ = ("who", "load", "max_jobs", "current_job_run_ids", "detached", "draining", "last_seen_ts", "version", "schema_version", "refused")
+    __slots__ = ("who", "load", "max_jobs", "current_job_run_ids", "detached", "draining", "last_seen_ts", "version", "schema_version", "refused", "led_ago_s")
     class RefusedEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -107,6 +107,7 @@ class GetStatusResponse(_message.Message):
     VERSION_FIELD_NUMBER: _ClassVar[int]
     SCHEMA_VERSION_FIELD_NUMBER: _ClassVar[int]
     REFUSED_FIELD_NUMBER: _ClassVar[int]
+    LED_AGO_S_FIELD_NUMBER: _ClassVar[int]
     who: PingResponse
     load: int
     max_jobs: int
@@ -117,7 +118,8 @@ class GetStatusResponse(_message.Message):
     version: str
     schema_version: int
     refused: _containers.ScalarMap[str, int]
-    def __init__(self, who: _Optional[_Union[PingResponse, _Mapping]] = ..., load: _Optional[int] = ..., max_jobs: _Optional[int] = ..., current_job_run_ids: _Optional[_Iterable[str]] = ..., detached: bool = ..., draining: bool = ..., last_seen_ts: _Optional[float] = ..., version: _Optional[str] = ..., schema_version: _Optional[int] = ..., refused: _Optional[_Mapping[str, int]] = ...) -> None: ...
+    led_ago_s: float
+    def __init__(self, who: _Optional[_Union[PingResponse, _Mapping]] = ..., load: _Optional[int] = ..., max_jobs: _Optional[int] = ..., current_job_run_ids: _Optional[_Iterable[str]] = ..., detached: bool = ..., draining: bool = ..., last_seen_ts: _Optional[float] = ..., version: _Optional[str] = ..., schema_version: _Optional[int] = ..., refused: _Optional[_Mapping[str, int]] = ..., led_ago_s: _Optional[float] = ...) -> None: ...
 
 class JobRunRef(_message.Message):
     __slots__ = ("job_run_id", "attempt")
@@ -192,14 +194,16 @@ class DrainResponse(_message.Message):
     def __init__(self, status: _Optional[_Union[OrderStatus, str]] = ..., epoch_seen: _Optional[int] = ...) -> None: ...
 
 class ConfirmContinuationRequest(_message.Message):
-    __slots__ = ("caller", "leader_epoch", "run")
+    __slots__ = ("caller", "leader_epoch", "run", "renewed_ago_s")
     CALLER_FIELD_NUMBER: _ClassVar[int]
     LEADER_EPOCH_FIELD_NUMBER: _ClassVar[int]
     RUN_FIELD_NUMBER: _ClassVar[int]
+    RENEWED_AGO_S_FIELD_NUMBER: _ClassVar[int]
     caller: Caller
     leader_epoch: int
     run: JobRunRef
-    def __init__(self, caller: _Optional[_Union[Caller, _Mapping]] = ..., leader_epoch: _Optional[int] = ..., run: _Optional[_Union[JobRunRef, _Mapping]] = ...) -> None: ...
+    renewed_ago_s: float
+    def __init__(self, caller: _Optional[_Union[Caller, _Mapping]] = ..., leader_epoch: _Optional[int] = ..., run: _Optional[_Union[JobRunRef, _Mapping]] = ..., renewed_ago_s: _Optional[float] = ...) -> None: ...
 
 class ConfirmContinuationResponse(_message.Message):
     __slots__ = ("continuation", "addresses", "epoch_seen")

@@ -51,7 +51,10 @@ TOKEN_SHARE = 4  # one in so many requests under way may be of one token
 class HttpDoor:
     """One listener. `listen`, then `close`; it may listen again after that."""
 
-    def __init__(self, server: Server, config: HttpConfig, connections: Connections | None = None) -> None:
+    def __init__(
+        self, server: Server, config: HttpConfig, connections: Connections | None = None, screens: Handler | None = None
+    ) -> None:
+        """`screens` answers all requests below /ops/, also those without a token: it has a login of its own."""
         for app in config.apps:
             check_app(app)
         workers = Workers(server, config.lease_ttl_s)
@@ -66,7 +69,7 @@ class HttpDoor:
         self._closing = self._loopback = False
         self._uvicorn: UvicornServer | None = None
         self._ticking: asyncio.Task[None] | None = None
-        self.asgi_app = self._application()
+        self.asgi_app = self._application(screens)
 
     # ------------------------------------------------------------------------------------------------ life
 
@@ -103,13 +106,29 @@ class HttpDoor:
 
     # ------------------------------------------------------------------------------------------------ the application
 
-    def _application(self) -> Starlette:
+    def _application(self, screens: Handler | None) -> Starlette:
         async def openapi(request: Request) -> Response:
             return Response(document_text(), media_type="application/json")
 
         routes = [(route.method, route.path, self._endpoint(route)) for route in ROUTES]
+        routes.append(("GET", "/openapi.json", openapi))
+        if screens is not None:
+            routes += [(method, "/ops/{path:path}", self._screens_endpoint(screens)) for method in ("GET", "POST")]
         app = FastAPI(title="tasuki", openapi_url=None, docs_url=None, redoc_url=None)
-        return application(app, [*routes, ("GET", "/openapi.json", openapi)])
+        return application(app, routes)
+
+    def _screens_endpoint(self, screens: Handler) -> Handler:
+        async def endpoint(request: Request) -> Response:
+            try:
+                if self._closing:
+                    raise Overloaded("this server is going down; try again")
+                exchange.check_site(request, self._http.config.host_names, loopback=self._loopback)
+                return await screens(request)
+            except TasukiError as error:
+                self._http.server.refusals.error(exchange.peer_of(request), error)
+                return error_answer(discreet(error))
+
+        return endpoint
 
     def _endpoint(self, route: Route) -> Handler:
         async def endpoint(request: Request) -> Response:
@@ -165,12 +184,14 @@ class HttpDoor:
         try:
             with self._bodies.share(owner) as reserve:
                 answer = await self._read_and_handle(route, RequestContext(self._http, request, caller, reserve))
+                answer = await exchange.compressed(request, answer)
             return self._bodies.counted(answer, owner, beyond=route.unrepeatable)
         finally:
             self._shares.give_back(owner)
 
     async def _read_and_handle(self, route: Route, context: RequestContext) -> Response:
         if route.streamed:
+            exchange.encoding_of(context.request)  # the bytes are what is stored: they come as they are
             return await self._handled(route, context)
         body = await exchange.read_body(context.request, context.reserve)
         if route.body is not None:

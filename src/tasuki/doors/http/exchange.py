@@ -33,6 +33,7 @@ from tasuki.errors import (
     UnknownSession,
     from_wire,
 )
+from tasuki.wire.compression import CODECS, COMPRESS_FROM_BYTES, FLAGS, compress, decompress
 
 JSON = "application/json"
 RETRY_AFTER_S = 1
@@ -42,6 +43,8 @@ DECODED_MAX_BYTES = 6 * BODY_MAX_BYTES  # values of a JSON body: enough for 16 M
 BODIES_MAX_BYTES = 256 * 1024 * 1024  # of all requests at once, with the values of JSON ones; half of it for one token
 UNREAD_MIN_BYTES = 64 * 1024  # of an answer; smaller ones are not counted
 REFUSED_MAX_BYTES = 4 * BODY_MAX_BYTES  # a body that is declared larger is not read at all
+ACCEPT_MAX_CHARS = 256
+COMPRESS_ASIDE_BYTES = 64 * 1024  # an answer from this size on is compressed in a thread: gzip takes a second for 100 MB
 DROP_TIMEOUT_S = 5.0
 DISCARD_S = 2.0  # of a body that is still being sent when the answer is given
 BODY_TIMEOUT_S = 30.0
@@ -58,6 +61,7 @@ _missing = re.compile(r"Object missing required field `([^`]+)`(?: - at `\$\.?(.
 
 _STATUSES: dict[int, tuple[type[TasukiError], ...]] = {
     413: (TooLarge,),
+    415: (errors.UnsupportedEncoding,),
     400: (InvalidInput,),
     401: (Unauthorized,),
     403: (errors.Forbidden,),
@@ -131,6 +135,8 @@ def error_answer(error: TasukiError) -> Response:
     headers = {}
     if status == 401:
         headers["WWW-Authenticate"] = "Bearer"
+    elif status == 415:
+        headers["Accept-Encoding"] = ", ".join(CODECS)
     elif status == 413:
         headers["Connection"] = "close"  # the rest of the body is not read
     elif isinstance(error, UnknownSession):
@@ -313,7 +319,60 @@ async def read_body(request: Request, reserve: Callable[[int], None]) -> bytes:
         raise InvalidInput(f"the body did not come within {BODY_TIMEOUT_S:g} s") from None
     except ClientDisconnect:
         raise InvalidInput("the body ended before it was whole") from None
-    return b"".join(pieces)
+    return _plain(request, b"".join(pieces), reserve)
+
+
+def encoding_of(request: Request, known: tuple[str, ...] = ()) -> str:
+    """Return the Content-Encoding of a request, empty for a plain body; UnsupportedEncoding if it is none of these."""
+    encoding = request.headers.get("content-encoding", "").strip().lower()
+    if encoding in ("", "identity"):
+        return ""
+    if encoding not in known:
+        others = f", or compressed by one of {', '.join(known)}" if known else ""
+        raise errors.UnsupportedEncoding(
+            f"the Content-Encoding {errors.quoted(encoding)} is not taken here; send it plain{others}"
+        )
+    return encoding
+
+
+def _plain(request: Request, body: bytes, reserve: Callable[[int], None]) -> bytes:
+    """Return the body decompressed; TooLarge before it is larger than a plain one may be."""
+    if not (encoding := encoding_of(request, CODECS)):
+        return body
+    plain = decompress(body, FLAGS[encoding], BODY_MAX_BYTES)
+    reserve(len(plain))
+    return plain
+
+
+@functools.lru_cache
+def accepted_codec(accept_encoding: str) -> str | None:
+    """Return the codec that an Accept-Encoding wants most, of those that we have; None: plain."""
+    wanted: dict[str, float] = {}
+    for part in accept_encoding.lower().split(","):
+        name, _, parameter = part.partition(";")
+        weight = parameter.partition("q=")[2].strip()
+        try:
+            wanted[name.strip()] = float(weight or 1.0)
+        except ValueError:
+            continue
+    known = [codec for codec in CODECS if wanted.get(codec, 0.0) > 0.0]
+    return max(known, key=lambda codec: wanted[codec], default=None)
+
+
+async def compressed(request: Request, answer: Response) -> Response:
+    """Return the answer compressed, if its client takes that, it gets smaller, and it is no stream."""
+    body, codec = getattr(answer, "body", b""), accepted_codec(request.headers.get("accept-encoding", "")[:ACCEPT_MAX_CHARS])
+    if codec is None or len(body) < COMPRESS_FROM_BYTES:
+        return answer
+    if len(body) < COMPRESS_ASIDE_BYTES:
+        smaller, flags = compress(body, codec)
+    else:
+        smaller, flags = await asyncio.to_thread(compress, body, codec)
+    answer.headers["Vary"] = "Accept-Encoding"
+    if flags:
+        answer.body = smaller
+        answer.headers["Content-Encoding"], answer.headers["Content-Length"] = codec, str(len(smaller))
+    return answer
 
 
 async def _drop(request: Request) -> None:

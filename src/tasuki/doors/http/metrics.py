@@ -1,193 +1,28 @@
-"""/metrics for Prometheus: jobs by group and state, the effects of this server's turns, the requests of this door.
+"""/metrics for Prometheus: jobs by group and state, what this server counted by group, the requests of this door.
 
-Jobs by group and state are counted in the store, for all servers together; everything else is this server's own. Labels are
-bounded, and never a job, a worker or a token. A turn is looked at after its commit, so a job is counted once, by the server whose
-turn it was, and sums over servers are true sums. Facts that a report lacks (the job's group, when it was submitted) are
-remembered from the turn that stored or leased the job here, for a bounded number of jobs. No decision depends on any of this.
+Jobs by group and state are counted in the store, for all servers together; everything else is this server's own, and sums over
+servers are true sums (`server.statistics`). Labels are bounded, and never a job, a worker or a token.
 """
 
 from __future__ import annotations
 
-import time
-from collections import Counter as Tally
-from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from functools import partial
+from itertools import accumulate
 
 import msgspec
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from tasuki.core.broker.broker import Broker
 from tasuki.core.job import TERMINAL, State
-from tasuki.core.store_messages import (
-    COUNTED,
-    OTHER_GROUPS,
-    Answers,
-    Grant,
-    GroupCounts,
-    Report,
-    ReportAnswer,
-    ReportStatus,
-    Submitted,
-    Turn,
-    largest_groups,
-)
-from tasuki.core.subject import DEFAULT_SUBJECT, group_of
+from tasuki.core.statistics import LATENCIES_S, ROLLUP_GROUPS_MAX, GroupStatistics
+from tasuki.core.store_messages import COUNTED, Answers, GroupCounts, Turn, largest_groups
+from tasuki.server.server import Server
 
-GROUPS_MAX = 100  # with a label of their own; a label for each would let any submitter fill the monitoring
-UNKNOWN_GROUP = "(unknown)"  # of a job that another server leased
-REMEMBERED_MAX = 50_000
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
-LONG_SECONDS = (*SECONDS, 300.0, 1800.0, 7200.0)
 ITEMS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
-DEAD = (State.FAILED, State.TIMED_OUT)
-
-
-class _Subject(msgspec.Struct):
-    """The one field of a spec that is decoded."""
-
-    subject: str = DEFAULT_SUBJECT
-
-
-_decode_subject = msgspec.msgpack.Decoder(_Subject).decode
-
-
-class _OpenJob(msgspec.Struct):
-    """A job that has not ended."""
-
-    group: str
-    stored_at: float | None = None
-    """None: leased before, or not to start at once."""
-
-
-class JobMetrics:
-    """Counts what committed turns did to jobs."""
-
-    def __init__(self, registry: CollectorRegistry) -> None:
-        counter = partial(Counter, labelnames=("group",), registry=registry)
-        self._submitted = counter("tasuki_jobs_submitted", "Jobs stored.")
-        self._leased = counter("tasuki_jobs_leased", "Attempts given to workers.")
-        self._ended = counter("tasuki_jobs_ended", "Jobs that ended, by their final state.", labelnames=("group", "state"))
-        self._retried = counter("tasuki_jobs_retried", "Attempts that are followed by another one.", labelnames=("group", "why"))
-        self._failed = counter("tasuki_attempts_failed", "Attempts that their workers reported as failed.")
-        self._lost = counter("tasuki_attempts_lost", "Attempts whose lease ran out.")
-        self._dead = counter("tasuki_dead_letters", "Jobs that failed for good.")
-        self._requeued = counter("tasuki_jobs_requeued", "Jobs that were set going again after their end.")
-        self._fenced = counter("tasuki_reports_fenced", "Reports that were refused: not the current lease.")
-        text = "From the commit of a submit to that of its first lease."
-        histogram = partial(Histogram, registry=registry)
-        self._delivery = histogram("tasuki_delivery_latency_seconds", text, ("group",), buckets=LONG_SECONDS)
-        self._items = histogram("tasuki_turn_items", "Items of one transaction.", ("what",), buckets=ITEMS)
-        # Ordered: to find the first key of a dict whose front was deleted is a walk over the holes.
-        self._known: OrderedDict[str, _OpenJob] = OrderedDict()
-        self._named: set[str] = set()
-
-    def turn(self, turn: Turn, answers: Answers, now: float) -> None:
-        """Count one committed turn; `now` is monotonic."""
-        self._reports("finish", turn.finish, answers.finish)
-        self._reports("fail", turn.fail, answers.fail)
-        self._count_others(turn, answers)
-        self._stored(turn, answers, now)
-        self._grants([grant for grants in answers.lease for grant in grants], now)
-        for what in ("submit", "finish", "fail", "renew"):
-            if count := len(getattr(turn, what)):
-                self._items.labels(what).observe(count)
-
-    # ------------------------------------------------------------------------------------------------ parts of a turn
-
-    def _stored(self, turn: Turn, answers: Answers, now: float) -> None:
-        tally: Tally[str] = Tally()
-        for submission, answer in zip([*turn.submit, *turn.rerun], [*answers.submit, *answers.rerun], strict=True):
-            if isinstance(answer, Submitted) and answer.created:
-                spec = submission.spec
-                group = self._label(group_of(spec.subject))
-                tally[group] += 1
-                self._remember(spec.job_id, _OpenJob(group, now if spec.not_before is None else None))
-        _add(self._submitted, tally)
-
-    def _grants(self, grants: Sequence[Grant], now: float) -> None:
-        if not grants:
-            return
-        tally: Tally[str] = Tally()
-        for grant in grants:
-            known = self._known.get(grant.job_id)
-            if known is None:
-                known = _OpenJob(self._label(group_of(_decode_subject(grant.spec).subject)))
-                self._remember(grant.job_id, known)
-            elif known.stored_at is not None:
-                self._delivery.labels(known.group).observe(max(0.0, now - known.stored_at))
-                known.stored_at = None
-            tally[known.group] += 1
-        _add(self._leased, tally)
-        self._items.labels("lease").observe(len(grants))
-
-    def _reports(self, verb: str, reports: Sequence[Report], answers: Sequence[ReportAnswer]) -> None:
-        fenced: Tally[str] = Tally()
-        failed: Tally[str] = Tally()
-        for report, answer in zip(reports, answers, strict=True):
-            group = self._group_of(report.job_id)
-            if answer.answer is ReportStatus.FENCED:
-                fenced[group] += 1
-            elif answer.answer is ReportStatus.RECORDED:
-                failed[group] += verb == "fail"
-                self._attempt_ended(report.job_id, answer.state, "failed")
-        _add(self._fenced, fenced)
-        _add(self._failed, failed)
-
-    def _count_others(self, turn: Turn, answers: Answers) -> None:
-        """Count what the leader and operators did."""
-        for reaped in answers.reap:
-            self._lost.labels(self._group_of(reaped.job_id)).inc()
-            self._attempt_ended(reaped.job_id, reaped.state, "lost")
-        for job_id in answers.skip:
-            self._attempt_ended(job_id, State.SKIPPED, "")
-        for (job_id, _, _), canceled in zip(turn.cancel, answers.cancel, strict=True):
-            # A repeated cancel is answered alike: only the first one ends the job.
-            if canceled.state is State.CANCELED and not canceled.requested and job_id in self._known:
-                self._attempt_ended(job_id, State.CANCELED, "")
-        for order, requeued in zip(turn.requeue, answers.requeue, strict=True):
-            if requeued.done:
-                self._requeued.labels(self._group_of(order.job_id)).inc()
-
-    def _attempt_ended(self, job_id: str, state: State | None, why: str) -> None:
-        group = self._group_of(job_id)
-        if state in TERMINAL:
-            assert state is not None
-            self._known.pop(job_id, None)
-            self._ended.labels(group, COUNTED[state]).inc()
-            if state in DEAD:
-                self._dead.labels(group).inc()
-        elif state is not None:
-            self._retried.labels(group, why).inc()
-
-    # ------------------------------------------------------------------------------------------------ groups
-
-    def _remember(self, job_id: str, known: _OpenJob) -> None:
-        """Remember a job; beyond the limit the oldest one is forgotten."""
-        if len(self._known) >= REMEMBERED_MAX:
-            self._known.popitem(last=False)
-        self._known[job_id] = known
-
-    def _group_of(self, job_id: str) -> str:
-        known = self._known.get(job_id)
-        return known.group if known is not None else UNKNOWN_GROUP
-
-    def _label(self, group: str) -> str:
-        """Return the label of a group: its name, for the first groups that come."""
-        if group in self._named:
-            return group
-        if len(self._named) >= GROUPS_MAX:
-            return OTHER_GROUPS
-        self._named.add(group)
-        return group
-
-
-def _add(counter: Counter, tally: Tally[str]) -> None:
-    for group, count in tally.items():
-        if count:
-            counter.labels(group).inc(count)
 
 
 class Metrics:
@@ -195,8 +30,8 @@ class Metrics:
 
     def __init__(self) -> None:
         self._registry = registry = CollectorRegistry()
-        self._jobs = JobMetrics(registry)
         counter, histogram = partial(Counter, registry=registry), partial(Histogram, registry=registry)
+        self._turn_items = histogram("tasuki_turn_items", "Items of one transaction.", ("what",), buckets=ITEMS)
         self._requests = counter("tasuki_http_requests", "Requests answered.", ("method", "route", "status"))
         text = "Time to the answer, waiting included."
         self._seconds = histogram("tasuki_http_request_seconds", text, ("method", "route"), buckets=SECONDS)
@@ -207,7 +42,12 @@ class Metrics:
         self._reported = counter("tasuki_http_jobs_reported", "Reports of workers over HTTP.", ("app", "what", "answer"))
 
     def turn(self, turn: Turn, answers: Answers) -> None:
-        self._jobs.turn(turn, answers, time.monotonic())
+        """Note how many items a committed turn had."""
+        for what in ("submit", "finish", "fail", "renew"):
+            if count := len(getattr(turn, what)):
+                self._turn_items.labels(what).observe(count)
+        if count := sum(map(len, answers.lease)):
+            self._turn_items.labels("lease").observe(count)
 
     def began(self) -> None:
         self._under_way.inc()
@@ -231,10 +71,11 @@ class Metrics:
         self._reported.labels(app, what, "recorded").inc(recorded)
         self._reported.labels(app, what, "fenced").inc(fenced)
 
-    def text(self, counts: Mapping[str, GroupCounts] | None, broker: Broker) -> bytes:
+    def text(self, counts: Mapping[str, GroupCounts] | None, server: Server) -> bytes:
         """Return the page, with the present values of store and server; `counts` is None if the store did not tell them."""
         now = CollectorRegistry()
-        now.register(_Now(counts, broker))
+        now.register(_Now(counts, server.broker))
+        now.register(_Counted(server.statistics.totals()))
         return generate_latest(now) + generate_latest(self._registry)
 
 
@@ -248,7 +89,7 @@ class _Now(Collector):
         jobs = GaugeMetricFamily(
             "tasuki_jobs", "Jobs that are kept, by group and state; active: leased.", labels=("group", "state")
         )
-        for group, counts in largest_groups(self._counts or {}, GROUPS_MAX).items():
+        for group, counts in largest_groups(self._counts or {}, ROLLUP_GROUPS_MAX).items():
             for state, count in msgspec.structs.asdict(counts).items():
                 jobs.add_metric((group, state), count)
         yield jobs
@@ -260,3 +101,58 @@ class _Now(Collector):
         problem = self._broker.store_problem or self._broker.disk_problem
         is_up = self._counts is not None and not problem
         yield GaugeMetricFamily("tasuki_up", "1 if the store took the last turn and there is room for jobs.", is_up)
+
+
+_COUNTERS = (
+    ("tasuki_jobs_submitted", "Jobs stored.", {"submitted": ()}),
+    ("tasuki_jobs_leased", "Attempts given to workers.", {"leased": ()}),
+    ("tasuki_jobs_redelivered", "Attempts given to workers that are not the first of their job.", {"redelivered": ()}),
+    (
+        "tasuki_jobs_ended",
+        "Jobs that ended, by their final state.",
+        {COUNTED[state]: (COUNTED[state],) for state in State if state in TERMINAL},
+    ),
+    (
+        "tasuki_jobs_retried",
+        "Attempts that are followed by another one.",
+        {"retried_failed": ("failed",), "retried_lost": ("lost",)},
+    ),
+    ("tasuki_attempts_failed", "Attempts that their workers reported as failed.", {"attempts_failed": ()}),
+    ("tasuki_attempts_lost", "Attempts whose lease ran out.", {"attempts_lost": ()}),
+    ("tasuki_dead_letters", "Jobs that failed for good.", {"dead": ()}),
+    ("tasuki_jobs_requeued", "Jobs that were set going again after their end.", {"requeued": ()}),
+    ("tasuki_reports_fenced", "Reports that were refused: not the current lease.", {"fenced": ()}),
+    ("tasuki_cache_inputs", "Inputs of attempts that are files of a cache.", {"cache_inputs": ()}),
+    ("tasuki_cache_input_bytes", "Bytes of these inputs.", {"cache_input_bytes": ()}),
+    ("tasuki_cache_fetches", "Inputs of these that a worker had to fetch.", {"cache_fetches": ()}),
+    ("tasuki_cache_fetched_bytes", "Bytes that were fetched.", {"cache_fetched_bytes": ()}),
+    ("tasuki_messages_published", "Messages published.", {"published": ()}),
+    ("tasuki_message_deliveries", "Messages for subscribers, each as often as there were.", {"deliveries": ()}),
+    ("tasuki_messages_dropped", "Messages that a slow subscriber did not get.", {"dropped": ()}),
+)
+"""Names and texts of the counters by group, and the fields of GroupStatistics that they have, with the value of another label."""
+_FURTHER_LABELS = {"tasuki_jobs_ended": ("state",), "tasuki_jobs_retried": ("why",)}
+
+
+class _Counted(Collector):
+    """The counts of this server by group."""
+
+    def __init__(self, totals: Mapping[str, GroupStatistics]) -> None:
+        self._totals = totals
+
+    def collect(self) -> Iterable[Metric]:
+        for name, text, fields in _COUNTERS:
+            family = CounterMetricFamily(name, text, labels=("group", *_FURTHER_LABELS.get(name, ())))
+            for group, counted in self._totals.items():
+                for field, further in fields.items():
+                    if count := getattr(counted, field):
+                        family.add_metric((group, *further), count)
+            yield family
+        text = "From the commit of a submit to that of its first lease."
+        latency = HistogramMetricFamily("tasuki_delivery_latency_seconds", text, labels=("group",))
+        for group, counted in self._totals.items():
+            if counted.delivery:
+                counts = (counted.delivery.get(place, 0) for place in range(len(LATENCIES_S) + 1))
+                ends = (*map(str, LATENCIES_S), "+Inf")
+                latency.add_metric((group,), list(zip(ends, accumulate(counts), strict=True)), counted.delivery_s)
+        yield latency

@@ -25,6 +25,7 @@ DESCRIPTIONS = {
     409: "The job exists with another body or result, or the upload continues at another byte (CONFLICT); the lease is not the "
     "current one (FENCED); there is no result; a request does not follow on the last one (OUT_OF_TURN).",
     413: "Too large.",
+    415: "A Content-Encoding that is not supported (UNSUPPORTED_ENCODING).",
     429: "Too many requests of this caller at once.",
     500: "A defect of the server.",
     503: "Not now: the store does not answer or is full, or the server is going down. Try again.",
@@ -98,7 +99,7 @@ def _responses(route: Route) -> dict[str, Any]:
         made["206"] = {"description": DESCRIPTIONS[206], "content": content}
     if route.empty:
         made["204"] = {"description": DESCRIPTIONS[204]}
-    common = (400, 401, 403, 413, 429, 500, 503) if route.kinds else ()
+    common = (400, 401, 403, 413, 415, 429, 500, 503) if route.kinds else ()
     for status in sorted({*common, *route.errors}):
         made[str(status)] = {"description": DESCRIPTIONS[status], "content": _content(ErrorReply)}
     return made

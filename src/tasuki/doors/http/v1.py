@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import AsyncExitStack, suppress
 from typing import Annotated, Any
@@ -12,13 +14,14 @@ from msgspec import Meta
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from starlette.responses import Response, StreamingResponse
 
-from tasuki.core.job import TERMINAL, InputFile, JobSpec, State
+from tasuki.core.job import BROADCAST_WITHIN_S, TERMINAL, InputFile, JobSpec, State, broadcast_specs
 from tasuki.doors.http.context import STORE_TIMEOUT_S, HttpContext, RequestContext, message_of
 from tasuki.doors.http.exchange import BATCH_MAX, CLIENT_GONE, Error, JobId, error_of, number, unless_left, whole_number
-from tasuki.errors import InvalidInput, NoResult, NotFinished, TasukiError, Unavailable
+from tasuki.errors import InvalidInput, NoResult, NotFinished, NotFound, TasukiError, Unavailable
 
 LOG_WAIT_MAX_S = 25.0
 OFFSET_MAX = 2**53
+RESULT_HEADERS_MAX_CHARS = 4096  # of the one header that has them: proxies take few KiB
 ZIP_MAGIC = b"PK\x03\x04"
 FILTERS = ("state", "subject", "array_id", "worker_id", "text", "cursor")
 
@@ -55,6 +58,9 @@ class JobBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     retry_exit_codes: list[int] = []
     headers: dict[str, str] = {}
     array_id: str | None = None
+    route_key: str = ""
+    broadcast: bool = False
+    """True: `subject` is a pattern, and each worker that meets it now gets a job, `JOB_ID.WORKER`; the answer names them."""
     on_failed: str = "return"
 
 
@@ -102,10 +108,19 @@ def _spec(context: RequestContext, body: JobBody) -> JobSpec:
 async def submit_jobs(context: RequestContext, body: JobBody | JobsBody) -> JobAccepted | AcceptedMany:
     """Submit one job, or several as {"jobs": [...]}."""
     specs = [_spec(context, one) for one in (body.jobs if isinstance(body, JobsBody) else [body])]
-    context.http.metrics.submitted(len(specs))
+    is_broadcast = isinstance(body, JobBody) and body.broadcast
+    if isinstance(body, JobsBody) and any(one.broadcast for one in body.jobs):
+        raise InvalidInput("a broadcast is a request of its own: send it without `jobs`")
     async with context.client() as client:
+        if is_broadcast:
+            found = await client.request("targets", subject=specs[0].subject, exec=specs[0].exec)
+            specs = broadcast_specs(specs[0], found["workers"], time.time() + BROADCAST_WITHIN_S)
+            if not specs:
+                raise NotFound("no connected worker can run it and subscribes to what `subject` meets")
+        context.http.metrics.submitted(len(specs))
         answers = await client.submit(specs, body.on_failed)
-    if isinstance(body, JobBody) and isinstance(answers[0], TasukiError):
+    is_one = isinstance(body, JobBody) and not is_broadcast
+    if is_one and isinstance(answers[0], TasukiError):
         raise answers[0]
     jobs = []
     for spec, answer in zip(specs, answers, strict=True):
@@ -114,7 +129,7 @@ async def submit_jobs(context: RequestContext, body: JobBody | JobsBody) -> JobA
         else:
             state = answer.state if answer is not None else State.PENDING
             jobs.append(JobAccepted(spec.job_id, state, created=answer is None))
-    return jobs[0] if isinstance(body, JobBody) else AcceptedMany(jobs)
+    return jobs[0] if is_one else AcceptedMany(jobs)
 
 
 # ---------------------------------------------------------------------------------------------------- read
@@ -163,7 +178,7 @@ async def result(context: RequestContext) -> Response:
         if state != State.SUCCEEDED and (outcome is None or not outcome["result_bytes"]):
             error_code = outcome["error_code"] if outcome is not None else None
             raise NoResult(f"job {context.job_id!r} is {state}: {message_of(view)}", state=state, error_code=error_code)
-        headers = {"X-Tasuki-State": state, "X-Content-Type-Options": "nosniff"}
+        headers = {"X-Tasuki-State": state, "X-Content-Type-Options": "nosniff", **result_headers(outcome["meta"])}
         if not outcome["result_is_blob"]:
             data = outcome["result"] or b""
             return Response(data, 200, headers, _media_type(data))
@@ -181,6 +196,12 @@ async def stream(kept: AsyncExitStack, first: bytes, rest: AsyncIterator[bytes])
         yield first
         async for piece in rest:
             yield piece
+
+
+def result_headers(meta: dict[str, Any]) -> dict[str, str]:
+    """Return the headers of a result as one of the response, in JSON: their names and values may be any text."""
+    text = json.dumps(found) if isinstance(found := meta.get("headers"), dict) else ""
+    return {"X-Tasuki-Headers": text} if 0 < len(text) <= RESULT_HEADERS_MAX_CHARS else {}
 
 
 def _media_type(data: bytes) -> str:
@@ -299,5 +320,5 @@ async def scrape(context: RequestContext) -> Response:
     with suppress(TimeoutError, Unavailable):
         async with asyncio.timeout(STORE_TIMEOUT_S):
             counts = await context.http.server.ask(lambda reader: reader.counts())
-    text = context.http.metrics.text(counts, context.http.server.broker)
+    text = context.http.metrics.text(counts, context.http.server)
     return Response(text, 200, media_type=CONTENT_TYPE_LATEST)

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict, deque
-from collections.abc import Sequence
-from typing import Any, Self
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, Self, TypeVar
 
 import msgspec
 
@@ -26,6 +26,7 @@ from tasuki.errors import ProtocolError, TasukiError, TooManyRequests, Unauthori
 from tasuki.event_loop import ignore_result
 from tasuki.server.server import Server
 
+T = TypeVar("T")
 STARTED_AFTER_S = 0.5  # below what the server waits before it delivers an assignment again
 WAITING_MAX = 16  # lease requests of one worker at once
 LATEST_REPORTS_S = 60.0  # how long an answered lease is remembered beyond its ttl
@@ -210,10 +211,7 @@ class HttpWorker:
 
     async def renew(self, caller: Caller, claims: Sequence[protocol.Claim]) -> list[LeaseStatus]:
         """Renew leases and return the status of each."""
-        try:
-            answer = await self._beat(caller, claims)
-        except ProtocolError:  # closed by a late hint that the worker is at another server: it may talk to several
-            answer = await self._beat(caller, claims)
+        answer = await _again_if_closed(lambda: self._beat(caller, claims))
         assert isinstance(answer, protocol.HeartbeatAnswer)
         cancel, lost = set(answer.cancel), set(answer.lost)
         return [
@@ -231,17 +229,21 @@ class HttpWorker:
 
     async def report(self, caller: Caller, reports: Sequence[tuple[protocol.Claim, Outcome]]) -> list[str | None]:
         """Report ends of attempts; for each return None if it was recorded (or repeated exactly), else why it is fenced."""
-        connection = await self._open(caller)
-        await connection.flow()
-        loop = asyncio.get_running_loop()
-        answers: list[asyncio.Future[str | None]] = []
         endings = []
         for claim, outcome in reports:
             lease = self._answered.pop(claim.lease_id, None)
             started_at = lease.at_wall if lease is not None else None
             endings.append(protocol.Ending(claim.job_id, claim.lease_id, claim.attempt, outcome, started_at))
+        return await _again_if_closed(lambda: self._report(caller, endings))
+
+    async def _report(self, caller: Caller, endings: list[protocol.Ending]) -> list[str | None]:
+        connection = await self._open(caller)
+        await connection.flow()
+        loop = asyncio.get_running_loop()
+        answers: list[asyncio.Future[str | None]] = []
+        for ending in endings:
             answers.append(loop.create_future())
-            self._reports[claim.lease_id].append(answers[-1])
+            self._reports[ending.lease_id].append(answers[-1])
         try:
             connection.tell(protocol.JobsFinished(endings))
             _, waiting = await asyncio.wait(answers, timeout=ANSWER_TIMEOUT_S)
@@ -249,8 +251,8 @@ class HttpWorker:
                 raise connection.closed or Unavailable("the store has not recorded it yet; send it again")
             return [answer.result() for answer in answers]
         finally:
-            for (claim, _), answer in zip(reports, answers, strict=True):
-                self._forget_report(claim.lease_id, answer)
+            for ending, answer in zip(endings, answers, strict=True):
+                self._forget_report(ending.lease_id, answer)
 
     def _forget_report(self, lease_id: str, answer: asyncio.Future[str | None]) -> None:
         waiting = self._reports.get(lease_id, [])
@@ -311,6 +313,15 @@ class HttpWorker:
             self._report_started()
         if self._connection is not None:
             self._connection.leave()
+
+
+async def _again_if_closed(ask: Callable[[], Awaitable[T]]) -> T:
+    """Ask, and once more on a new connection if the first one was closed by a late hint that the worker is at another server: a
+    worker may talk to several."""
+    try:
+        return await ask()
+    except ProtocolError:
+        return await ask()
 
 
 class Workers:

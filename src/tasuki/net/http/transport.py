@@ -182,7 +182,7 @@ class HttpTransport:
                 return InvalidInput(f"the request to {self.address} cannot be sent: {error}")
             case httpx.TimeoutException():
                 return ResponseLost(f"{self.address} has not answered within {answer_s:g} s")
-            case httpx.RemoteProtocolError() if not self._answered and self.address.scheme == "http":
+            case httpx.RemoteProtocolError() | httpx.ReadError() if not self._answered and self.address.scheme == "http":
                 return ResponseLost(f"{self.address} hung up without an answer in HTTP; is it tcp://, or with TLS https://?")
             case _:
                 return ResponseLost(f"the connection to {self.address} was lost: {str(error) or type(error).__name__}")

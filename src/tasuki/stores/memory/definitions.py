@@ -5,6 +5,7 @@ In an SQL store an application writes these tables itself; here `define`, `undef
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
@@ -13,7 +14,7 @@ import msgspec
 from msgspec.structs import replace
 
 from tasuki.core.job import Job, JobIncident, Outcome, State
-from tasuki.core.lifecycle import JobEvent
+from tasuki.core.lifecycle import REASSIGN_AFTER_S, JobEvent
 from tasuki.core.scheduler.firing import (
     CLOCK_SET_BACK_S,
     SKIP_LATE_RUNS_AFTER_S,
@@ -23,11 +24,12 @@ from tasuki.core.scheduler.firing import (
     EventRow,
     FiringState,
     PlannedRun,
+    stored_ahead,
 )
-from tasuki.core.store_messages import Canceled, FiredRun, FiredRuns, Submission
+from tasuki.core.store_messages import AheadRun, Canceled, FiredRun, FiredRuns, FireOrder, Submission
 from tasuki.stores.common import INCIDENT_OF
-from tasuki.stores.firing import REPLACED_BY, fire, going_on
-from tasuki.stores.memory.records import MemoryJob, MemoryRecords
+from tasuki.stores.firing import REPLACED_BY, RUNS_AHEAD_MAX, fire, going_on
+from tasuki.stores.memory.records import MemoryJob, MemoryRecords, queue_of
 from tasuki.stores.store import Clock
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -86,11 +88,13 @@ class MemoryDefinitions(MemoryRecords):
         return still_running
 
     # -- the leader -----------------------------------------------------------------------------------------------
-    def fire(self, *, epoch: int, limit: int = 256) -> FiredRuns:
+    def fire(
+        self, *, epoch: int, limit: int = 256, ahead_s: float = 0.0, reassign_after_s: float = REASSIGN_AFTER_S
+    ) -> FiredRuns:
         with self.turn():
             self._check_epoch(epoch)
             self._epoch_of_runs = epoch
-            return fire(self, self.clock.wall(), limit)
+            return fire(self, self.clock.wall(), FireOrder(limit, ahead_s, reassign_after_s))
 
     def make_waiting_ready(self) -> int:
         released = 0
@@ -105,10 +109,54 @@ class MemoryDefinitions(MemoryRecords):
                 released += 1
         return released
 
-    def due_definitions(self, now: float, limit: int) -> Sequence[tuple[Definition, FiringState]]:
+    def due_definitions(self, now: float, ahead_until: float, limit: int) -> Sequence[tuple[Definition, FiringState]]:
         both = [(definition, self.notes_of.get(number, FiringState())) for number, definition in self.definitions.items()]
-        due = [(definition, state) for definition, state in both if _is_due(definition, state, now)]
+        due = [
+            (definition, state)
+            for definition, state in both
+            if _is_due(definition, state, now) or self._lacks_next(definition, state, ahead_until)
+        ]
         return sorted(due, key=lambda pair: (pair[1].next_at or 0.0, pair[0].id))[:limit]
+
+    def _lacks_next(self, definition: Definition, state: FiringState, ahead_until: float) -> bool:
+        is_near = definition.enabled and definition.type == DefinitionType.TIME and (state.next_at or math.inf) <= ahead_until
+        return is_near and stored_ahead(definition.id, state) not in self._records
+
+    def ahead_among(self, job_ids: Collection[str]) -> Mapping[str, bytes]:
+        found = (self._records.get(job_id) for job_id in job_ids)
+        return {record.job.job_id: record.job.body_hash for record in found if record is not None and record.ahead}
+
+    def next_of_nothing(self) -> Mapping[int, str | None]:
+        gone = [number for number, state in self.notes_of.items() if number not in self.definitions and state.next_at is not None]
+        return {number: stored_ahead(number, self.notes_of[number]) for number in gone}
+
+    def forget_next(self, definition_ids: Collection[int]) -> None:
+        for number in definition_ids:
+            self._set(self.notes_of, number, replace(self.notes_of[number], next_at=None))
+
+    def judge(self, runs: Sequence[PlannedRun], reassign_after_s: float | None) -> Sequence[FiredRun]:
+        return [self._judge(run, self._records[run.spec.job_id], reassign_after_s) for run in runs]
+
+    def _judge(self, run: PlannedRun, record: MemoryJob, reassign_after_s: float | None) -> FiredRun:
+        job, lease = replace(record.job, leader_epoch=self._epoch_of_runs), record.job.lease
+        if lease is not None and run.is_ready and reassign_after_s is not None:
+            lease = replace(lease, expires_at=self.clock.lease() + reassign_after_s)
+            record = self._change(record, replace(job, lease=lease), due=True)
+        elif run.end is None:
+            record = self._change(record, replace(job, state=State.PENDING, lease=None), waiting=run.waits_for is not None)
+        else:
+            event, outcome = run.end
+            incident = self._incident(INCIDENT_OF[event], job, actor=REPLACED_BY, reason=outcome.message)
+            record = self._end(record, replace(job, state=State.PENDING), event, outcome, incident)
+        return FiredRun(run.spec.job_id, run.definition_id, run.scheduled_for, record.job.state)
+
+    def withdraw(self, job_ids: Collection[str]) -> None:
+        for job_id in sorted(job_ids):
+            self._put(job_id, None)
+
+    def runs_ahead(self) -> Sequence[AheadRun]:
+        due = [entry for entry in self._leased if self._records[entry[2]].due]
+        return [_ahead_run(self._records[job_id]) for _, _, job_id in (*due, *self._ahead)][:RUNS_AHEAD_MAX]
 
     def new_events(self, limit: int) -> Sequence[EventRow]:
         return [self.events[number] for number in sorted(self.events)[:limit]]
@@ -133,7 +181,8 @@ class MemoryDefinitions(MemoryRecords):
 
     def _add_run(self, run: PlannedRun, submission: Submission) -> FiredRun:
         facts = {"leader_epoch": self._epoch_of_runs, "scheduled_for": run.scheduled_for, "job_definition_id": run.definition_id}
-        record = self._new_record(submission, waiting=not run.is_ready, **facts)
+        waiting = not run.is_ready and not run.ahead
+        record = replace(self._new_record(submission, waiting=waiting, **facts), ahead=run.ahead)
         job = record.job
         if run.end is None:
             self._put(job.job_id, record)
@@ -162,6 +211,12 @@ class MemoryDefinitions(MemoryRecords):
         planned = [self.notes_of[number].next_at for number in self.definitions if number in self.notes_of]
         delayed = next((at for at, *_ in self._delayed if at > now), None)
         return min((at for at in (*planned, delayed) if at is not None), default=None)
+
+
+def _ahead_run(record: MemoryJob) -> AheadRun:
+    job, lease = record.job, record.job.lease
+    holder = ("", "", 0) if lease is None else (lease.worker_id, lease.incarnation, lease.attempt)
+    return AheadRun(job.job_id, queue_of(job), record.due, *holder)
 
 
 def _is_due(definition: Definition, state: FiringState, now: float) -> bool:

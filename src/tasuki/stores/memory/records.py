@@ -10,7 +10,8 @@ from bisect import bisect_left, bisect_right, insort
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import islice
+from functools import partial
+from itertools import chain, islice
 from typing import Any
 
 import msgspec
@@ -19,6 +20,7 @@ from msgspec.structs import replace
 from tasuki.core import subject as subjects
 from tasuki.core.job import LEASED, READY, BlobRef, Job, JobIncident, OnDisconnect, Outcome, State
 from tasuki.core.lifecycle import LEASE_MARGIN_S, TAKEOVER_TIE_S
+from tasuki.core.statistics import Rollup
 from tasuki.core.store_messages import (
     COUNTED,
     AuditRow,
@@ -45,7 +47,7 @@ from tasuki.core.store_messages import (
 )
 from tasuki.errors import CacheConflict, InvalidInput
 from tasuki.stores.common import is_wanted, judge_cache, lowest_generation, stale_epoch
-from tasuki.stores.store import Clock
+from tasuki.stores.store import QUEUES_OF_SUBJECT_MAX, Clock
 
 FIND_SCAN_MAX = 10_000  # jobs that one find looks at; the caller goes on with the cursor
 
@@ -66,6 +68,10 @@ class MemoryJob(msgspec.Struct, frozen=True):
     """True while the job waits for `promote`."""
     waiting: bool = False
     """True while the job waits until the run that it replaces has ended."""
+    ahead: bool = False
+    """True for a run that was stored ahead of its time, until `fire` has judged it; assigned or not."""
+    due: bool = False
+    """True for an assigned run that may start, until its worker fetches it."""
     ttl_s: float = 0.0
     """Duration of the lease; `take_over` renews by it."""
     last_report: tuple[str | int | None, ...] | None = None
@@ -74,7 +80,7 @@ class MemoryJob(msgspec.Struct, frozen=True):
 
     @property
     def ready(self) -> bool:
-        return self.job.state in READY and not self.delayed and not self.waiting
+        return self.job.state in READY and not self.delayed and not self.waiting and not self.ahead
 
     @property
     def over_at(self) -> float:
@@ -121,6 +127,7 @@ class MemoryRecords:
         self._all: list[Entry] = []  # by seq
         self._ready: dict[int, dict[ReadyQueue, list[Entry]]] = {}  # priority -> queue -> by seq; never an empty list
         self._delayed: list[Entry] = []  # by not_before
+        self._ahead: list[Entry] = []  # stored ahead of their times, by these
         self._late: list[Entry] = []  # ready or delayed, by not_after
         self._leased: list[Entry] = []  # by when the lease is over
         self._ended: list[Entry] = []  # terminal, by finished_at
@@ -129,6 +136,7 @@ class MemoryRecords:
         self._blobs: dict[str, dict[int, BlobRow]] = {}  # sha256 -> generation
         self._last_blob_seq = 0
         self._caches: dict[str, dict[str, CachedFile]] = {}  # cache_id -> name, in the order in which they came
+        self._rollups: dict[tuple[int, str], Rollup] = {}  # (minute, server_id)
         self._last_seq = 0
         self._epoch = (0, "")
         self._undo: list[Callable[[], None]] = []
@@ -180,6 +188,9 @@ class MemoryRecords:
         """Yield the sorted lists that this record is in, and its sort key there."""
         job = record.job
         yield self._all, 0.0
+        if record.ahead:
+            yield self._ahead, job.scheduled_for or 0.0
+            return
         if record.waiting:
             return
         if job.state in READY and job.not_after is not None:
@@ -219,10 +230,12 @@ class MemoryRecords:
             if not self._references[sha256]:
                 del self._references[sha256]
 
-    def _change(self, record: MemoryJob, job: Job, *incidents: JobIncident, delayed: bool = False) -> MemoryJob:
-        """Put the record with its job changed, its version counted up and its incidents appended."""
+    def _change(self, record: MemoryJob, job: Job, *incidents: JobIncident, **marks: bool) -> MemoryJob:
+        """Put the record with its job changed, its version counted up and its incidents appended. `marks` are those of the record
+        that are true from now on: delayed, waiting, ahead, due."""
         job = replace(job, version=record.job.version + 1)
-        new = replace(record, job=job, delayed=delayed, waiting=False, incidents=record.incidents + incidents)
+        none = dict.fromkeys(("delayed", "waiting", "ahead", "due"), False)
+        new = replace(record, job=job, incidents=record.incidents + incidents, **(none | marks))
         self._put(job.job_id, new)
         if new.ready and not record.ready:
             self.note_ready(job)
@@ -314,6 +327,11 @@ class MemoryRecords:
         some = found[begin : begin + limit]
         return ReadyPage([queue for *_, queue in some], some[-1] if len(some) == limit else None)
 
+    def ready_jobs(self, subject: str, *, limit: int = 256) -> list[str]:
+        bands = [band for _, band in sorted(self._ready.items(), reverse=True)]
+        queues = [entries[:limit] for band in bands for queue, entries in band.items() if queue.subject == subject]
+        return [job_id for _, _, job_id in chain.from_iterable(queues[:QUEUES_OF_SUBJECT_MAX])]
+
     def ended_among(self, job_ids: Sequence[str]) -> list[str]:
         records = ((job_id, self._records.get(job_id)) for job_id in dict.fromkeys(job_ids))
         return [job_id for job_id, record in records if record is None or record.job.state.terminal]
@@ -330,7 +348,7 @@ class MemoryRecords:
                 return known == [token]
             self._undo.append(lambda: self._tokens.__delitem__(token.token_id))
             self._tokens[token.token_id] = token
-            self._add_audit(token.created_by, "token.create", token.token_id, f"{token.kind} {token.label}".rstrip())
+            self.note(token.created_by, "token.create", token.token_id, f"{token.kind} {token.label}".rstrip())
             return True
 
     def token(self, sha256: str) -> TokenRow | None:
@@ -346,7 +364,7 @@ class MemoryRecords:
                 return False
             self._undo.append(lambda: self._tokens.__setitem__(token_id, token))
             self._tokens[token_id] = replace(token, revoked_at=self.clock.wall(), revoked_by=actor)
-            self._add_audit(actor, "token.revoke", token_id)
+            self.note(actor, "token.revoke", token_id)
             return True
 
     def revoked_among(self, token_ids: Sequence[str]) -> list[str]:
@@ -356,9 +374,10 @@ class MemoryRecords:
     def audit(self, *, limit: int = 100) -> list[AuditRow]:
         return list(islice(reversed(self._audit), limit))
 
-    def _add_audit(self, actor: str, action: str, target: str, detail: str = "") -> None:
-        self._undo.append(lambda: self._audit.__delitem__(-1))
-        self._audit.append(AuditRow(at=self.clock.wall(), actor=actor, action=action, target=target, detail=detail))
+    def note(self, actor: str, action: str, target: str, detail: str = "") -> None:
+        with self.turn():
+            self._undo.append(lambda: self._audit.__delitem__(-1))
+            self._audit.append(AuditRow(at=self.clock.wall(), actor=actor, action=action, target=target, detail=detail))
 
     # -- blobs -----------------------------------------------------------------------------------------------------
     def _set_blob(self, sha256: str, generation: int, new: BlobRow | None) -> None:
@@ -507,6 +526,20 @@ class MemoryRecords:
             found.append(CacheSummary(cache_id, len(files), size_bytes, first.target, first.owner, first.added_at))
         return found
 
+    # -- statistics ------------------------------------------------------------------------------------------------
+    def add_rollups(self, rollups: Sequence[Rollup]) -> list[None]:
+        with self.turn():
+            new = {(one.minute, one.server_id): one for one in reversed(rollups)}
+            self._replace_rollups({**new, **self._rollups})
+        return [None] * len(rollups)
+
+    def _replace_rollups(self, rollups: dict[tuple[int, str], Rollup]) -> None:
+        self._undo.append(partial(setattr, self, "_rollups", self._rollups))
+        self._rollups = rollups
+
+    def rollups(self, since: int, until: int) -> list[Rollup]:
+        return [self._rollups[key] for key in sorted(self._rollups) if since <= key[0] < until]
+
     def epoch(self) -> tuple[int, str]:
         return self._epoch
 
@@ -518,4 +551,5 @@ class MemoryRecords:
 def _passes(filter: Filter, job: Job) -> bool:
     outcome = job.outcome or Outcome()
     texts = (job.job_id, outcome.error_code or "", outcome.message)
-    return is_wanted(filter, job.state, job.spec.subject, job.submitter, job.assigned_worker_id, job.spec.array_id, texts)
+    spec = job.spec
+    return is_wanted(filter, job.state, spec.subject, job.submitter, job.assigned_worker_id, spec.array_id, job.created_at, texts)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import heapq
 import os
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from itertools import islice
 
 import msgspec
@@ -32,6 +32,7 @@ from tasuki.core.lifecycle import (
     skip_outcome,
     sources,
 )
+from tasuki.core.statistics import ROLLUP_DAYS
 from tasuki.core.store_messages import (
     Assignment,
     Canceled,
@@ -55,6 +56,7 @@ from tasuki.errors import Conflict
 from tasuki.stores.common import (
     INCIDENT_OF,
     LEASES_ENDED_MAX,
+    TAKEN_BACK,
     FairTurns,
     belongs_to_story,
     check_on_failed,
@@ -126,7 +128,7 @@ class MemoryStore(MemoryDefinitions):
         job = record.job
         if job.state.terminal:
             return Canceled(job.state)
-        if cancel_is_immediate(job.state):
+        if cancel_is_immediate(job.state) or record.ahead or record.due:
             outcome = Outcome(error_code="CANCELED", message=storable_text(reason) or f"canceled by {actor}")
             incident = self._incident("canceled", job, actor=actor, reason=reason)
             return Canceled(self._end(record, job, JobEvent.CANCEL, outcome, incident).job.state)
@@ -184,10 +186,16 @@ class MemoryStore(MemoryDefinitions):
                 break
             groups, was_cut = self._takeable(request, priority)
             is_cut = is_cut or was_cut
+            for chosen in request.chosen:
+                record = self._records.get(chosen.job_id)
+                if chosen.priority == priority and record is not None and record.ready:
+                    groups.setdefault(chosen.group, []).append([(0.0, record.seq, chosen.job_id)])
 
             def take(group: str, limit: int, waiting: dict[str, list[list[Entry]]] = groups) -> list[Grant]:
-                oldest = (self._records[job_id] for _, _, job_id in heapq.merge(*waiting[group]))
-                in_time = list(islice((record for record in oldest if not self._is_late(record)), limit))
+                oldest = (
+                    self._records[job_id] for job_id in dict.fromkeys(job_id for *_, job_id in heapq.merge(*waiting[group]))
+                )
+                in_time = list(islice((record for record in oldest if record.ready and not self._is_late(record)), limit))
                 return [self._grant(record, request) for record in in_time]
 
             grants += self._turns.fill(groups, request.limit - len(grants), take)
@@ -219,7 +227,9 @@ class MemoryStore(MemoryDefinitions):
             record = self._records.get(job_id)
             if record is None or self._is_late(record):
                 continue
-            if record.job.state in LEASED:
+            if record.ahead:
+                record = None
+            elif record.job.state in LEASED:
                 record = self._take_from_lost(record, request.worker_id) if record.over_at <= self.clock.lease() else None
             elif not record.ready:
                 record = None
@@ -260,19 +270,21 @@ class MemoryStore(MemoryDefinitions):
             started_at=None,
             outcome=None,
             progress=None,
+            confirming_until=None,
             leader_epoch=record.job.leader_epoch if epoch is None else epoch,
         )
-        self._change(replace(record, ttl_s=to.ttl_s, last_report=None), job)
+        self._change(replace(record, ttl_s=to.ttl_s, last_report=None), job, ahead=record.ahead, due=record.due)
         return Grant(job.job_id, record.spec, job.submitter, lease.lease_id, attempt, to.ttl_s)
 
     def held(self, holders: Sequence[tuple[str, str, str]]) -> list[list[Grant]]:
         now = self.clock.lease()
         grants: dict[tuple[str, str, str], list[Grant]] = {holder: [] for holder in holders}
+        self._fetch(grants)
         for _, _, job_id in self._leased:
             record = self._records[job_id]
             job, lease = record.job, record.job.lease
             assert lease is not None
-            if job.state is not State.ASSIGNED or lease.expires_at <= now:
+            if job.state is not State.ASSIGNED or lease.expires_at <= now or record.due:
                 continue
             found = grants.get((lease.worker_id, lease.incarnation, lease.owner))
             if found is not None:
@@ -281,6 +293,18 @@ class MemoryStore(MemoryDefinitions):
                 left_s = max(0.0, lease.expires_at - LEASE_MARGIN_S - now)
                 found.append(Grant(job_id, record.spec, job.submitter, lease.lease_id, lease.attempt, left_s))
         return [list(grants[holder]) for holder in holders]
+
+    def _fetch(self, holders: Collection[tuple[str, str, str]]) -> None:
+        """Begin the leases of runs that were assigned ahead and may start."""
+        now = self.clock.lease()
+        with self.turn():
+            for _, _, job_id in list(self._leased):
+                record = self._records[job_id]
+                lease = record.job.lease
+                assert lease is not None
+                is_asked_for = (lease.worker_id, lease.incarnation, lease.owner) in holders
+                if record.due and is_asked_for and lease.expires_at > now and not self._is_later(record.job.not_before):
+                    self._extend(self._change(record, record.job), record.ttl_s)
 
     # -- workers: held leases ---------------------------------------------------------------------------------------
     def start(self, claims: Sequence[HeldLease]) -> list[LeaseStatus]:
@@ -309,7 +333,11 @@ class MemoryStore(MemoryDefinitions):
             return LeaseStatus.LOST
         if record.job.state is State.ORPHANED:
             record = self._resume(record, claim)
-        self._extend(record, claim.ttl_s, claim.progress)
+        self._extend(record, max(claim.ttl_s, claim.confirm_s or 0.0), claim.progress)
+        if claim.confirm_s is not None:
+            record = self._records[claim.job_id]
+            until = self.clock.wall() + claim.confirm_s if claim.confirm_s > 0 else None
+            self._put(claim.job_id, replace(record, job=replace(record.job, confirming_until=until)))
         return LeaseStatus.CANCEL if record.job.cancel_requested else LeaseStatus.GO_ON
 
     def _resume(self, record: MemoryJob, claim: HeldLease) -> MemoryJob:
@@ -336,6 +364,8 @@ class MemoryStore(MemoryDefinitions):
         record = self._claimed(claim)
         if record is None or record.job.state not in sources(JobEvent.RELEASE):
             return False
+        if claim.is_over and record.over_at - LEASE_MARGIN_S > self.clock.lease():
+            return False
         job = record.job
         if job.cancel_requested:
             outcome = Outcome(error_code="CANCELED", message=f"canceled; {claim.worker_id} had not started it")
@@ -343,7 +373,7 @@ class MemoryStore(MemoryDefinitions):
             self._end(record, job, JobEvent.CANCEL, outcome, incident)
             return True
         incident = self._incident("released", job, worker_id=claim.worker_id, reason=reason)
-        self._change(record, replace(job, state=after(job.state, JobEvent.RELEASE), lease=None), incident)
+        self._change(record, replace(job, state=after(job.state, JobEvent.RELEASE), lease=None), incident, ahead=record.ahead)
         return True
 
     def end_leases(self, holders: Sequence[LeaseHolder]) -> list[int]:
@@ -351,13 +381,14 @@ class MemoryStore(MemoryDefinitions):
             return [self._end_leases(holder) for holder in holders]
 
     def _end_leases(self, holder: LeaseHolder) -> int:
-        leased = [self._records[job_id] for _, _, job_id in self._leased]
+        leased = [self._records[job_id] for _, _, job_id in (*self._leased, *self._ahead)]
         found = [(one, held) for one in leased if (held := one.job.lease) is not None and holder.has(held.owner, held.worker_id)]
         for record, lease in found[:LEASES_ENDED_MAX]:
             shown = (lease.worker_id, lease.incarnation, lease.lease_id, lease.attempt)
             if not self._release(HeldLease(record.job.job_id, *shown, owner=lease.owner), holder.reason):
                 job = replace(record.job, lease=replace(lease, on_disconnect=OnDisconnect.STOP))
-                self._end_attempt(record, self._disposition_of_loss(replace(record, job=job)), None)
+                lost = self._disposition_of_loss(replace(record, job=job))
+                self._end_attempt(record, replace(lost, reason=f"{lost.reason}; {holder.reason}"), None)
         return min(len(found), LEASES_ENDED_MAX)
 
     # -- workers: reports -------------------------------------------------------------------------------------------
@@ -462,7 +493,7 @@ class MemoryStore(MemoryDefinitions):
             self._epoch, self._taken_over_at = (epoch, holder), now
             for _, _, job_id in list(self._leased):
                 record = self._records[job_id]
-                if earlier is None or earlier > now or record.was_renewed_since(earlier):
+                if not record.due and (earlier is None or earlier > now or record.was_renewed_since(earlier)):
                     self._extend(record, record.ttl_s)
             return True
 
@@ -473,9 +504,16 @@ class MemoryStore(MemoryDefinitions):
 
     def _assign(self, assignment: Assignment, epoch: int) -> Grant | None:
         record = self._records.get(assignment.job_id)
-        if record is None or not record.ready or self._is_late(record):
+        if record is None:
             return None
-        return self._grant(record, assignment, epoch=epoch)
+        if not assignment.worker_id:
+            lease = record.job.lease
+            if lease is not None and (record.ahead or record.due):
+                shown = (lease.worker_id, lease.incarnation, lease.lease_id, lease.attempt)
+                self._release(HeldLease(assignment.job_id, *shown, owner=lease.owner), TAKEN_BACK)
+            return None
+        may = (record.ready or record.ahead) and not self._is_late(record)
+        return self._grant(record, assignment, epoch=epoch) if may else None
 
     def reap(self, *, epoch: int, limit: int = 256) -> list[Reaped]:
         with self.turn():
@@ -517,6 +555,8 @@ class MemoryStore(MemoryDefinitions):
     def prune(self, *, before: float, epoch: int, limit: int = 256) -> int:
         with self.turn():
             self._check_epoch(epoch)
+            oldest = self.clock.wall() - ROLLUP_DAYS * 86_400.0
+            self._replace_rollups({key: one for key, one in self._rollups.items() if key[0] >= oldest})
             end = bisect_left(self._ended, (before, 0, ""))
             doomed = [job_id for _, _, job_id in self._ended[: min(end, limit)]]
             for job_id in doomed:

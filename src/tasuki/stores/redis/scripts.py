@@ -38,6 +38,7 @@ from tasuki.core.job import (
     State,
 )
 from tasuki.core.lifecycle import LEASE_MARGIN_S, RESUMED, RETRY_DELAY_MAX_S, TAKEOVER_TIE_S, TRANSITIONS
+from tasuki.core.statistics import ROLLUP_DAYS
 from tasuki.core.store_messages import COUNTED, JobKind
 from tasuki.errors import ConfigError, InterruptCause, StaleEpoch, TasukiError, TurnInterrupted, Unavailable
 from tasuki.stores.common import GENERATIONS_BEGIN_AT, REMEMBERED_GROUPS_MAX
@@ -116,6 +117,7 @@ def _constants() -> str:
         "REMEMBERED_GROUPS_MAX": REMEMBERED_GROUPS_MAX,
         "GENERATIONS_BEGIN_AT": GENERATIONS_BEGIN_AT,
         "MARK_TTL_S": MARK_TTL_S,
+        "ROLLUPS_KEPT_S": ROLLUP_DAYS * 86_400,
         "JOB_ID_MAX_CHARS": JOB_ID_MAX_CHARS,
         "JOB_ID_RULE": JOB_ID_RULE,
         "RESERVED_JOB_ID": RESERVED_JOB_ID,
@@ -244,12 +246,14 @@ class RedisSession:
         return call.decode(answer)
 
     def fields_of(self, name: str, listed_in: str, member: str) -> tuple[list[bytes], bool]:
-        """Return (field, value, …) of a hash, none if it is no hash, and whether a set has the member; repeated likewise."""
+        """Return (field, value, …) of a hash, and whether a set has the member; repeated likewise. A key of another type, which
+        only an outsider can have written, counts as empty."""
         fields, is_member = _twice(lambda: self._pipeline(("HGETALL", name), ("SISMEMBER", listed_in, member)))
-        if isinstance(is_member, redis.ResponseError):
-            raise self._error(is_member)
+        for answer in (fields, is_member):
+            if isinstance(answer, redis.ResponseError) and not str(answer).startswith("WRONGTYPE"):
+                raise self._error(answer)
         found: dict[bytes, bytes] = {} if isinstance(fields, redis.ResponseError) else fields
-        return [part for pair in found.items() for part in pair], bool(is_member)
+        return [part for pair in found.items() for part in pair], is_member == 1
 
     def _pipeline(self, *commands: tuple[str, ...]) -> list[Any]:
         pipeline = self._client.pipeline(transaction=False)

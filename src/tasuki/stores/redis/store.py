@@ -23,7 +23,8 @@ from msgspec.structs import replace
 
 from tasuki.core.apps import DEFAULT_APP, template_of
 from tasuki.core.job import PRIORITY_MAX, Job, JobIncident, JobSpec, Outcome, State, differing_fields
-from tasuki.core.lifecycle import RETENTION_DAYS
+from tasuki.core.lifecycle import REASSIGN_AFTER_S, RETENTION_DAYS
+from tasuki.core.statistics import Rollup, decode_rollup, encode_rollup
 from tasuki.core.store_messages import (
     VERBS,
     Answers,
@@ -66,13 +67,14 @@ from tasuki.core.store_messages import (
     TurnNotes,
     storable_text,
 )
+from tasuki.core.subject import group_of
 from tasuki.errors import CacheConflict, ConfigError, Conflict, InvalidInput, Unavailable
 from tasuki.stores.common import LEASES_ENDED_MAX, check_on_failed, is_wanted, other_file, other_target
 from tasuki.stores.redis import codec
 from tasuki.stores.redis.codec import Argument, JobRecord, Reply, SpecFacts, flag, optional
 from tasuki.stores.redis.connection import TIMEOUT_S, check_settings, connect, name_of
 from tasuki.stores.redis.scripts import Clocks, RedisSession, ScriptCall, script
-from tasuki.stores.store import Answered, Clock, Feature
+from tasuki.stores.store import QUEUES_OF_SUBJECT_MAX, Answered, Clock, Feature
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -287,6 +289,9 @@ class RedisStore:
                 live_of[asked] = lists.setdefault(self._live_workers.arguments(request.patterns), len(lists) + 1)
             number = terms.setdefault(_terms(request, live_of[asked]), len(terms) + 1)
             asking += (request.worker_id, secret, number, len(request.job_ids), *request.job_ids)
+            asking.append(3 * len(request.chosen))
+            for one in request.chosen:
+                asking += (one.job_id, one.priority, one.group)
         arguments: list[Argument] = [len(lists), *(part for live in lists for part in live)]
         arguments += (len(terms), *(part for shared in terms for part in shared), len(requests), *asking)
 
@@ -325,7 +330,7 @@ class RedisStore:
         arguments: list[Argument] = [storable_text(reason), len(claims)]
         for claim in claims:
             outcome = Outcome(error_code="CANCELED", message=f"canceled; {claim.worker_id} had not started it")
-            arguments += (*_key_of(claim), codec.encode(outcome))
+            arguments += (*_key_of(claim), codec.encode(outcome), flag(claim.is_over))
         return ScriptCall("release", arguments, _flags)
 
     @_batch
@@ -374,7 +379,9 @@ class RedisStore:
         return ScriptCall("skip", [epoch, limit], _texts, leads=True)
 
     @_verb
-    def fire(self, *, epoch: int, limit: int = 256) -> ScriptCall[FiredRuns]:
+    def fire(
+        self, *, epoch: int, limit: int = 256, ahead_s: float = 0.0, reassign_after_s: float = REASSIGN_AFTER_S
+    ) -> ScriptCall[FiredRuns]:
         raise ConfigError("definitions and events are tables of the SQL store; use PostgreSQL or SQLite for them, not Redis")
 
     @_verb
@@ -472,6 +479,11 @@ class RedisStore:
         priority, after = place or (PRIORITY_MAX, "")
         return ScriptCall("ready_queues", [priority, after, limit], decode, reads=True)
 
+    @_verb
+    def ready_jobs(self, subject: str, *, limit: int = 256) -> ScriptCall[list[str]]:
+        arguments: list[Argument] = [subject, group_of(subject), limit, QUEUES_OF_SUBJECT_MAX]
+        return ScriptCall("ready_jobs", arguments, lambda reply: [job_id.decode() for job_id in reply], reads=True)
+
     @_batch
     def ended_among(self, job_ids: Sequence[str]) -> ScriptCall[list[str]]:
         return _some_of("ended_among", job_ids)
@@ -543,6 +555,18 @@ class RedisStore:
             summaries.append(codec.cache_summary(cache_id, len(sizes), sum(sizes), found[cache_id]))
         return summaries
 
+    # -- statistics -----------------------------------------------------------------------------------------------
+    @_batch
+    def add_rollups(self, rollups: Sequence[Rollup]) -> ScriptCall[list[None]]:
+        arguments: list[Argument] = [len(rollups)]
+        for one in rollups:
+            arguments += [one.minute, encode_rollup(one)]
+        return ScriptCall("add_rollups", arguments, lambda reply: [None] * len(reply))
+
+    @_verb
+    def rollups(self, since: int, until: int) -> ScriptCall[list[Rollup]]:
+        return ScriptCall("rollups", [since, until], lambda reply: [decode_rollup(packed) for packed in reply], reads=True)
+
     # -- tokens ---------------------------------------------------------------------------------------------------
     @_verb
     def add_token(self, token: TokenRow) -> ScriptCall[bool]:
@@ -572,6 +596,10 @@ class RedisStore:
     def revoke_token(self, token_id: str, *, actor: str) -> ScriptCall[bool]:
         return ScriptCall("revoke_token", [token_id, actor], _is_one)
 
+    @_verb
+    def note(self, actor: str, action: str, target: str, detail: str = "") -> ScriptCall[None]:
+        return ScriptCall("note", [actor, action, target, detail], lambda reply: None)
+
     @_batch
     def revoked_among(self, token_ids: Sequence[str]) -> ScriptCall[list[str]]:
         return _some_of("revoked_among", token_ids)
@@ -592,7 +620,8 @@ class FilterFields(NamedTuple):
     def passes(self, filter: Filter) -> bool:
         record, facts = self.record, self.facts
         texts = (self.job_id, *codec.outcome_texts(self.outcome)) if filter.text is not None else ()
-        return is_wanted(filter, record.state, facts.subject, facts.submitter, record.assigned_worker_id, facts.array_id, texts)
+        worker_id, created_at = record.assigned_worker_id, float(record.created_at)
+        return is_wanted(filter, record.state, facts.subject, facts.submitter, worker_id, facts.array_id, created_at, texts)
 
 
 # ---------------------------------------------------------------------------------------------------- calls
@@ -641,6 +670,8 @@ def _terms(request: LeaseRequest, live_workers: int) -> tuple[Argument, ...]:
         live_workers,
         len(request.patterns),
         *request.patterns,
+        len(request.routed),
+        *request.routed,
     )
 
 

@@ -15,22 +15,45 @@ from typing import Any
 import msgspec
 
 from tasuki.core.job import State
-from tasuki.core.lifecycle import after
-from tasuki.core.scheduler.firing import CLOCK_SET_BACK_S, SKIP_LATE_RUNS_AFTER_S, Definition, EventRow, FiringState, PlannedRun
-from tasuki.core.store_messages import Canceled, FiredRun, FiredRuns, JobKind, ReadyQueue, Submission, Submitted, storable_text
+from tasuki.core.lifecycle import REASSIGN_AFTER_S, after
+from tasuki.core.scheduler.firing import (
+    CLOCK_SET_BACK_S,
+    SKIP_LATE_RUNS_AFTER_S,
+    Definition,
+    EventRow,
+    FiringState,
+    PlannedRun,
+    stored_ahead,
+)
+from tasuki.core.store_messages import (
+    AheadRun,
+    Canceled,
+    FiredRun,
+    FiredRuns,
+    FireOrder,
+    JobKind,
+    ReadyQueue,
+    Submission,
+    Submitted,
+    storable_text,
+)
 from tasuki.stores.common import INCIDENT_OF
-from tasuki.stores.firing import REPLACED_BY
+from tasuki.stores.firing import REPLACED_BY, RUNS_AHEAD_MAX
 from tasuki.stores.firing import fire as plan_and_write
 from tasuki.stores.sql import submit
-from tasuki.stores.sql.database import Transaction
+from tasuki.stores.sql.database import Transaction, must_change
+from tasuki.stores.sql.lease import unassigned
+from tasuki.stores.sql.rows import AHEAD, DUE, READY, JobRow
 
 _DEFINITION = Definition.__struct_fields__
 _STATE = FiringState.__struct_fields__
 
 
-def fire(tx: Transaction, *, epoch: int, limit: int = 256) -> FiredRuns:
+def fire(
+    tx: Transaction, *, epoch: int, limit: int = 256, ahead_s: float = 0.0, reassign_after_s: float = REASSIGN_AFTER_S
+) -> FiredRuns:
     tx.check_epoch(epoch)
-    return plan_and_write(_Rows(tx, epoch), tx.clock.wall(), limit)
+    return plan_and_write(_Rows(tx, epoch), tx.clock.wall(), FireOrder(limit, ahead_s, reassign_after_s))
 
 
 class _Rows:
@@ -56,8 +79,9 @@ class _Rows:
             tx.comes_back(queue, row_id)
         return len(runs)
 
-    def due_definitions(self, now: float, limit: int) -> list[tuple[Definition, FiringState]]:
-        return list(map(_definition_of, self._tx.session.rows("due_definitions", (now, now + CLOCK_SET_BACK_S, limit))))
+    def due_definitions(self, now: float, ahead_until: float, limit: int) -> list[tuple[Definition, FiringState]]:
+        found = self._tx.session.rows("due_definitions", (now, now + CLOCK_SET_BACK_S, limit, ahead_until))
+        return list(map(_definition_of, found))
 
     def new_events(self, limit: int) -> list[EventRow]:
         return [
@@ -90,7 +114,7 @@ class _Rows:
             return []
         answers = submit.submit(tx, [submission for _, submission in runs])
         new = [run for (run, _), answer in zip(runs, answers, strict=True) if isinstance(answer, Submitted) and answer.created]
-        marks = [(run.spec.job_id, run.definition_id, run.scheduled_for, self._epoch, int(run.is_ready)) for run in new]
+        marks = [(run.spec.job_id, run.definition_id, run.scheduled_for, self._epoch, _ready_of(run)) for run in new]
         tx.session.changed("mark_runs", (), marks)
         tx.at("fire.written")
         ended = tx.rows(run.spec.job_id for run in new if run.end is not None)
@@ -113,6 +137,56 @@ class _Rows:
             for run in new
         ]
 
+    def ahead_among(self, job_ids: Collection[str]) -> Mapping[str, bytes]:
+        return dict(self._tx.session.rows("ahead_among", (self._tx.session.listed(sorted(job_ids)),)))
+
+    def next_of_nothing(self) -> Mapping[int, str | None]:
+        return {
+            number: stored_ahead(number, FiringState(next_at=next_at, problem=problem))
+            for number, next_at, problem in self._tx.session.rows("next_of_nothing")
+        }
+
+    def forget_next(self, definition_ids: Collection[int]) -> None:
+        self._tx.session.change("forget_next", (self._tx.session.listed(sorted(definition_ids)),))
+
+    def judge(self, runs: Sequence[PlannedRun], reassign_after_s: float | None) -> list[FiredRun]:
+        tx = self._tx
+        rows = tx.rows_unlocked(run.spec.job_id for run in runs)  # which are locked
+        placed, fired = [], []
+        for run in runs:
+            row = rows[run.spec.job_id]
+            state = State.PENDING
+            if run.end is not None:
+                event, outcome = run.end
+                state = after(state, event)
+                tx.incident(row, INCIDENT_OF[event], actor=REPLACED_BY, reason=outcome.message)
+                tx.end_waiting(row, state, outcome, epoch=self._epoch)
+            elif run.is_ready and row.job_state is State.ASSIGNED and reassign_after_s is not None:
+                state = row.job_state
+                placed.append(_may_start(row, tx.clock.lease() + reassign_after_s))
+            else:
+                placed.append(unassigned(tx, row, READY if run.is_ready else 0))
+            fired.append(FiredRun(run.spec.job_id, run.definition_id, run.scheduled_for, state))
+        must_change(len(placed), tx.session.changed("set_ahead", (self._epoch,), placed))
+        tx.at("fire.judged")
+        tx.write_state_changes()
+        return fired
+
+    def withdraw(self, job_ids: Collection[str]) -> None:
+        tx = self._tx
+        rows = tx.rows_unlocked(sorted(job_ids)).values()
+        for row in rows:
+            tx.count(row.group, row.job_state, -1)
+        row_ids = tx.session.listed([row.id for row in rows])
+        for name in ("prune_jobs", "prune_incidents") if rows else ():
+            tx.session.change(name, (row_ids,))
+
+    def runs_ahead(self) -> list[AheadRun]:
+        return [
+            AheadRun(job_id, ReadyQueue(subject, JobKind(kind), exec_), ready == DUE, *holder)
+            for job_id, subject, kind, exec_, ready, *holder in self._tx.session.rows("runs_ahead", (RUNS_AHEAD_MAX,))
+        ]
+
     def cancel_runs(self, job_ids: Sequence[str], reason: str) -> list[Canceled]:
         return submit.cancel(self._tx, job_ids, actor=REPLACED_BY, reason=reason)
 
@@ -128,6 +202,18 @@ class _Rows:
     def next_time(self, now: float) -> float | None:
         found = [*self._tx.session.rows("next_nominal"), *self._tx.session.rows("next_delayed", (now,))]
         return min((at for (at,) in found if at is not None), default=None)
+
+
+def _ready_of(run: PlannedRun) -> int | None:
+    """Return the value of `ready` for a new run, if it is another one than that of other new jobs."""
+    return AHEAD if run.ahead else None if run.is_ready else 0
+
+
+def _may_start(row: JobRow, until: float) -> tuple[Any, ...]:
+    """Return the values of `set_ahead` for an assigned run that its worker may fetch until this time."""
+    holder = (row.attempt, row.lease_id, row.assigned_worker_id, row.incarnation)
+    terms = (until, None, row.on_disconnect, row.reconnect_grace_s, row.assigned_at, row.lease_owner)
+    return (row.id, row.version, row.state, DUE, *holder, *terms)
 
 
 _decode_json = msgspec.json.Decoder().decode

@@ -7,14 +7,16 @@ from typing import Any
 
 from tasuki.core.job import TERMINAL, State
 from tasuki.core.lifecycle import LEASE_MARGIN_S, TAKEOVER_TIE_S, JobEvent, after, skip_outcome
+from tasuki.core.statistics import ROLLUP_DAYS
 from tasuki.core.store_messages import JobKind, ReadyQueue, Reaped
 from tasuki.stores.sql import report
 from tasuki.stores.sql.database import LEADER_SCOPE, Transaction
 from tasuki.stores.sql.rows import JobRow, outcome_of
 
+LOCKED_LOOKS = 10  # for leases that others have locked, 50 ms apart; one that an application locks for longer ends at its time
 PRUNE_SCAN_MAX = 20_000  # rows that one prune looks at, some 20 ms; the next call goes on where it stopped
 _PRUNE_STEP = 1_000
-PRUNE_ROWS_MAX = 2_000  # of a project's events, and parts of logs, that one prune looks at, the oldest first
+PRUNE_ROWS_MAX = 2_000  # of a project's events, parts of logs, and rollups that one prune looks at, the oldest first
 FOLD_MAX = 20_000  # counters that transactions of users left, added up by one prune, some 50 ms; the next call goes on
 DUE_SLACK_S = 5.0  # for turns of other servers that began earlier than the look that did not see them
 DUE_ALL_INTERVAL_S = 10.0  # for clocks that were set back, and locks that were held for longer
@@ -30,7 +32,12 @@ def take_over(tx: Transaction, holder: str, epoch: int) -> bool:
     tx.due_seen.clear()
     tx.checked_epoch = None
     # This also makes leases outlive a restart: their times are of a clock that began again with the machine.
-    tx.session.change("renew_all", (now + LEASE_MARGIN_S, earlier + LEASE_MARGIN_S + TAKEOVER_TIE_S))
+    times = (now + LEASE_MARGIN_S, earlier + LEASE_MARGIN_S + TAKEOVER_TIE_S)
+    tx.session.change("renew_all", times)
+    for _ in range(LOCKED_LOOKS):
+        if not tx.session.rows("not_renewed", times):
+            break
+        tx.session.change("renew_all", times)
     return True
 
 
@@ -109,6 +116,7 @@ def prune(tx: Transaction, *, before: float, epoch: int, limit: int = 256) -> in
     tx.session.change("prune_events", (PRUNE_ROWS_MAX, before))
     tx.session.change("prune_old_logs", (PRUNE_ROWS_MAX, tx.clock.wall()))
     tx.session.change("prune_notes")
+    tx.session.change("prune_rollups", (PRUNE_ROWS_MAX, tx.clock.wall() - ROLLUP_DAYS * 86_400.0))
     found = {row_id: (group, state) for row_id, group, state in _find_old(tx, before, limit)}
     if not found:
         return 0

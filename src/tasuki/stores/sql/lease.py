@@ -24,8 +24,9 @@ from typing import Any
 from tasuki.core.job import OnDisconnect, State
 from tasuki.core.lifecycle import LEASE_MARGIN_S, is_late
 from tasuki.core.store_messages import Assignment, Grant, JobKind, LeaseRequest, ReadyPage, ReadyQueue
-from tasuki.core.subject import literal_prefix, matches, only_group
+from tasuki.core.subject import group_of, literal_prefix, matches, only_group
 from tasuki.errors import Unavailable
+from tasuki.stores.common import TAKEN_BACK
 from tasuki.stores.sql import report
 from tasuki.stores.sql.database import (
     ABOVE_ALL_PRIORITIES,
@@ -35,8 +36,8 @@ from tasuki.stores.sql.database import (
     Transaction,
     must_change,
 )
-from tasuki.stores.sql.rows import ABOVE_ALL_TEXT, NEXT, READY
-from tasuki.stores.store import Clock
+from tasuki.stores.sql.rows import ABOVE_ALL_TEXT, AHEAD, DUE, NEXT, READY, JobRow
+from tasuki.stores.store import QUEUES_OF_SUBJECT_MAX, Clock
 
 LEASE_ID_BYTES = 16
 GROUPS_AT_ONCE = 256
@@ -153,10 +154,10 @@ class ReadyIndex:
             self._has_lower = False
         return False
 
-    def groups(self, priority: int, patterns: tuple[str, ...]) -> Iterator[Collection[str]]:
-        """Yield the groups that may have jobs for these patterns, some at a time."""
+    def groups(self, priority: int, patterns: tuple[str, ...], chosen: set[str]) -> Iterator[Collection[str]]:
+        """Yield the groups that may have jobs for these patterns, or are chosen, some at a time."""
         regions = {region_of(pattern)[0] for pattern in patterns}
-        named = {group for group in regions if group is not None}
+        named = {group for group in regions if group is not None} | chosen
         if None in regions and self._may_walk():
             place = (priority,)
             scan = self._scan(place, GROUPS_AT_ONCE, "", ABOVE_ALL_TEXT)
@@ -178,8 +179,7 @@ class ReadyIndex:
                 scans[place] = self._scan(place, SUBJECTS_AT_ONCE, low, high, pattern if needs_match else None)
         while scans:
             names = list(dict.fromkeys(name for scan in scans.values() for name in scan.names))
-            if request.live_workers:
-                names = [name for name in names if not request.leaves(name)]
+            names = [name for name in names if not request.leaves(name)]
             if names:
                 yield names
             else:
@@ -263,7 +263,8 @@ def _lease_next(tx: Transaction, request: LeaseRequest, ready: ReadyIndex) -> li
         def take(group: str, limit: int, priority: int = priority) -> list[Grant]:
             return _take(tx, ready, priority, group, limit, request)
 
-        for groups in ready.groups(priority, request.patterns):
+        chosen = {job.group for job in request.chosen if job.priority == priority}
+        for groups in ready.groups(priority, request.patterns, chosen):
             grants += tx.fairness.fill(groups, request.limit - len(grants), take)
             if len(grants) >= request.limit:
                 return grants
@@ -271,7 +272,9 @@ def _lease_next(tx: Transaction, request: LeaseRequest, ready: ReadyIndex) -> li
 
 
 def _take(tx: Transaction, ready: ReadyIndex, priority: int, group: str, limit: int, request: LeaseRequest) -> list[Grant]:
-    taken: list[Grant] = []
+    taken = _take_chosen(tx, priority, group, limit, request)
+    if len(taken) == limit:
+        return taken
     for subjects in ready.windows(priority, group, request):
         members = ready.queues(priority, group, subjects, request)
         before = len(taken)
@@ -289,6 +292,17 @@ def _take(tx: Transaction, ready: ReadyIndex, priority: int, group: str, limit: 
     return taken
 
 
+def _take_chosen(tx: Transaction, priority: int, group: str, limit: int, request: LeaseRequest) -> list[Grant]:
+    taken: list[Grant] = []
+    for job in request.chosen:
+        if (job.priority, job.group) == (priority, group) and len(taken) < limit:
+            found = tx.session.rows("named", (job.job_id,))
+            *row, _, is_ready, _, not_after = found[0] if found else (None, 0, None, None)
+            if is_ready == READY and not is_late(not_after, tx.clock.wall()):
+                taken.append(_grant(tx, row, group, request))
+    return taken
+
+
 def _lease_named(tx: Transaction, request: LeaseRequest) -> list[Grant]:
     grants: list[Grant] = []
     for job_id in dict.fromkeys(request.job_ids):
@@ -300,7 +314,7 @@ def _lease_named(tx: Transaction, request: LeaseRequest) -> list[Grant]:
         *row, group, ready, expires_at, not_after = found[0]
         if is_late(not_after, tx.clock.wall()):
             continue
-        is_over = expires_at is not None and expires_at <= tx.clock.lease()
+        is_over = expires_at is not None and expires_at <= tx.clock.lease() and ready != AHEAD
         if ready == READY or (is_over and _take_from_lost(tx, job_id, request.worker_id)):
             grants.append(_grant(tx, row, group, request))
     return grants
@@ -364,31 +378,79 @@ def _granted(tx: Transaction, rows: list[Any], group: str, prefix: str, to: Leas
 
 
 def assign(tx: Transaction, assignments: Sequence[Assignment], *, epoch: int) -> list[Grant | None]:
+    """Assign jobs in a few statements, however many. Rows that others have locked at this moment are left alone: the leader waits
+    for nobody."""
     tx.check_epoch(epoch)
-    return [_assign(tx, assignment, epoch) for assignment in assignments]
+    wanted = tx.session.listed(sorted({assignment.job_id for assignment in assignments}))
+    free = {job_id for (job_id,) in tx.session.rows("lock_free_runs", (wanted,))}
+    rows = {job_id: row for job_id, row in tx.rows_unlocked(sorted(free)).items() if job_id in free}
+    prefix = _lease_id_prefix(tx)
+    placed: list[tuple[Any, ...]] = []
+    answers: list[Grant | None] = []
+    for assignment in assignments:
+        row = rows.pop(assignment.job_id, None)  # named twice in one batch: the first counts
+        grant = None
+        if row is None or is_late(row.not_after, tx.clock.wall()):
+            pass
+        elif not assignment.worker_id:
+            if row.is_unfetched and row.job_state is State.ASSIGNED:
+                placed.append(_taken_back(tx, row))
+        elif row.ready == AHEAD:
+            grant = Grant(row.idempotency_key, row.spec, row.submitter, f"{prefix}{row.id}", row.attempt + 1, assignment.ttl_s)
+            placed.append(_assigned(tx, row, assignment, grant))
+        elif row.ready == READY:
+            found = [row.id, row.idempotency_key, row.spec, row.submitter, row.attempt, row.state, row.result_sha256]
+            grant = _grant(tx, found, row.group, assignment, epoch)
+        answers.append(grant)
+    must_change(len(placed), tx.session.changed("set_ahead", (epoch,), placed))
+    return answers
 
 
-def _assign(tx: Transaction, assignment: Assignment, epoch: int) -> Grant | None:
-    found = tx.session.rows("named", (assignment.job_id,))
-    if not found:
-        return None
-    *row, group, ready, _expires_at, not_after = found[0]
-    if ready != READY or is_late(not_after, tx.clock.wall()):
-        return None
-    return _grant(tx, row, group, assignment, epoch)
+def _assigned(tx: Transaction, row: JobRow, to: Assignment, grant: Grant) -> tuple[Any, ...]:
+    """Return the values of `set_ahead` for a run that is assigned: it stays ahead of its time."""
+    tx.count_move(row.group, row.job_state, State.ASSIGNED)
+    terms = (lease_over_at(tx.clock, to), to.ttl_s, to.on_disconnect.value, to.reconnect_grace_s, tx.clock.wall(), to.owner)
+    holder = (grant.attempt, grant.lease_id, to.worker_id, to.incarnation)
+    return (row.id, row.version, State.ASSIGNED.value, AHEAD, *holder, *terms)
 
 
-def held_leases(session: SqlSession, holders: Sequence[tuple[str, str, str]], now: float) -> list[list[Grant]]:
+def _taken_back(tx: Transaction, row: JobRow) -> tuple[Any, ...]:
+    tx.incident(row, "released", worker_id=row.assigned_worker_id or "", reason=TAKEN_BACK)
+    return unassigned(tx, row, READY if row.ready == DUE else AHEAD)
+
+
+def unassigned(tx: Transaction, row: JobRow, ready: int) -> tuple[Any, ...]:
+    """Return the values of `set_ahead` for a run that belongs to nobody, as it was before it was assigned."""
+    tx.count_move(row.group, row.job_state, State.PENDING)
+    if ready == READY:
+        tx.comes_back(row.queue, row.id)
+    terms = (None, None, row.on_disconnect, row.reconnect_grace_s, row.assigned_at, row.lease_owner)
+    holder = (row.attempt, "", row.assigned_worker_id, row.incarnation)
+    return (row.id, row.version, State.PENDING.value, ready, *holder, *terms)
+
+
+def fetch(tx: Transaction, holders: Sequence[tuple[str, str, str]]) -> None:
+    """Begin the leases of runs that were assigned ahead and may start."""
+    found = tx.session.holders(list(dict.fromkeys(holders)))
+    tx.session.change("fetch", (tx.clock.lease(), LEASE_MARGIN_S, tx.clock.wall(), *found))
+
+
+def held_leases(session: SqlSession, holders: Sequence[tuple[str, str, str]], now: float) -> tuple[list[list[Grant]], bool]:
+    """Return what the holders have not started, and whether there is something to fetch."""
+    is_due = False
     grants: dict[tuple[str, str, str], list[Grant]] = {holder: [] for holder in holders}
     for row in session.rows("held", session.holders(list(grants))):
-        *holder, job_id, spec, submitter, lease_id, attempt, over_at, on_disconnect, grace_s = row
+        *holder, job_id, spec, submitter, lease_id, attempt, over_at, on_disconnect, grace_s, ready = row
+        if ready:
+            is_due = is_due or ready == DUE
+            continue
         expires_at = over_at - (grace_s if on_disconnect == OnDisconnect.KEEP.value else 0.0)
         if expires_at > now:
             # The rest of the lease, not the whole: this does not renew. The worker counts from its last answered heartbeat,
             # so its own deadline lies before the store's.
             left_s = max(0.0, expires_at - LEASE_MARGIN_S - now)
             grants[tuple(holder)].append(Grant(job_id, spec, submitter, lease_id, attempt, left_s))
-    return [list(grants[holder]) for holder in holders]
+    return [list(grants[holder]) for holder in holders], is_due
 
 
 def ready_queues(session: SqlSession, place: Any, limit: int) -> ReadyPage:
@@ -404,6 +466,20 @@ def ready_queues(session: SqlSession, place: Any, limit: int) -> ReadyPage:
             return ReadyPage(queues, (priority, *rows[-1]))
         bands, behind = session.rows("band", (priority,)), _BEFORE_ALL_QUEUES
     return ReadyPage(queues)
+
+
+def ready_jobs(session: SqlSession, subject: str, limit: int) -> list[str]:
+    """Return the oldest jobs of each queue of a subject, by a few seeks for each priority."""
+    group, found = group_of(subject), []
+    bands = session.rows("band", (ABOVE_ALL_PRIORITIES,))
+    while bands:
+        priority = bands[0][0]
+        rows = session.rows("queues", (priority, group, subject, -1, "", QUEUES_OF_SUBJECT_MAX))
+        for queue in rows:
+            if tuple(queue[:2]) == (group, subject):
+                found += [job_id for (job_id,) in session.rows("head_of_queue", (priority, *queue, limit))]
+        bands = session.rows("band", (priority,))
+    return found[: QUEUES_OF_SUBJECT_MAX * limit]
 
 
 def lease_over_at(clock: Clock, to: LeaseRequest | Assignment) -> float:

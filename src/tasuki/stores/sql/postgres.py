@@ -261,7 +261,9 @@ class PostgresInDjango(InDjango):
     @property
     def session(self) -> PostgresSession:
         """The session on the calling thread's connection, which Django may have made anew."""
-        connection: psycopg.Connection[Any] = self.wrapper().connection
+        return self.session_on(self.wrapper().connection)
+
+    def session_on(self, connection: psycopg.Connection[Any]) -> PostgresSession:
         if self._session is None or self._session.connection is not connection:
             self._session = PostgresSession(connection, prepare=False)
         return self._session

@@ -10,6 +10,8 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from msgspec.structs import replace
+
 from tasuki.core.job import LEASED, OnDisconnect, Outcome, State
 from tasuki.core.lifecycle import LEASE_MARGIN_S, RESUMED, Disposition, JobEvent, after, after_failure, after_loss, sources
 from tasuki.core.scheduler.firing import may_have_window
@@ -17,6 +19,7 @@ from tasuki.core.store_messages import HeldLease, LeaseHolder, LeaseStatus, Repo
 from tasuki.stores.common import INCIDENT_OF, LEASES_ENDED_MAX, belongs_to_story, fenced_reason, missing_result
 from tasuki.stores.sql.database import Transaction, must_change
 from tasuki.stores.sql.rows import (
+    AHEAD,
     DELAYED,
     READY,
     JobRow,
@@ -56,12 +59,14 @@ def _end_windows(tx: Transaction, job_ids: Iterable[str]) -> None:
 
 
 def renew(tx: Transaction, claims: Sequence[HeldLease]) -> list[LeaseStatus]:
-    rows = [(*_claim_values(claim), claim.ttl_s) for claim in claims]
+    rows = [(*_claim_values(claim), max(claim.ttl_s, claim.confirm_s or 0.0)) for claim in claims]
     base = tx.clock.lease() + LEASE_MARGIN_S
     answers = _statuses(tx, claims, tx.session.returned("renew", (base,), rows))
     told = [(claim, claim.progress) for claim in claims if claim.progress is not None]
     progress = [(*_claim_values(claim), progress.fraction, storable_text(progress.text)) for claim, progress in told]
     tx.session.changed("tell_progress", (), progress)
+    asked = [(*_claim_values(claim), claim.confirm_s) for claim in claims if claim.confirm_s is not None]
+    tx.session.changed("tell_continuation", (tx.clock.wall(),), asked)
     return answers
 
 
@@ -96,7 +101,8 @@ def release(tx: Transaction, claims: Sequence[HeldLease], *, reason: str = "") -
     released = []
     for claim in claims:
         row = rows.get(claim.job_id)
-        if row is None or row.job_state not in sources(JobEvent.RELEASE) or not _is_holder(row, claim):
+        is_held = row is not None and row.job_state in sources(JobEvent.RELEASE) and _is_holder(row, claim)
+        if row is None or not is_held or _lives_on(tx, row, claim):
             answers.append(False)
             continue
         del rows[claim.job_id]  # shown again in this batch, the lease is gone
@@ -109,10 +115,16 @@ def release(tx: Transaction, claims: Sequence[HeldLease], *, reason: str = "") -
             tx.incident(row, "released", worker_id=claim.worker_id, reason=reason)
             tx.count_move(row.group, row.job_state, after(row.job_state, JobEvent.RELEASE))
             released.append((row.id, row.version, row.lease_id))
-            tx.comes_back(row.queue, row.id)
+            if row.ready != AHEAD:
+                tx.comes_back(row.queue, row.id)
     must_change(len(released), tx.session.changed("release", (), released))
     tx.write_state_changes()
     return answers
+
+
+def _lives_on(tx: Transaction, row: JobRow, claim: HeldLease) -> bool:
+    """Return whether a lease that must be over to be released has more left than the margin."""
+    return claim.is_over and (row.lease_expires_at or 0.0) - LEASE_MARGIN_S > tx.clock.lease()
 
 
 def end_leases(tx: Transaction, holders: Sequence[LeaseHolder]) -> list[int]:
@@ -128,7 +140,7 @@ def _end_leases(tx: Transaction, holder: LeaseHolder) -> int:
     for row in held:
         if row.job_state is State.RUNNING:
             disposition = disposition_of_loss(row._replace(on_disconnect=OnDisconnect.STOP.value))
-            end_attempt(tx, row, disposition, None)
+            end_attempt(tx, row, replace(disposition, reason=f"{disposition.reason}; {holder.reason}"), None)
     tx.write_state_changes()
     return len(found)
 

@@ -19,14 +19,16 @@ _decode_patterns = msgspec.json.Decoder(tuple[str, ...]).decode
 
 ABOVE_ALL_TEXT = "\U0010ffff"
 NEXT = "\x01"  # appended to a name: the smallest text above it (names have no control characters). PostgreSQL refuses NUL
-READY, DELAYED = 1, 2  # values of the column `ready`; 0 is neither
+READY, DELAYED, AHEAD, DUE = 1, 2, 3, 4  # values of the column `ready`; 0 is none of them
 FAILED_STATES = TERMINAL - {State.SUCCEEDED}
 """Terminal states without success. Their rows always have an error_code, by which an index finds them."""
 
 _STATES = {state.value: state for state in State}  # an enum's own look-up is three times as slow
 
 
-FILTERED_COLUMNS = "id, idempotency_key, state, subject, submitter, assigned_worker_id, array_id, error_code, error_summary"
+FILTERED_COLUMNS = (
+    "id, idempotency_key, state, subject, submitter, assigned_worker_id, array_id, created_at, error_code, error_summary"
+)
 """Columns that `find` filters by: `{found}` in the statements."""
 
 
@@ -83,6 +85,7 @@ class JobRow(NamedTuple):
     scheduled_for: float | None
     progress: float | None
     progress_text: str
+    continuation_check_deadline_at: float | None
     body_hash: bytes
     spec: bytes
 
@@ -93,6 +96,11 @@ class JobRow(NamedTuple):
     @property
     def queue(self) -> ReadyQueue:
         return ReadyQueue(self.subject, JobKind(self.kind), self.exec)
+
+    @property
+    def is_unfetched(self) -> bool:
+        """Return whether it is a run that was stored ahead, and that no worker has got yet."""
+        return self.ready in (AHEAD, DUE)
 
 
 def _columns(fields: tuple[str, ...]) -> str:
@@ -148,6 +156,7 @@ def job_of(row: JobRow) -> Job:
         job_definition_id=row.job_definition_id,
         scheduled_for=row.scheduled_for,
         progress=Progress(row.progress, row.progress_text) if row.progress is not None else None,
+        confirming_until=row.continuation_check_deadline_at,
     )
 
 

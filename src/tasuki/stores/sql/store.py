@@ -15,11 +15,12 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from tasuki.core.election import LOCK_TTL_S
 from tasuki.core.job import LEASED, Job, JobIncident
 from tasuki.core.scheduler.thresholds import Thresholds
+from tasuki.core.statistics import Rollup, decode_rollup, encode_rollup
 from tasuki.core.store_messages import (
     AuditRow,
     BlobPlace,
@@ -52,15 +53,19 @@ from tasuki.stores.sql.database import (
     batch_verb,
     verb,
 )
-from tasuki.stores.sql.lease import held_leases, ready_queues
+from tasuki.stores.sql.lease import fetch, held_leases, ready_jobs, ready_queues
 from tasuki.stores.sql.rows import FAILED_STATES, JobRow, job_of, token_of, token_values
 from tasuki.stores.sql.sqlite import SqliteDatabase, SqliteInDjango, file_system_of
 from tasuki.stores.store import Answered, Clock
+
+if TYPE_CHECKING:
+    from tasuki.stores.sql.postgres import PostgresInDjango
 
 __all__ = ["FAULT_POINTS", "SCHEMA_VERSION", "SqlReader", "SqlStore"]
 
 T = TypeVar("T")
 
+CREATED_SLACK_S = 60.0
 FIND_SCAN_MAX = 20_000  # rows that one find looks at, some 20 ms; the caller goes on with the cursor
 
 
@@ -110,6 +115,9 @@ class SqlReads:
     def ready_queues(self, place: Any = None, *, limit: int = 256) -> ReadyPage:
         return self._read(lambda session: ready_queues(session, place, limit))
 
+    def ready_jobs(self, subject: str, *, limit: int = 256) -> list[str]:
+        return self._read(lambda session: ready_jobs(session, subject, limit))
+
     def blob_owners(self, sha256: str, *, limit: int = 16) -> list[str]:
         return [job_id for (job_id,) in self._select("blob_owners", (sha256, limit))]
 
@@ -132,6 +140,9 @@ class SqlReads:
 
     def caches(self, *, after: str = "", limit: int = 100) -> list[CacheSummary]:
         return [CacheSummary(*row) for row in self._select("caches", (after, limit))]
+
+    def rollups(self, since: int, until: int) -> list[Rollup]:
+        return [decode_rollup(data) for (data,) in self._select("rollups", (since, until))]
 
     def token(self, sha256: str) -> TokenRow | None:
         rows = self._select("token", (sha256,))
@@ -177,6 +188,10 @@ def _find(session: SqlSession, filter: Filter, limit: int, cursor: str | None) -
     oldest, newest = session.rows("id_range")[0]
     if newest is None:
         return Page([], None)
+    if filter.created_until is not None:
+        newest = _first_since(session, filter.created_until + CREATED_SLACK_S, oldest, newest) - 1
+    if filter.created_from is not None:
+        oldest = _first_since(session, filter.created_from - CREATED_SLACK_S, oldest, newest)
     high = min(int(cursor), newest + 1) if cursor is not None else newest + 1
     ids: list[int] = []
     looked = 0
@@ -185,8 +200,9 @@ def _find(session: SqlSession, filter: Filter, limit: int, cursor: str | None) -
     for row in islice(walk, FIND_SCAN_MAX):
         looked += 1
         position = row[0]
-        _, job_id, state, subject, submitter, worker_id, array_id, error_code, error_summary = row
-        if is_wanted(filter, state, subject, submitter, worker_id, array_id, (job_id, error_code or "", error_summary)):
+        _, job_id, state, subject, submitter, worker_id, array_id, created_at, error_code, error_summary = row
+        texts = (job_id, error_code or "", error_summary)
+        if is_wanted(filter, state, subject, submitter, worker_id, array_id, created_at, texts):
             ids.append(position)
             if len(ids) == limit:
                 break
@@ -194,6 +210,21 @@ def _find(session: SqlSession, filter: Filter, limit: int, cursor: str | None) -
         position = low  # the walk came to its end
     rows = sorted(map(JobRow._make, session.rows("rows_by_id", (session.listed(ids),))), reverse=True, key=lambda row: row.id)
     return Page([job_of(row) for row in rows], str(position) if position > oldest else None)
+
+
+def _first_since(session: SqlSession, at: float, low: int, high: int) -> int:
+    """Return the lowest id from `low` to `high` of a job that was submitted at this time or later, else the id after `high`.
+
+    Ids grow with time, but for transactions that overlapped: hence CREATED_SLACK_S.
+    """
+    while low <= high:
+        middle = (low + high) // 2
+        found = session.rows("created_from_id", (middle,))
+        if not found or found[0][1] >= at:
+            high = middle - 1
+        else:
+            low = found[0][0] + 1
+    return low
 
 
 def _walk(session: SqlSession, filter: Filter, high: int, oldest: int) -> tuple[int, Iterator[Any]]:
@@ -235,6 +266,11 @@ def _conditions(filter: Filter, contains: Callable[[str], str]) -> tuple[str, di
 
 def _named_files(session: SqlSession, cache_id: str, names: list[str]) -> list[Any]:
     return session.rows("cached_files", (cache_id, session.listed(names)))
+
+
+def _add_rollups(tx: Transaction, rollups: Sequence[Rollup]) -> list[None]:
+    tx.session.changed("add_rollups", (), [(one.minute, one.server_id, encode_rollup(one)) for one in rollups])
+    return [None] * len(rollups)
 
 
 class SqlReader(SqlReads):
@@ -361,7 +397,7 @@ class SqlStore(SqlReads):
     cancel = batch_verb(submit.cancel)
     requeue = batch_verb(submit.requeue)
     submit = batch_verb(submit.submit)
-    assign = verb(lease.assign)
+    assign = batch_verb(lease.assign)
     lease = batch_verb(lease.lease)
     start = batch_verb(report.start)
     renew = batch_verb(report.renew)
@@ -381,6 +417,7 @@ class SqlStore(SqlReads):
     forget_blobs = verb(blobs.forget_blobs)
     put_cache = batch_verb(blobs.put_cache)
     remove_cache = batch_verb(blobs.remove_cache)
+    add_rollups = batch_verb(_add_rollups)
 
     def enqueue(self, submissions: Sequence[Submission]) -> list[Answered]:
         """Submit jobs without input files in the transaction of the calling thread; for a store `in_django`.
@@ -394,7 +431,7 @@ class SqlStore(SqlReads):
             return self.submit(submissions)
         wrapper.validate_no_broken_transaction()
         with wrapper.wrap_database_errors:
-            return submit.enqueue(database.session, submissions)
+            return submit.enqueue(cast("PostgresInDjango", database).session_on(wrapper.connection), submissions)
 
     def rest(self) -> None:
         """Close a connection that the next turn opens again; see `StoreThread`."""
@@ -411,14 +448,21 @@ class SqlStore(SqlReads):
         return str(recorded)
 
     def held(self, holders: Sequence[tuple[str, str, str]]) -> list[list[Grant]]:
+        if not holders:
+            return []
         now = self.clock.lease()
-        return self._read(lambda session: held_leases(session, holders, now)) if holders else []
+        found, is_due = self._read(lambda session: held_leases(session, holders, now))
+        if is_due:
+            with self._tx:
+                fetch(self._tx, holders)
+                found, _ = held_leases(self._tx.session, holders, now)
+        return found
 
     # -- tokens ---------------------------------------------------------------------------------------------------
     def add_token(self, token: TokenRow) -> bool:
         with self._tx:
             if self._tx.session.change("add_token", token_values(token)) == 1:
-                self._add_audit(token.created_by, "token.create", token.token_id, f"{token.kind} {token.label}".rstrip())
+                self.note(token.created_by, "token.create", token.token_id, f"{token.kind} {token.label}".rstrip())
                 return True
             return self.token(token.sha256) == token
 
@@ -426,11 +470,12 @@ class SqlStore(SqlReads):
         with self._tx:
             if self._tx.session.change("revoke_token", (token_id, self.clock.wall(), actor)) != 1:
                 return False
-            self._add_audit(actor, "token.revoke", token_id)
+            self.note(actor, "token.revoke", token_id)
             return True
 
-    def _add_audit(self, actor: str, action: str, target: str, detail: str = "") -> None:
-        self._tx.session.change("add_audit", (self.clock.wall(), actor, action, target, storable_text(detail)))
+    def note(self, actor: str, action: str, target: str, detail: str = "") -> None:
+        with self._tx:
+            self._tx.session.change("add_audit", (self.clock.wall(), actor, action, target, storable_text(detail)))
 
     # -- readers --------------------------------------------------------------------------------------------------
     def _read(self, read: Callable[[SqlSession], T]) -> T:

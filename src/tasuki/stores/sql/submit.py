@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Sequence
 from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tasuki.core.job import JobSpec, Outcome, State, differing_fields, is_run_id
 from tasuki.core.lifecycle import JobEvent, after, attempt_again, cancel_is_immediate, not_after_again
@@ -15,9 +15,12 @@ from tasuki.core.subject import group_of
 from tasuki.errors import Conflict, Unavailable
 from tasuki.stores.common import check_on_failed, input_refs, requeue_reason
 from tasuki.stores.firing import going_on
-from tasuki.stores.sql.database import LEADER_SCOPE, NOTHING_STORED, SqlSession, Transaction, must_change
+from tasuki.stores.sql.database import LEADER_SCOPE, NOTHING_STORED, Transaction, must_change
 from tasuki.stores.sql.rows import READY, JobRow, decode_spec, encode_spec, job_of, outcome_of, ready_value
 from tasuki.stores.store import Answered
+
+if TYPE_CHECKING:
+    from tasuki.stores.sql.postgres_session import PostgresSession
 
 KNOWN_AT_ONCE = 64  # rows of known ids that are in memory at a time: with its lists one may have 3 MiB
 _PLAIN = (5, 3, 3)  # the values of submit_plain, in the order of _is_plain; its backoff is HANDLER_BACKOFF_S
@@ -31,11 +34,10 @@ def submit(tx: Transaction, submissions: Sequence[Submission], *, on_failed: str
     return answers
 
 
-def enqueue(session: SqlSession, submissions: Sequence[Submission]) -> list[Answered]:
+def enqueue(session: PostgresSession, submissions: Sequence[Submission]) -> list[Answered]:
     """Insert jobs without input files in one statement of the caller's transaction; a second one reads ids that were known."""
     rows = [(*_plain_values(submission), *_further_values(submission)) for submission in submissions]
-    found = session.rows("enqueue_one", rows[0]) if len(rows) == 1 else session.rows("enqueue", list(zip(*rows, strict=True)))
-    new_ids = {row_id for (row_id,) in found}
+    new_ids = session.enqueue(rows)
     if len(new_ids) == len(submissions):
         return [Submitted(submission.spec.job_id, True) for submission in submissions]
     names = [submission.spec.job_id for submission in submissions]
@@ -168,7 +170,7 @@ def _cancel(tx: Transaction, row: JobRow, requested: list[JobRow], actor: str, r
     state = row.job_state
     if state.terminal:
         return Canceled(state)
-    if cancel_is_immediate(state):
+    if cancel_is_immediate(state) or row.is_unfetched:
         outcome = Outcome(error_code="CANCELED", message=storable_text(reason) or f"canceled by {actor}")
         tx.incident(row, "canceled", actor=actor, reason=reason)
         ended = after(state, JobEvent.CANCEL)

@@ -8,6 +8,7 @@ import it.
     world        options, time, randomness, processes     faults       kinds of fault, and when they happen
     network      connections between processes            servers      broker, election, hints, the store behind its faults
     workers      attempts, keeper, disk                   clients      operations, calls and their answers
+    roles        sub-leaders, and workers that ask whether they may go on
     project      definitions and events of applications   system       all processes together
     run          one seed, from its start to the verdict
     history      lines that an observer hears             recorder     lines of a committed turn
@@ -16,7 +17,8 @@ import it.
     cases        a run that can be kept, tried, made smaller and told
     seed_runner  thousands of seeds on several processes
     coverage     rare events that must have happened
-    ablations    safeguards taken away, to show that the checker notices (ablations_store: those of the stores)
+    ablations    safeguards taken away, to show that the checker notices (ablations_store: those of the stores,
+                 ablations_schedule: those of definitions and of runs that are assigned ahead)
     agents       node agents and a client of them, in a world of their own
     scale        large worlds: delay, fairness and upkeep under load (scale_world: their processes)
 

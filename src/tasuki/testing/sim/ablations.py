@@ -18,7 +18,7 @@ the stores, and the classes that replace something.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -26,6 +26,7 @@ from msgspec.structs import replace
 
 from tasuki.core import client_machine
 from tasuki.core.broker import client_messages, cluster, subscriptions, upkeep, worker_messages
+from tasuki.core.broker.routes import RoutedJobs
 from tasuki.core.broker.state import Account
 from tasuki.core.broker.turn_builder import TurnBuilder, TurnEffects
 from tasuki.core.client_machine import ClientMachine
@@ -33,16 +34,20 @@ from tasuki.core.election import Election, Following, Resigned
 from tasuki.core.failover.nodes import NodeState
 from tasuki.core.failover.plan import FailoverPlan
 from tasuki.core.job import OnDisconnect, State
-from tasuki.core.machine import Send
+from tasuki.core.machine import Now, Send
 from tasuki.core.protocol import Accepted, HeartbeatAnswer, JobResult, JobsRecorded, SubmitJobs, Welcome
 from tasuki.core.reconnect import Redial
-from tasuki.core.store_messages import ReportAnswer, ReportStatus
+from tasuki.core.store_messages import LeaseStatus, ReportAnswer, ReportStatus
 from tasuki.core.worker.events import WorkerIdentity
 from tasuki.core.worker.machine import SeenLeases, Slots, WorkerMachine
-from tasuki.testing.sim.ablations_store import ORDERS, STORE, Ablation, Replacement
+from tasuki.server.cluster import SCOPE
+from tasuki.stores.memory.store import MemoryStore
+from tasuki.testing.sim.ablations_schedule import SCHEDULES
+from tasuki.testing.sim.ablations_store import ORDERS, STORE, Ablation, Method, Replacement, around
 from tasuki.testing.sim.agents import check_agents
 from tasuki.testing.sim.checker import Violation
 from tasuki.testing.sim.run import SeedOutcome
+from tasuki.testing.sim.servers import SimulatedCluster
 from tasuki.testing.sim.workers import SimWorker
 from tasuki.testing.sim.world import SimOptions
 
@@ -50,60 +55,52 @@ NEVER_S = 1e9
 LONG = SimOptions(lease_ttl_s=2.0, jobs=30, attempts_scale=5.0, faults=30, heal_limit_s=400.0)
 """Options under which attempts outlast their leases, if nobody renews them."""
 
-Method = Callable[..., Any]
-
 
 # ---------------------------------------------------------------------------------------------------- the broker
 
 
-def _accepted_at_once(submit: Method) -> Method:
-    def _submit(broker: Any, client: Any, identity: Any, message: Any, *rest: Any) -> list[Any]:
-        told = Send(client.conn, Accepted(message.msg_id, len(message.specs), []))
-        return [*submit(broker, client, identity, message, *rest), told]
-
-    return _submit
+@around
+def _accepted_at_once(submit: Method, broker: Any, client: Any, identity: Any, message: Any, *rest: Any) -> list[Any]:
+    told = Send(client.conn, Accepted(message.msg_id, len(message.specs), []))
+    return [*submit(broker, client, identity, message, *rest), told]
 
 
-def _recorded_at_once(received: Method) -> Method:
-    def _received(broker: Any, worker: Any, message: Any, *rest: Any) -> list[Any]:
-        endings = getattr(message, "endings", ())
-        commands: list[Any] = received(broker, worker, message, *rest)
-        return [*commands, Send(worker.conn, JobsRecorded([ending.lease_id for ending in endings], []))] if endings else commands
-
-    return _received
+@around
+def _recorded_at_once(received: Method, broker: Any, worker: Any, message: Any, *rest: Any) -> list[Any]:
+    endings = getattr(message, "endings", ())
+    commands: list[Any] = received(broker, worker, message, *rest)
+    return [*commands, Send(worker.conn, JobsRecorded([ending.lease_id for ending in endings], []))] if endings else commands
 
 
-def _told_at_once(received: Method) -> Method:
-    def _received(broker: Any, worker: Any, message: Any, *rest: Any) -> list[Any]:
-        effects = TurnEffects(rest[0])
-        for ending in getattr(message, "endings", ()):
-            if ending.outcome.error_code is None:
-                result = JobResult(ending.job_id, State.SUCCEEDED, ending.attempt, ending.outcome, 0.0)
-                broker.notify(result, effects)
-        return [*received(broker, worker, message, *rest), *effects.all_commands()]
-
-    return _received
+@around
+def _told_at_once(received: Method, broker: Any, worker: Any, message: Any, *rest: Any) -> list[Any]:
+    effects = TurnEffects(rest[0])
+    for ending in getattr(message, "endings", ()):
+        if ending.outcome.error_code is None:
+            result = JobResult(ending.job_id, State.SUCCEEDED, ending.attempt, ending.outcome, 0.0)
+            broker.notify(result, effects)
+    return [*received(broker, worker, message, *rest), *effects.all_commands()]
 
 
-def _fenced_counts(reported: Method) -> Method:
-    def _reported(broker: Any, conn: int, reports: Any, answers: Any, *rest: Any) -> None:
-        taken = ReportAnswer(ReportStatus.RECORDED, State.SUCCEEDED)
-        told = [
-            taken if answer.answer is ReportStatus.FENCED and report.outcome.error_code is None else answer
-            for report, answer in zip(reports, answers, strict=True)
-        ]
-        reported(broker, conn, reports, told, *rest)
-
-    return _reported
+@around
+def _fenced_counts(reported: Method, broker: Any, conn: int, reports: Any, answers: Any, *rest: Any) -> None:
+    taken = ReportAnswer(ReportStatus.RECORDED, State.SUCCEEDED)
+    told = [
+        taken if answer.answer is ReportStatus.FENCED and report.outcome.error_code is None else answer
+        for report, answer in zip(reports, answers, strict=True)
+    ]
+    reported(broker, conn, reports, told, *rest)
 
 
-def _spent_twice(reserve: Method) -> Method:
-    def _reserve(self: Any, limit: int) -> int:
-        taken: int = reserve(self, limit)
-        self.available += taken
-        return taken
+@around
+def _spent_twice(reserve: Method, self: Any, limit: int) -> int:
+    taken: int = reserve(self, limit)
+    self.available += taken
+    return taken
 
-    return _reserve
+
+def _for_good(choose: Method) -> Method:
+    return lambda self, job, worker_id, now: choose(self, job, worker_id, Now(1e9, now.wall))
 
 
 def _never(_: float) -> float:
@@ -116,64 +113,106 @@ def _nothing(_: Method) -> Method:
 
 _OF_THE_BROKER = (
     Ablation(
-        name="accepted_after_commit",
-        what="a submit is acknowledged after its commit",
-        invariants=("I1", "I2"),
-        patches=(Replacement(client_messages, "submit", _accepted_at_once),),
-        options=SimOptions(latency_s=0.0005, kinds=("store_slow", "store_refused", "crash")),
+        "accepted_after_commit",
+        "a submit is acknowledged after its commit",
+        ("I1", "I2"),
+        (Replacement(client_messages, "submit", _accepted_at_once),),
+        SimOptions(latency_s=0.0005, kinds=("store_slow", "store_refused", "crash")),
     ),
     Ablation(
-        name="recorded_after_commit",
-        what="a worker is told that its report is recorded after the commit",
-        invariants=("I14",),
-        patches=(Replacement(worker_messages, "received", _recorded_at_once),),
+        "recorded_after_commit",
+        "a worker is told that its report is recorded after the commit",
+        ("I14",),
+        (Replacement(worker_messages, "received", _recorded_at_once),),
     ),
     Ablation(
-        name="result_after_commit",
-        what="a client is told a result after the commit of its finish",
-        invariants=("I13",),
-        patches=(Replacement(worker_messages, "received", _told_at_once),),
+        "result_after_commit",
+        "a client is told a result after the commit of its finish",
+        ("I13",),
+        (Replacement(worker_messages, "received", _told_at_once),),
     ),
     Ablation(
-        name="fenced_is_not_told",
-        what="no client is told the result of a report that was fenced",
-        invariants=("I13", "I14"),
-        patches=(Replacement(worker_messages, "_reported", _fenced_counts),),
+        "fenced_is_not_told",
+        "no client is told the result of a report that was fenced",
+        ("I13", "I14"),
+        (Replacement(worker_messages, "_reported", _fenced_counts),),
     ),
     Ablation(
-        name="credit_at_the_broker",
-        what="credit that was reserved is not spent again",
-        invariants=("credit",),
-        patches=(Replacement(Account, "reserve", _spent_twice),),
+        "credit_at_the_broker",
+        "credit that was reserved is not spent again",
+        ("credit",),
+        (Replacement(Account, "reserve", _spent_twice),),
     ),
     Ablation(
-        name="carried_over",
-        what="what workers said in a turn that failed stands in the next one",
-        invariants=("I1", "liveness"),
-        patches=(Replacement(TurnBuilder, "repeat", _nothing),),
-        options=SimOptions(kinds=("store_lost", "store_refused", "disk_full")),
+        "carried_over",
+        "what workers said in a turn that failed stands in the next one",
+        ("I1", "liveness"),
+        (Replacement(TurnBuilder, "repeat", _nothing),),
+        SimOptions(kinds=("store_lost", "store_refused", "disk_full")),
     ),
     Ablation(
-        name="look_again",
-        what="a worker with credit looks for work now and then, whatever hint was lost",
-        invariants=("I1", "liveness"),
-        patches=(Replacement(subscriptions, "WALK_INTERVAL_S", _never),),
+        "look_again",
+        "a worker with credit looks for work now and then, whatever hint was lost",
+        ("I1", "liveness"),
+        (Replacement(subscriptions, "WALK_INTERVAL_S", _never),),
         # Few jobs: whoever ends one looks for the next, and so finds what a hint did not tell of.
-        options=SimOptions(servers=3, workers=3, jobs=8, kinds=("hints_lost",), faults=24),
+        SimOptions(servers=3, workers=3, jobs=8, kinds=("hints_lost",), faults=24),
     ),
     Ablation(
-        name="poll_ends",
-        what="servers ask the store now and then whether watched jobs have ended, whatever hint was lost",
-        invariants=("liveness",),
-        patches=(Replacement(cluster, "POLL_INTERVAL_S", _never),),
-        options=SimOptions(servers=3, kinds=("hints_lost",), faults=24),
+        "choices_end",
+        "a job that another server was to have, by a routing policy, is taken here if it is still there after a while",
+        ("I1", "liveness"),
+        (Replacement(RoutedJobs, "_choose", _for_good),),
+        SimOptions(servers=3, kinds=("hints_lost", "pause"), policy="round-robin"),
     ),
     Ablation(
-        name="lapse",
-        what="a leader whose store was away ends no lease before a takeover has renewed those that nobody could renew",
-        invariants=("lease",),
-        patches=(Replacement(upkeep, "LAPSE_SHARE", _never),),
-        options=replace(LONG, servers=2, kinds=("store_cut", "store_restart")),
+        "poll_ends",
+        "servers ask the store now and then whether watched jobs have ended, whatever hint was lost",
+        ("liveness",),
+        (Replacement(cluster, "POLL_INTERVAL_S", _never),),
+        SimOptions(servers=3, kinds=("hints_lost",), faults=24),
+    ),
+    Ablation(
+        "lapse",
+        "a leader whose store was away ends no lease before a takeover has renewed those that nobody could renew",
+        ("lease",),
+        (Replacement(upkeep, "LAPSE_SHARE", _never),),
+        replace(LONG, servers=2, kinds=("store_cut", "store_restart")),
+    ),
+)
+
+
+# ---------------------------------------------------------------------------------------------------- nodes
+
+
+def _extends_nothing(renew: Method) -> Method:
+    def _renew(self: Any, claim: Any) -> Any:
+        if claim.confirm_s is None:
+            return renew(self, claim)
+        return LeaseStatus.LOST if self._claimed(claim) is None else LeaseStatus.GO_ON
+
+    return _renew
+
+
+def _whoever_leads(_depose: Method) -> Method:
+    def depose(self: Any, leader: Any) -> None:
+        lock = self.node.coordination._locks.get(SCOPE)
+        if lock is not None:
+            self._call("deposes", lambda: self.node.coordination.release(SCOPE, lock.holder, lock.epoch), lambda _: None)
+
+    return depose
+
+
+CUT_OFF = replace(LONG, servers=3, kinds=("store_cut", "partition", "pause", "coordination_cut"))
+"""Options under which workers are cut off from the store while they run, and leaders from it or from each other."""
+
+_OF_NODES = (
+    Ablation(
+        name="confirmed_is_renewed",
+        what="who says that a worker may go on has renewed its lease",
+        invariants=("I9", "I21", "lease", "I6"),
+        patches=(Replacement(MemoryStore, "_renew", _extends_nothing),),
+        options=CUT_OFF,
     ),
 )
 
@@ -181,111 +220,99 @@ _OF_THE_BROKER = (
 # ---------------------------------------------------------------------------------------------------- workers
 
 
-def _all_are_new(assigned: Method) -> Method:
-    def _assigned(self: Any, message: Any, now: Any) -> list[Any]:
-        self._seen = SeenLeases()
-        for grant in message.grants:
-            self.held.pop(grant.lease_id, None)
-        return list(assigned(self, message, now))
-
-    return _assigned
+@around
+def _all_are_new(assigned: Method, self: Any, message: Any, now: Any) -> list[Any]:
+    self._seen = SeenLeases()
+    for grant in message.grants:
+        self.held.pop(grant.lease_id, None)
+    return list(assigned(self, message, now))
 
 
-def _goes_on(ticked: Method) -> Method:
-    def _ticked(self: Any, now: Any) -> list[Any]:
-        identity = self.identity
-        self.identity = replace(identity, on_disconnect=OnDisconnect.KEEP)
-        try:
-            return list(ticked(self, now))
-        finally:
-            self.identity = identity
-
-    return _ticked
+@around
+def _goes_on(ticked: Method, self: Any, now: Any) -> list[Any]:
+    identity = self.identity
+    self.identity = replace(identity, on_disconnect=OnDisconnect.KEEP)
+    try:
+        return list(ticked(self, now))
+    finally:
+        self.identity = identity
 
 
-def _from_the_answer(received: Method) -> Method:
-    def _received(self: Any, message: Any, now: Any) -> list[Any]:
-        if isinstance(message, HeartbeatAnswer | Welcome) and message.corr_id in self._beats:
-            self._beats[message.corr_id] = (now.monotonic, self._beats[message.corr_id][1])
-        return list(received(self, message, now))
-
-    return _received
+@around
+def _from_the_answer(received: Method, self: Any, message: Any, now: Any) -> list[Any]:
+    if isinstance(message, HeartbeatAnswer | Welcome) and message.corr_id in self._beats:
+        self._beats[message.corr_id] = (now.monotonic, self._beats[message.corr_id][1])
+    return list(received(self, message, now))
 
 
-def _leaves_them(end: Method) -> Method:
-    def _end(self: Any, what: str, **named: Any) -> None:
-        self.attempts = {}
-        end(self, what, **named)
-
-    return _end
+@around
+def _leaves_them(end: Method, self: Any, what: str, **named: Any) -> None:
+    self.attempts = {}
+    end(self, what, **named)
 
 
-def _anyone(take: Method) -> Method:
-    def _take(self: Any, lease_id: str, at: float) -> bool:
-        self._running[lease_id] = at
-        return True
-
-    return _take
+@around
+def _anyone(_: Method, self: Any, lease_id: str, at: float) -> bool:
+    self._running[lease_id] = at
+    return True
 
 
 def _as_new(hello: Method) -> Method:
     return lambda self, msg_id, patterns, resumed: hello(self, msg_id, patterns, resumed=False)
 
 
-def _gives_up(lost: Method) -> Method:
-    def _lost(self: Any, now: float) -> None:
-        lost(self, now)
-        self.due_at = None
-
-    return _lost
+@around
+def _gives_up(lost: Method, self: Any, now: float) -> None:
+    lost(self, now)
+    self.due_at = None
 
 
 _OF_WORKERS = (
     Ablation(
-        name="doubles_dropped",
-        what="a worker runs a delivery that comes twice once",
-        invariants=("I5",),
-        patches=(Replacement(WorkerMachine, "_assigned", _all_are_new),),
-        options=SimOptions(kinds=("store_lost", "reset", "late", "half_open"), faults=40),
+        "doubles_dropped",
+        "a worker runs a delivery that comes twice once",
+        ("I5",),
+        (Replacement(WorkerMachine, "_assigned", _all_are_new),),
+        SimOptions(kinds=("store_lost", "reset", "late", "half_open"), faults=40),
     ),
     Ablation(
-        name="credit_at_the_worker",
-        what="a worker runs no more attempts at once than it has places",
-        invariants=("credit",),
-        patches=(Replacement(Slots, "take", _anyone),),
+        "credit_at_the_worker",
+        "a worker runs no more attempts at once than it has places",
+        ("credit",),
+        (Replacement(Slots, "take", _anyone),),
     ),
     Ablation(
-        name="stops_at_the_deadline",
-        what="a worker that cannot renew stops its attempts at their deadline",
-        invariants=("I9",),
-        patches=(Replacement(WorkerMachine, "_ticked", _goes_on),),
-        options=replace(LONG, kinds=("partition", "one_way", "half_open")),
+        "stops_at_the_deadline",
+        "a worker that cannot renew stops its attempts at their deadline",
+        ("I9",),
+        (Replacement(WorkerMachine, "_ticked", _goes_on),),
+        replace(LONG, kinds=("partition", "one_way", "half_open")),
     ),
     Ablation(
-        name="counts_from_before",
-        what="a deadline is counted from before the heartbeat was sent",
-        invariants=("I9",),
-        patches=(Replacement(WorkerMachine, "_received", _from_the_answer),),
-        options=replace(LONG, kinds=("pause",), latency_s=0.1, faults=80, workers=5, servers=1),
+        "counts_from_before",
+        "a deadline is counted from before the heartbeat was sent",
+        ("I9",),
+        (Replacement(WorkerMachine, "_received", _from_the_answer),),
+        replace(LONG, kinds=("pause",), latency_s=0.1, faults=80, workers=5, servers=1),
     ),
     Ablation(
-        name="keeper_at_death",
-        what="the keeper ends the attempts of a worker that died",
-        invariants=("I9", "I10"),
-        patches=(Replacement(SimWorker, "_end", _leaves_them),),
+        "keeper_at_death",
+        "the keeper ends the attempts of a worker that died",
+        ("I9", "I10"),
+        (Replacement(SimWorker, "_end", _leaves_them),),
     ),
     Ablation(
-        name="keeper_at_the_deadline",
-        what="the keeper ends the attempts of a worker that hangs at their deadline",
-        invariants=("I9",),
-        patches=(Replacement(SimWorker, "_watch_deadline", _nothing),),
-        options=replace(LONG, kinds=("pause",)),
+        "keeper_at_the_deadline",
+        "the keeper ends the attempts of a worker that hangs at their deadline",
+        ("I9",),
+        (Replacement(SimWorker, "_watch_deadline", _nothing),),
+        replace(LONG, kinds=("pause",)),
     ),
     Ablation(
-        name="reconnects",
-        what="a worker or client that lost its server dials again",
-        invariants=("I1", "liveness"),
-        patches=(Replacement(Redial, "lost", _gives_up),),
+        "reconnects",
+        "a worker or client that lost its server dials again",
+        ("I1", "liveness"),
+        (Replacement(Redial, "lost", _gives_up),),
     ),
 )
 
@@ -293,14 +320,12 @@ _OF_WORKERS = (
 # ---------------------------------------------------------------------------------------------------- clients and the election
 
 
-def _another_id(say: Method) -> Method:
-    def _say(self: Any, waiting: Any) -> Any:
-        if waiting.said:
-            make = waiting.make
-            waiting.make = lambda msg_id: _renamed(make(msg_id))
-        return say(self, waiting)
-
-    return _say
+@around
+def _another_id(say: Method, self: Any, waiting: Any) -> Any:
+    if waiting.said:
+        make = waiting.make
+        waiting.make = lambda msg_id: _renamed(make(msg_id))
+    return say(self, waiting)
 
 
 def _renamed(message: Any) -> Any:
@@ -309,33 +334,31 @@ def _renamed(message: Any) -> Any:
     return msgspec.structs.replace(message, specs=[replace(spec, job_id=f"{spec.job_id}-again") for spec in message.specs])
 
 
-def _asks_no_more(follow: Method) -> Method:
-    def _follow(self: Any, now: float, wait_s: float = 0.0) -> None:
-        self.state = Resigned() if self._resigning else Following(now + NEVER_S)
-
-    return _follow
+@around
+def _asks_no_more(_: Method, self: Any, now: float, wait_s: float = 0.0) -> None:
+    self.state = Resigned() if self._resigning else Following(now + NEVER_S)
 
 
 _OF_CLIENTS = (
     Ablation(
-        name="same_id_again",
-        what="a client that does not know what became of a submit says it again with the same id",
-        invariants=("I1", "I2", "I16"),
-        patches=(Replacement(ClientMachine, "_say", _another_id),),
+        "same_id_again",
+        "a client that does not know what became of a submit says it again with the same id",
+        ("I1", "I2", "I16"),
+        (Replacement(ClientMachine, "_say", _another_id),),
     ),
     Ablation(
-        name="said_once",
-        what="what is not the same when it is done twice is not said again",
-        invariants=("I16",),
-        patches=(Replacement(client_machine, "safe_to_repeat", lambda _: lambda _: True),),
-        options=SimOptions(kinds=("late",), faults=40, latency_s=0.05),
+        "said_once",
+        "what is not the same when it is done twice is not said again",
+        ("I16",),
+        (Replacement(client_machine, "safe_to_repeat", lambda _: lambda _: True),),
+        SimOptions(kinds=("late",), faults=40, latency_s=0.05),
     ),
     Ablation(
-        name="asks_for_the_lock",
-        what="a server that does not lead asks for the lock again",
-        invariants=("I1", "liveness"),
-        patches=(Replacement(Election, "_follow", _asks_no_more),),
-        options=SimOptions(servers=3, kinds=("coordination_lost", "coordination_cut", "pause")),
+        "asks_for_the_lock",
+        "a server that does not lead asks for the lock again",
+        ("I1", "liveness"),
+        (Replacement(Election, "_follow", _asks_no_more),),
+        SimOptions(servers=3, kinds=("coordination_lost", "coordination_cut", "pause")),
     ),
 )
 
@@ -348,17 +371,17 @@ def _at_once(ready: Method) -> Method:
 
 _OF_AGENTS = (
     Ablation(
-        name="full_nodes_are_waited_for",
-        what="a node that is full or paused is sent nothing, whatever its breaker says",
-        invariants=("liveness",),
-        patches=(Replacement(FailoverPlan, "_ready", _at_once),),
+        "full_nodes_are_waited_for",
+        "a node that is full or paused is sent nothing, whatever its breaker says",
+        ("liveness",),
+        (Replacement(FailoverPlan, "_ready", _at_once),),
         check=check_agents,
     ),
     Ablation(
-        name="pauses_of_nodes",
-        what="a node that contradicts itself is paused before it is sent the job again",
-        invariants=("liveness",),
-        patches=(Replacement(FailoverPlan, "_pause", _nothing),),
+        "pauses_of_nodes",
+        "a node that contradicts itself is paused before it is sent the job again",
+        ("liveness",),
+        (Replacement(FailoverPlan, "_pause", _nothing),),
         check=check_agents,
     ),
 )
@@ -371,62 +394,74 @@ def _until_fenced(until: Method) -> Method:
     return lambda self, asked_at: NEVER_S
 
 
-def _told_of_all(redelivered: Method) -> Method:
-    def _redelivered(broker: Any, conn: int, *rest: Any) -> None:
-        session = broker.sessions.get(conn)
-        if session is not None:
-            session.settled.clear()
-        redelivered(broker, conn, *rest)
-
-    return _redelivered
+@around
+def _told_of_all(redelivered: Method, broker: Any, conn: int, *rest: Any) -> None:
+    session = broker.sessions.get(conn)
+    if session is not None:
+        session.settled.clear()
+    redelivered(broker, conn, *rest)
 
 
 UNSEEN = (
     Ablation(
-        name="redelivery",
-        what="an assignment of which no sign came back is delivered again, and what a failed turn granted is read back",
+        "redelivery",
+        "an assignment of which no sign came back is delivered again, and what a failed turn granted is read back",
+        (),
+        (Replacement(worker_messages, "redeliver", _nothing), Replacement(worker_messages, "read_back", _nothing)),
         why="its lease runs out, and the job is granted again: it costs a loss, and the time that takes",
-        patches=(Replacement(worker_messages, "redeliver", _nothing), Replacement(worker_messages, "read_back", _nothing)),
     ),
     Ablation(
-        name="says_what_it_holds",
-        what="a worker that was connected before is given nothing until it has said what it holds",
+        "says_what_it_holds",
+        "a worker that was connected before is given nothing until it has said what it holds",
+        (),
+        (Replacement(WorkerIdentity, "hello", _as_new),),
         why="it gives credit only behind that heartbeat, and the store takes renewals before it grants",
-        patches=(Replacement(WorkerIdentity, "hello", _as_new),),
     ),
     Ablation(
-        name="steps_down_in_time",
-        what="a leader that could not renew its lock stops by itself",
+        "steps_down_in_time",
+        "a leader that could not renew its lock stops by itself",
+        (),
+        (Replacement(Election, "_until", _until_fenced),),
+        SimOptions(servers=3),
         why="the epoch fence refuses its next duty; no duty relies on there being no other leader",
-        patches=(Replacement(Election, "_until", _until_fenced),),
-        options=SimOptions(servers=3),
     ),
     Ablation(
-        name="settled_meanwhile",
-        what="what a worker reported while the store was asked what it holds is not delivered again",
+        "deposed_by_epoch",
+        "a sub-leader releases the lock of the leader that it has judged, not that of a later one",
+        (),
+        (Replacement(SimulatedCluster, "depose", _whoever_leads),),
+        CUT_OFF,
+        why="whoever leads next takes another epoch; it costs an election",
+    ),
+    Ablation(
+        "settled_meanwhile",
+        "what a worker reported while the store was asked what it holds is not delivered again",
+        (),
+        (Replacement(worker_messages, "_redelivered", _told_of_all),),
         why="the worker remembers its attempts, and drops the double",
-        patches=(Replacement(worker_messages, "_redelivered", _told_of_all),),
     ),
     Ablation(
-        name="silent_workers",
-        what="a worker that missed a heartbeat is given nothing",
+        "silent_workers",
+        "a worker that missed a heartbeat is given nothing",
+        (),
+        (Replacement(worker_messages, "_is_silent", lambda _: lambda *_: False),),
         why="what it is given is lost with it, and granted again: it costs a loss",
-        patches=(Replacement(worker_messages, "_is_silent", lambda _: lambda *_: False),),
     ),
     Ablation(
-        name="saved_endings",
-        what="an ending that waits is saved, and offered after a restart",
+        "saved_endings",
+        "an ending that waits is saved, and offered after a restart",
+        (),
+        (Replacement(WorkerMachine, "_save_what_waits", lambda _: lambda *_: []),),
         why="the job is run again: it costs a loss, and the work that was done",
-        patches=(Replacement(WorkerMachine, "_save_what_waits", lambda _: lambda *_: []),),
     ),
 )
 
-MACHINES = (*_OF_THE_BROKER, *_OF_WORKERS, *_OF_CLIENTS, *_OF_AGENTS)
+MACHINES = (*_OF_THE_BROKER, *_OF_NODES, *_OF_WORKERS, *_OF_CLIENTS, *_OF_AGENTS)
 
 
 __all__ = ["ABLATIONS", "UNSEEN", "Ablation", "AblationFinding", "hunt", "table"]
 
-ABLATIONS: dict[str, Ablation] = {ablation.name: ablation for ablation in (*STORE, *ORDERS, *MACHINES)}
+ABLATIONS: dict[str, Ablation] = {ablation.name: ablation for ablation in (*STORE, *ORDERS, *SCHEDULES, *MACHINES)}
 
 SEEDS_MAX = 300
 

@@ -8,27 +8,28 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from itertools import count
 from types import ModuleType
 from typing import Any, ClassVar, Protocol
 
 import msgspec
 from msgspec.structs import replace
 
+from tasuki.core.broker import worker_messages
 from tasuki.core.job import Lease, Outcome, State
 from tasuki.core.lifecycle import LEASE_MARGIN_S
+from tasuki.core.machine import Now
 from tasuki.core.store_messages import Canceled, LeaseRequest, Offer
-from tasuki.stores import firing
 from tasuki.stores.memory import store as memory
-from tasuki.stores.memory.definitions import MemoryDefinitions
 from tasuki.stores.memory.records import MemoryJob, MemoryRecords
 from tasuki.stores.memory.store import MemoryStore
-from tasuki.stores.sql import fire, lease, report, submit
+from tasuki.stores.sql import lease, report, submit
 from tasuki.stores.sql.database import Transaction
 from tasuki.testing.sim.run import SeedOutcome, check_seed
 from tasuki.testing.sim.world import SimOptions
 
 # ---------------------------------------------------------------------------------------------------- replacements
+
+Method = Callable[..., Any]
 
 
 class Patch(Protocol):
@@ -64,6 +65,11 @@ class Replacement(msgspec.Struct, frozen=True):
             setattr(self.owner, self.name, before)
 
 
+def around(instead: Method) -> Callable[[Method], Method]:
+    """Make a `Replacement.make` of a function that is called with the replaced one first, and then as that was called."""
+    return lambda before: lambda *given, **named: instead(before, *given, **named)
+
+
 class ReplacedStatement(msgspec.Struct, frozen=True):
     """A statement of SQLite without some of its words, or with others for them."""
 
@@ -92,13 +98,13 @@ class ReplacedStatement(msgspec.Struct, frozen=True):
             texts.update(before)
 
 
-class Ablation(msgspec.Struct, frozen=True, kw_only=True):
+class Ablation(msgspec.Struct, frozen=True):
     """One safeguard, and what breaks without it."""
 
     name: str
     what: str
     """The safeguard, for people."""
-    invariants: tuple[str, ...] = ()
+    invariants: tuple[str, ...]
     """Invariants that the checker may find broken first."""
     patches: tuple[Patch, ...]
     options: SimOptions = SimOptions()
@@ -111,6 +117,8 @@ class Ablation(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if self.options.definitions is None:  # a smaller world shows it sooner
             msgspec.structs.force_setattr(self, "options", replace(self.options, definitions=0))
+        if self.options.policy is None:
+            msgspec.structs.force_setattr(self, "options", replace(self.options, policy=""))
 
     @property
     def stores(self) -> tuple[str, ...]:
@@ -133,125 +141,104 @@ _SHOWN = " AND lease_id = column3 AND assigned_worker_id = column4 AND attempt =
 # What leaves leases without their workers.
 LOSSES = ("pause", "partition", "one_way", "half_open", "power", "crash", "late", "reset")
 
-Method = Callable[..., Any]
-
 
 # ---------------------------------------------------------------------------------------------------- reports
 
 
-def _taken_for_the_holder(report_on: Method) -> Method:
-    def _report(self: Any, report: Any, verb: Any) -> Any:
-        record = self._records.get(report.job_id)
-        lease = record.job.lease if record is not None else None
-        if lease is not None:
-            shown = {name: getattr(lease, name) for name in ("worker_id", "lease_id", "attempt", "owner")}
-            report = replace(report, **shown)
-        return report_on(self, report, verb)
-
-    return _report
+@around
+def _taken_for_the_holder(report_on: Method, self: Any, report: Any, verb: Any) -> Any:
+    record = self._records.get(report.job_id)
+    lease = record.job.lease if record is not None else None
+    if lease is not None:
+        shown = {name: getattr(lease, name) for name in ("worker_id", "lease_id", "attempt", "owner")}
+        report = replace(report, **shown)
+    return report_on(self, report, verb)
 
 
-def _taken_after_the_end(report_on: Method) -> Method:
-    def _report(self: Any, report: Any, verb: Any) -> Any:
-        record = self._records.get(report.job_id)
-        if record is not None and record.job.state.terminal:
-            lease = Lease(report.lease_id, report.worker_id, "", report.attempt, expires_at=0.0, owner=report.owner)
-            self._put(report.job_id, replace(record, job=replace(record.job, state=State.RUNNING, lease=lease)))
-        return report_on(self, report, verb)
-
-    return _report
+@around
+def _taken_after_the_end(report_on: Method, self: Any, report: Any, verb: Any) -> Any:
+    record = self._records.get(report.job_id)
+    if record is not None and record.job.state.terminal:
+        lease = Lease(report.lease_id, report.worker_id, "", report.attempt, expires_at=0.0, owner=report.owner)
+        self._put(report.job_id, replace(record, job=replace(record.job, state=State.RUNNING, lease=lease)))
+    return report_on(self, report, verb)
 
 
 def _never_repeated(judge: Method) -> Method:
     return lambda self, record, *rest: judge(self, replace(record, last_report=None), *rest)
 
 
-def _of_any_owner(report_on: Method) -> Method:
-    def _report(self: Any, report: Any, verb: Any) -> Any:
-        record = self._records.get(report.job_id)
-        lease = record.job.lease if record is not None else None
-        return report_on(self, replace(report, owner=lease.owner) if lease is not None else report, verb)
-
-    return _report
+@around
+def _of_any_owner(report_on: Method, self: Any, report: Any, verb: Any) -> Any:
+    record = self._records.get(report.job_id)
+    lease = record.job.lease if record is not None else None
+    return report_on(self, replace(report, owner=lease.owner) if lease is not None else report, verb)
 
 
-def _nothing_known(judge: Method) -> Method:
-    def _claimed(self: Any, claim: Any) -> Any:
-        record = self._records.get(claim.job_id)
-        return record if record is not None and record.job.lease is not None else None
-
-    return _claimed
+@around
+def _nothing_known(_: Method, self: Any, claim: Any) -> Any:
+    record = self._records.get(claim.job_id)
+    return record if record is not None and record.job.lease is not None else None
 
 
-def _costs_a_loss(release: Method) -> Method:
-    def _release(self: Any, claim: Any, reason: str) -> bool:
-        done: bool = release(self, claim, reason)
-        record = self._records.get(claim.job_id)
-        if done and record.job.state is State.PENDING:
-            self._put(claim.job_id, replace(record, job=replace(record.job, losses=record.job.losses + 1)))
-        return done
-
-    return _release
+@around
+def _costs_a_loss(release: Method, self: Any, claim: Any, reason: str) -> bool:
+    done: bool = release(self, claim, reason)
+    record = self._records.get(claim.job_id)
+    if done and record.job.state is State.PENDING:
+        self._put(claim.job_id, replace(record, job=replace(record.job, losses=record.job.losses + 1)))
+    return done
 
 
 _OF_REPORTS = (
     Ablation(
-        name="finish_lease",
-        what="a finish must show the current lease, its worker and its attempt",
-        invariants=("I3", "I6", "I17"),
-        patches=(
-            Replacement(MemoryStore, "_report", _taken_for_the_holder),
-            ReplacedStatement("finish_plain", _SHOWN),
-        ),
-        options=SimOptions(kinds=LOSSES),
+        "finish_lease",
+        "a finish must show the current lease, its worker and its attempt",
+        ("I3", "I6", "I17"),
+        (Replacement(MemoryStore, "_report", _taken_for_the_holder), ReplacedStatement("finish_plain", _SHOWN)),
+        SimOptions(kinds=LOSSES),
     ),
     Ablation(
-        name="finish_state",
-        what="a terminal job takes no report",
-        invariants=("I3", "I4", "I6", "I14"),
-        patches=(
+        "finish_state",
+        "a terminal job takes no report",
+        ("I3", "I4", "I6", "I14"),
+        (
             Replacement(MemoryStore, "_report", _taken_after_the_end),
             ReplacedStatement("finish_plain", " AND state IN ('ASSIGNED', 'RUNNING')"),
             ReplacedStatement("leased_groups", " AND state IN ('ASSIGNED', 'RUNNING')"),
         ),
-        options=SimOptions(kinds=LOSSES),
+        SimOptions(kinds=LOSSES),
     ),
     Ablation(
-        name="repeat_known",
-        what="an exact repeat of a recorded report is answered as recorded",
-        invariants=("I14",),
-        patches=(
+        "repeat_known",
+        "an exact repeat of a recorded report is answered as recorded",
+        ("I14",),
+        (
             Replacement(MemoryStore, "_repeated_or_fenced", _never_repeated),
             Replacement(report, "_is_repeat", lambda _: lambda *_: False),
         ),
     ),
     Ablation(
-        name="owner",
-        what="only the owner of a lease can start, renew or release it",
-        invariants=("I17", "I5"),
-        patches=(
-            Replacement(MemoryRecords, "_claimed", _nothing_known),
-            Replacement(report, "_is_holder", lambda _: lambda *_: True),
-        ),
-        options=SimOptions(kinds=LOSSES),
+        "owner",
+        "only the owner of a lease can start, renew or release it",
+        ("I17", "I5"),
+        (Replacement(MemoryRecords, "_claimed", _nothing_known), Replacement(report, "_is_holder", lambda _: lambda *_: True)),
+        SimOptions(kinds=LOSSES),
     ),
     Ablation(
-        name="lease_owner",
-        what="a finish must come from the peer that was let in when the lease was granted, not only from its worker_id",
-        invariants=("I17",),
-        patches=(
-            Replacement(MemoryStore, "_report", _of_any_owner),
-            ReplacedStatement("finish_plain", " AND lease_owner = column6"),
-        ),
-        options=SimOptions(kinds=("impostor",)),
+        "lease_owner",
+        "a finish must come from the peer that was let in when the lease was granted, not only from its worker_id",
+        ("I17",),
+        (Replacement(MemoryStore, "_report", _of_any_owner), ReplacedStatement("finish_plain", " AND lease_owner = column6")),
+        SimOptions(kinds=("impostor",)),
     ),
     Ablation(
-        name="release_is_free",
-        what="an attempt that was given back unstarted is no loss",
-        invariants=("I11",),
-        patches=(
+        "release_is_free",
+        "an attempt that was given back unstarted is no loss",
+        ("I11",),
+        (
             Replacement(MemoryStore, "_release", _costs_a_loss),
-            ReplacedStatement("release", "ready = 1,", "ready = 1, losses = losses + 1,"),
+            ReplacedStatement("release", "version = version + 1,", "version = version + 1, losses = losses + 1,"),
         ),
     ),
 )
@@ -260,43 +247,35 @@ _OF_REPORTS = (
 # ---------------------------------------------------------------------------------------------------- grants
 
 
-def _whatever_is_offered(choose: Method) -> Method:
-    def _choose(*given: Any) -> Any:
-        return choose(*(replace(it, offer=Offer(it.offer.takes)) if isinstance(it, LeaseRequest) else it for it in given))
-
-    return _choose
+@around
+def _whatever_is_offered(choose: Method, *given: Any) -> Any:
+    return choose(*(replace(it, offer=Offer(it.offer.takes)) if isinstance(it, LeaseRequest) else it for it in given))
 
 
-def _same_attempt(grant: Method) -> Method:
-    def _grant(self: Any, record: Any, *rest: Any, **named: Any) -> Any:
-        again = max(0, record.job.attempt - 1)
-        return grant(self, replace(record, job=replace(record.job, attempt=again)), *rest, **named)
-
-    return _grant
+@around
+def _same_attempt(grant: Method, self: Any, record: Any, *rest: Any, **named: Any) -> Any:
+    again = max(0, record.job.attempt - 1)
+    return grant(self, replace(record, job=replace(record.job, attempt=again)), *rest, **named)
 
 
-def _also_what_is_leased(lease_next: Method) -> Method:
-    def _lease_next(self: Any, request: Any, position: int) -> list[Any]:
-        grants: list[Any] = lease_next(self, request, position)
-        leased = [self._records[job_id] for _, _, job_id in list(self._leased)]
-        return grants + [self._grant(record, request) for record in leased[: request.limit - len(grants)]]
-
-    return _lease_next
+@around
+def _also_what_is_leased(lease_next: Method, self: Any, request: Any, position: int) -> list[Any]:
+    grants: list[Any] = lease_next(self, request, position)
+    leased = [self._records[job_id] for _, _, job_id in list(self._leased)]
+    return grants + [self._grant(record, request) for record in leased[: request.limit - len(grants)]]
 
 
-def _of_any_process(held: Method) -> Method:
-    def _held(self: Any, holders: Any) -> list[list[Any]]:
-        names = {holder[0] for holder in holders}
-        lives = {
-            (lease.worker_id, lease.incarnation, lease.owner)
-            for _, _, job_id in self._leased
-            if (lease := self._records[job_id].job.lease).worker_id in names
-        }
-        everybody = list(dict.fromkeys([*holders, *sorted(lives)]))
-        found = dict(zip(everybody, held(self, everybody), strict=True))
-        return [[grant for (name, *_), grants in found.items() if name == holder[0] for grant in grants] for holder in holders]
-
-    return _held
+@around
+def _of_any_process(held: Method, self: Any, holders: Any) -> list[list[Any]]:
+    names = {holder[0] for holder in holders}
+    lives = {
+        (lease.worker_id, lease.incarnation, lease.owner)
+        for _, _, job_id in self._leased
+        if (lease := self._records[job_id].job.lease).worker_id in names
+    }
+    everybody = list(dict.fromkeys([*holders, *sorted(lives)]))
+    found = dict(zip(everybody, held(self, everybody), strict=True))
+    return [[grant for (name, *_), grants in found.items() if name == holder[0] for grant in grants] for holder in holders]
 
 
 def ahead(duty: Method) -> Method:
@@ -341,94 +320,91 @@ def _retries_at_once(judge: Method) -> Method:
 
 _OF_GRANTS = (
     Ablation(
-        name="attempt_counts",
-        what="each grant counts the attempt up by one",
-        invariants=("I5",),
-        patches=(
+        "attempt_counts",
+        "each grant counts the attempt up by one",
+        ("I5",),
+        (
             Replacement(MemoryStore, "_grant", _same_attempt),
             ReplacedStatement("grant", "attempt = attempt + 1", "attempt = max(attempt, 1)"),
         ),
     ),
     Ablation(
-        name="one_lease",
-        what="a leased job is not granted",
-        invariants=("I5",),
-        patches=(
-            Replacement(MemoryStore, "_lease_next", _also_what_is_leased),
-            ReplacedStatement("grant", "ready = 0, "),
-        ),
+        "one_lease",
+        "a leased job is not granted",
+        ("I5",),
+        (Replacement(MemoryStore, "_lease_next", _also_what_is_leased), ReplacedStatement("grant", "ready = 0, ")),
     ),
     Ablation(
-        name="held_of_this_life",
-        what="what a worker's earlier process was given is not delivered to the next one",
-        invariants=("I5", "I9", "I17"),
-        patches=(Replacement(MemoryStore, "held", _of_any_process),),
-        options=SimOptions(kinds=("crash", "store_lost"), faults=40),
+        "held_of_this_life",
+        "what a worker's earlier process was given is not delivered to the next one",
+        ("I5", "I9", "I17"),
+        (Replacement(MemoryStore, "held", _of_any_process),),
+        SimOptions(kinds=("crash", "store_lost"), faults=40),
     ),
     Ablation(
-        name="offer",
-        what="a worker is granted only jobs whose program it offers",
-        invariants=("credit",),
-        patches=(
-            Replacement(memory, "_may_take", _whatever_is_offered),
-            Replacement(lease.ReadyIndex, "queues", _whatever_is_offered),
-        ),
+        "offer",
+        "a worker is granted only jobs whose program it offers",
+        ("credit",),
+        (Replacement(memory, "_may_take", _whatever_is_offered), Replacement(lease.ReadyIndex, "queues", _whatever_is_offered)),
     ),
     Ablation(
-        name="not_before_at_submit",
-        what="a job with a later not_before is not ready when it is submitted",
-        invariants=("I12",),
-        patches=(
+        "not_before_at_submit",
+        "a job with a later not_before is not ready when it is submitted",
+        ("I12",),
+        (
             Replacement(MemoryRecords, "_is_later", lambda _: lambda *_: False),
             Replacement(submit, "ready_value", lambda _: lambda *_: 1),
         ),
     ),
     Ablation(
-        name="not_before_at_promotion",
-        what="a delayed job is made ready when its time has come, not before",
-        invariants=("I12",),
-        patches=(
+        "not_before_at_promotion",
+        "a delayed job is made ready when its time has come, not before",
+        ("I12",),
+        (
             Replacement(MemoryStore, "promote", ahead),
             ReplacedStatement("delayed_due", "not_before <= ?2", f"not_before <= ?2 + {EARLY_S}"),
         ),
     ),
     Ablation(
-        name="not_after",
-        what="a job is not granted after its not_after",
-        invariants=("I12",),
-        patches=(
+        "not_after",
+        "a job is not granted after its not_after",
+        ("I12",),
+        (
             Replacement(MemoryStore, "_is_late", lambda _: lambda *_: False),
             ReplacedStatement("oldest_of_queue", "not_after >= ?7", f"not_after >= ?7 - {EARLY_S}"),
             ReplacedStatement("oldest_of_queues", "not_after >= ?5", f"not_after >= ?5 - {EARLY_S}"),
             ReplacedStatement("grant", "not_after >= ?8", f"not_after >= ?8 - {EARLY_S}"),
         ),
         # While nobody leads, nobody skips what is late.
-        options=SimOptions(servers=3, lock_ttl_s=5.0, kinds=("coordination_cut", "coordination_lost", "pause"), faults=30),
+        SimOptions(servers=3, lock_ttl_s=5.0, kinds=("coordination_cut", "coordination_lost", "pause"), faults=30),
     ),
     Ablation(
-        name="retry_in_s",
-        what="a failed attempt may ask for the time of the next one",
-        invariants=("I12",),
-        patches=tuple(Replacement(module, "after_failure", _retries_at_once) for module in (memory, report)),
+        "retry_in_s",
+        "a failed attempt may ask for the time of the next one",
+        ("I12",),
+        tuple(Replacement(module, "after_failure", _retries_at_once) for module in (memory, report)),
     ),
-    Ablation(
-        name="retry_budget",
-        what="a job fails for good when its retries are used up",
-        invariants=("I11",),
-        patches=_with_more("max_retries"),
-    ),
-    Ablation(
-        name="loss_budget",
-        what="a job fails for good when its losses are used up",
-        invariants=("I11",),
-        patches=_with_more("max_losses"),
-    ),
+    Ablation("retry_budget", "a job fails for good when its retries are used up", ("I11",), _with_more("max_retries")),
+    Ablation("loss_budget", "a job fails for good when its losses are used up", ("I11",), _with_more("max_losses")),
 )
 
 STORE = (*_OF_REPORTS, *_OF_GRANTS)
 
 
 _KNOWN = "ON CONFLICT (idempotency_key) DO NOTHING"
+
+
+@around
+def _takes_back_at_once(take_back: Method, state: Any, worker: Any, now: Any) -> None:
+    slots, worker.slots = worker.slots, 0
+    take_back(state, worker, Now(now.monotonic + worker.ttl_s, now.wall))
+    worker.slots = slots
+
+
+@around
+def _in_any_case(release: Method, self: Any, claim: Any, reason: Any) -> Any:
+    return release(self, replace(claim, is_over=False), reason)
+
 
 # What leaves a leader with a term that is over, and turns of it still to come.
 RIVALS = ("pause", "store_cut", "store_slow", "coordination_cut", "coordination_lost", "coordination_late", "slow")
@@ -437,86 +413,72 @@ RIVALS = ("pause", "store_cut", "store_slow", "coordination_cut", "coordination_
 # ---------------------------------------------------------------------------------------------------- clients
 
 
-def _created_again(submit: Method) -> Method:
-    def _submit(self: Any, submission: Any, *, rerun: bool) -> Any:
-        record = self._records.get(submission.spec.job_id)
-        if record is not None and record.job.body_hash == submission.body_hash:
-            self._put(submission.spec.job_id, None)
-        return submit(self, submission, rerun=rerun)
-
-    return _submit
+@around
+def _created_again(submit: Method, self: Any, submission: Any, *, rerun: bool) -> Any:
+    record = self._records.get(submission.spec.job_id)
+    if record is not None and record.job.body_hash == submission.body_hash:
+        self._put(submission.spec.job_id, None)
+    return submit(self, submission, rerun=rerun)
 
 
-def _any_body(submit: Method) -> Method:
-    def _submit(self: Any, submission: Any, *, rerun: bool) -> Any:
-        record = self._records.get(submission.spec.job_id)
-        if record is not None:
-            submission = replace(submission, body_hash=record.job.body_hash)
-        return submit(self, submission, rerun=rerun)
-
-    return _submit
+@around
+def _any_body(submit: Method, self: Any, submission: Any, *, rerun: bool) -> Any:
+    record = self._records.get(submission.spec.job_id)
+    if record is not None:
+        submission = replace(submission, body_hash=record.job.body_hash)
+    return submit(self, submission, rerun=rerun)
 
 
-def _any_body_in_sql(answer_known: Method) -> Method:
-    def _answer_known(tx: Any, submission: Any, rows: Any, rerun: bool) -> Any:
-        return answer_known(tx, replace(submission, body_hash=rows[submission.spec.job_id].body_hash), rows, rerun)
-
-    return _answer_known
+@around
+def _any_body_in_sql(answer_known: Method, tx: Any, submission: Any, rows: Any, rerun: bool) -> Any:
+    return answer_known(tx, replace(submission, body_hash=rows[submission.spec.job_id].body_hash), rows, rerun)
 
 
-def _ends_what_is_over(cancel: Method) -> Method:
-    def _cancel(self: Any, job_id: str, *rest: Any) -> Any:
-        record = self._records.get(job_id)
-        if record is not None and record.job.state.terminal:
-            self._put(job_id, replace(record, job=replace(record.job, state=State.PENDING)))
-        return cancel(self, job_id, *rest)
-
-    return _cancel
+@around
+def _ends_what_is_over(cancel: Method, self: Any, job_id: str, *rest: Any) -> Any:
+    record = self._records.get(job_id)
+    if record is not None and record.job.state.terminal:
+        self._put(job_id, replace(record, job=replace(record.job, state=State.PENDING)))
+    return cancel(self, job_id, *rest)
 
 
-def _ends_what_is_over_in_sql(cancel: Method) -> Method:
-    def _cancel(tx: Any, row: Any, *rest: Any) -> Any:
-        if not row.job_state.terminal:
-            return cancel(tx, row, *rest)
-        outcome = Outcome(error_code="CANCELED", message="canceled")
-        tx.end_waiting(row, State.CANCELED, outcome)
-        return Canceled(State.CANCELED)
-
-    return _cancel
+@around
+def _ends_what_is_over_in_sql(cancel: Method, tx: Any, row: Any, *rest: Any) -> Any:
+    if not row.job_state.terminal:
+        return cancel(tx, row, *rest)
+    outcome = Outcome(error_code="CANCELED", message="canceled")
+    tx.end_waiting(row, State.CANCELED, outcome)
+    return Canceled(State.CANCELED)
 
 
 def _forgets_the_cancel(judge: Method) -> Method:
     return lambda *given, **named: judge(*given, **{**named, "cancel_requested": False})
 
 
-def _any_state(requeue_one: Method) -> Method:
-    def _requeue_one(self: Any, job_id: str, *rest: Any) -> Any:
-        record = self._records.get(job_id)
-        if record is not None and not record.job.state.terminal:
-            ended = replace(record.job, state=State.FAILED, lease=None, finished_at=self.clock.wall())
-            self._put(job_id, replace(record, job=ended, delayed=False))
-        return requeue_one(self, job_id, *rest)
-
-    return _requeue_one
+@around
+def _any_state(requeue_one: Method, self: Any, job_id: str, *rest: Any) -> Any:
+    record = self._records.get(job_id)
+    if record is not None and not record.job.state.terminal:
+        ended = replace(record.job, state=State.FAILED, lease=None, finished_at=self.clock.wall())
+        self._put(job_id, replace(record, job=ended, delayed=False))
+    return requeue_one(self, job_id, *rest)
 
 
-def _spent(requeue: Method) -> Method:
-    def _requeue(self: Any, record: Any, **named: Any) -> Any:
-        spent = {"failures": record.job.failures, "losses": record.job.losses}
-        again = requeue(self, record, **named)
-        again = replace(again, job=replace(again.job, **spent))
-        self._put(again.job.job_id, again)
-        return again
-
-    return _requeue
+@around
+def _spent(requeue: Method, self: Any, record: Any, **named: Any) -> Any:
+    spent = {"failures": record.job.failures, "losses": record.job.losses}
+    again = requeue(self, record, **named)
+    again = replace(again, job=replace(again.job, **spent))
+    self._put(again.job.job_id, again)
+    return again
 
 
 _OF_CLIENTS = (
     Ablation(
-        name="unique_id",
-        what="an id that is stored is not stored again",
-        invariants=("I2",),
-        patches=(
+        "unique_id",
+        "an id that is stored is not stored again",
+        ("I2",),
+        (
             Replacement(MemoryStore, "_submit", _created_again),
             ReplacedStatement(
                 "submit_full", _KNOWN, "ON CONFLICT (idempotency_key) DO UPDATE SET created_at = excluded.created_at"
@@ -524,47 +486,38 @@ _OF_CLIENTS = (
         ),
     ),
     Ablation(
-        name="body_hash",
-        what="the same id with another body is refused",
-        invariants=("I2",),
-        patches=(
-            Replacement(MemoryStore, "_submit", _any_body),
-            Replacement(submit, "_answer_known", _any_body_in_sql),
-        ),
+        "body_hash",
+        "the same id with another body is refused",
+        ("I2",),
+        (Replacement(MemoryStore, "_submit", _any_body), Replacement(submit, "_answer_known", _any_body_in_sql)),
     ),
     Ablation(
-        name="cancel_after_the_end",
-        what="a cancel leaves a terminal job as it is",
-        invariants=("I4", "I14"),
-        patches=(
-            Replacement(MemoryStore, "_cancel", _ends_what_is_over),
-            Replacement(submit, "_cancel", _ends_what_is_over_in_sql),
-        ),
+        "cancel_after_the_end",
+        "a cancel leaves a terminal job as it is",
+        ("I4", "I14"),
+        (Replacement(MemoryStore, "_cancel", _ends_what_is_over), Replacement(submit, "_cancel", _ends_what_is_over_in_sql)),
     ),
     Ablation(
-        name="cancel_is_kept",
-        what="a job whose cancel was asked for is not tried again",
-        invariants=("I14",),
-        patches=tuple(
+        "cancel_is_kept",
+        "a job whose cancel was asked for is not tried again",
+        ("I14",),
+        tuple(
             Replacement(module, name, _forgets_the_cancel)
             for module in (memory, report)
             for name in ("after_failure", "after_loss")
         ),
     ),
     Ablation(
-        name="requeue_after_the_end",
-        what="only a terminal job is set going again",
-        invariants=("I4",),
-        patches=(Replacement(MemoryStore, "_requeue_one", _any_state),),
+        "requeue_after_the_end",
+        "only a terminal job is set going again",
+        ("I4",),
+        (Replacement(MemoryStore, "_requeue_one", _any_state),),
     ),
     Ablation(
-        name="budgets_reset",
-        what="a job that is set going again has both budgets whole",
-        invariants=("I4", "I11"),
-        patches=(
-            Replacement(MemoryStore, "_requeue", _spent),
-            ReplacedStatement("requeue", "failures = 0, losses = 0, "),
-        ),
+        "budgets_reset",
+        "a job that is set going again has both budgets whole",
+        ("I4", "I11"),
+        (Replacement(MemoryStore, "_requeue", _spent), ReplacedStatement("requeue", "failures = 0, losses = 0, ")),
     ),
 )
 
@@ -572,187 +525,81 @@ _OF_CLIENTS = (
 # ---------------------------------------------------------------------------------------------------- the leader
 
 
-def _any_epoch(take_over: Method) -> Method:
-    def _take_over(self: Any, holder: str, epoch: int) -> bool:
-        self._epoch = (min(self._epoch[0], epoch - 1), self._epoch[1])
+@around
+def _any_epoch(take_over: Method, self: Any, holder: str, epoch: int) -> bool:
+    self._epoch = (min(self._epoch[0], epoch - 1), self._epoch[1])
+    return bool(take_over(self, holder, epoch))
+
+
+@around
+def _renews_nothing(take_over: Method, self: Any, holder: str, epoch: int) -> bool:
+    leased, self._leased = self._leased, []
+    try:
         return bool(take_over(self, holder, epoch))
-
-    return _take_over
-
-
-def _renews_nothing(take_over: Method) -> Method:
-    def _take_over(self: Any, holder: str, epoch: int) -> bool:
-        leased, self._leased = self._leased, []
-        try:
-            return bool(take_over(self, holder, epoch))
-        finally:
-            self._leased = leased
-
-    return _take_over
+    finally:
+        self._leased = leased
 
 
 _OF_THE_LEADER = (
     Ablation(
-        name="epoch_fence",
-        what="a duty is written only under the latest epoch",
-        invariants=("I8",),
-        patches=(
+        "epoch_fence",
+        "a duty is written only under the latest epoch",
+        ("I8",),
+        (
             Replacement(MemoryRecords, "_check_epoch", lambda _: lambda *_: None),
             Replacement(Transaction, "check_epoch", lambda _: lambda *_: None),
         ),
-        options=SimOptions(servers=3, lock_ttl_s=2.0, kinds=RIVALS),
+        SimOptions(servers=3, lock_ttl_s=2.0, kinds=RIVALS),
     ),
     Ablation(
-        name="rising_epochs",
-        what="an epoch is registered only if it is higher than the last",
-        invariants=("I7",),
-        patches=(
-            Replacement(MemoryStore, "take_over", _any_epoch),
-            ReplacedStatement("take_over", " WHERE epoch < excluded.epoch"),
-        ),
-        options=SimOptions(servers=3, lock_ttl_s=2.0, kinds=("store_slow", "store_cut", "coordination_cut"), faults=30),
+        "rising_epochs",
+        "an epoch is registered only if it is higher than the last",
+        ("I7",),
+        (Replacement(MemoryStore, "take_over", _any_epoch), ReplacedStatement("take_over", " WHERE epoch < excluded.epoch")),
+        SimOptions(servers=3, lock_ttl_s=2.0, kinds=("store_slow", "store_cut", "coordination_cut"), faults=30),
     ),
     Ablation(
-        name="renewal_at_takeover",
-        what="a new leader takes every live lease for renewed, once",
-        invariants=("lease",),
-        patches=(
+        "renewal_at_takeover",
+        "a new leader takes every live lease for renewed, once",
+        ("lease",),
+        (
             Replacement(MemoryStore, "take_over", _renews_nothing),
             ReplacedStatement("renew_all", "WHERE lease_expires_at IS NOT NULL", "WHERE 0"),
         ),
-        options=SimOptions(lease_ttl_s=2.0, kinds=("crash", "power", "store_cut", "partition")),
+        SimOptions(lease_ttl_s=2.0, kinds=("crash", "power", "store_cut", "partition")),
     ),
     Ablation(
-        name="reap_expiry",
-        what="a lease is ended by the leader only when it is over",
-        invariants=("lease",),
-        patches=(
+        "reap_expiry",
+        "a lease is ended by the leader only when it is over",
+        ("lease",),
+        (
             Replacement(MemoryStore, "reap", ahead),
             ReplacedStatement("leases_over", "lease_expires_at <= ?2", f"lease_expires_at <= ?2 + {EARLY_S}"),
         ),
     ),
     Ablation(
-        name="reconnect_grace",
-        what="a lease with on_disconnect=keep lasts longer by its grace",
-        invariants=("lease",),
-        patches=(
+        "taken_back_at_the_end",
+        "a server gives back what its worker has not begun only when no more than the margin is left of the lease",
+        ("I9",),
+        (
+            Replacement(worker_messages, "take_back", _takes_back_at_once),
+            Replacement(MemoryStore, "_release", _in_any_case),
+            Replacement(report, "_lives_on", lambda _: lambda *_: False),
+        ),
+        SimOptions(kinds=LOSSES),
+    ),
+    Ablation(
+        "reconnect_grace",
+        "a lease with on_disconnect=keep lasts longer by its grace",
+        ("lease",),
+        (
             Replacement(MemoryJob, "over_at", lambda _: property(lambda record: record.job.lease.expires_at)),
             Replacement(lease, "lease_over_at", lambda _: lambda clock, to: clock.lease() + to.ttl_s + LEASE_MARGIN_S),
             ReplacedStatement("renew", " + CASE on_disconnect WHEN 'keep' THEN reconnect_grace_s ELSE 0 END"),
             ReplacedStatement("renew_all", " + CASE on_disconnect WHEN 'keep' THEN reconnect_grace_s ELSE 0 END"),
         ),
-        options=SimOptions(kinds=LOSSES),
+        SimOptions(kinds=LOSSES),
     ),
 )
 
-# ---------------------------------------------------------------------------------------------------- definitions and events
-
-
-def _settles_too_much(due_times: Method) -> Method:
-    def _due_times(*given: Any) -> Any:
-        due = due_times(*given)
-        return replace(due, settled_until=due.settled_until + EARLY_S)
-
-    return _due_times
-
-
-def _without_the_time(runs_of: Method) -> Method:
-    def _runs_of(*given: Any) -> Any:
-        for run in runs_of(*given):
-            run.spec = replace(run.spec, job_id=f"d{run.definition_id}-0")
-            yield run
-
-    return _runs_of
-
-
-def _each_time_another(run_of_event: Method) -> Method:
-    numbers = count(1)
-
-    def _run_of_event(*given: Any) -> Any:
-        run = run_of_event(*given)
-        run.spec = replace(run.spec, job_id=f"{run.spec.job_id}{next(numbers):06}")
-        return run
-
-    return _run_of_event
-
-
-def _ready_at_once(plan_runs: Method) -> Method:
-    def _plan_runs(*given: Any) -> Any:
-        plan = plan_runs(*given)
-        for run in plan.runs:
-            run.waits_for = None
-        return plan
-
-    return _plan_runs
-
-
-def _not_the_last_one(begin_again: Method) -> Method:
-    def _begin_again(self: Any, run: Any) -> Any:
-        notes = dict(self.notes_of)
-        answer = begin_again(self, run)
-        self.notes_of.update(notes)
-        return answer
-
-    return _begin_again
-
-
-# Without clocks that are set, so that fewer times come at once; with runs that last longer than the time between two of them.
-SCHEDULED = SimOptions(definitions=4, jobs=8, attempts_scale=4.0, kinds=("crash", "power", "pause", "partition", "store_lost"))
-
-_OF_DEFINITIONS = (
-    Ablation(
-        name="nominal_time_in_the_id",
-        what="the id of a run is made of its definition and its nominal time",
-        invariants=("I15",),
-        patches=(Replacement(firing, "runs_of", _without_the_time),),
-        options=SCHEDULED,
-    ),
-    Ablation(
-        name="settled_as_planned",
-        what="no more nominal times are settled than were planned",
-        invariants=("I15",),
-        patches=(Replacement(firing, "due_times", _settles_too_much),),
-        options=SCHEDULED,
-    ),
-    Ablation(
-        name="event_processed_once",
-        what="an event is processed in the turn that stores its runs, whose ids are made of it",
-        invariants=("I18", "I19"),
-        patches=(
-            Replacement(firing, "run_of_event", _each_time_another),
-            Replacement(MemoryDefinitions, "events_processed", lambda _: lambda *_: None),
-            Replacement(fire._Rows, "events_processed", lambda _: lambda *_: None),
-        ),
-        options=SCHEDULED,
-    ),
-    Ablation(
-        name="forbid_sees_the_last_run",
-        what="the turn that fires looks at the last run of the definition",
-        invariants=("I18",),
-        patches=(Replacement(firing, "_last_run", lambda _: lambda *_: None),),
-        options=SCHEDULED,
-    ),
-    Ablation(
-        name="run_again_alone",
-        what="a run is not set going again while another one of its definition goes on",
-        invariants=("I18",),
-        patches=(Replacement(MemoryDefinitions, "_begin_again", lambda _: lambda *_: None),),
-        options=SCHEDULED,
-    ),
-    Ablation(
-        name="run_again_is_the_last",
-        what="a run that is set going again is the last one of its definition",
-        invariants=("I18",),
-        patches=(Replacement(MemoryDefinitions, "_begin_again", _not_the_last_one),),
-        options=SCHEDULED,
-    ),
-    Ablation(
-        name="replacement_waits",
-        what="a run that replaces another is not ready before that has ended",
-        invariants=("I18",),
-        patches=(Replacement(firing, "plan_runs", _ready_at_once),),
-        options=SCHEDULED,
-    ),
-)
-
-ORDERS = (*_OF_CLIENTS, *_OF_THE_LEADER, *_OF_DEFINITIONS)
+ORDERS = (*_OF_CLIENTS, *_OF_THE_LEADER)

@@ -255,6 +255,8 @@ class WorkerJudge(Judge):
             self.found("I5", f"attempt {line.attempt} of {line.job_id} ran a second time, at {line.worker_id}")
         elif history.GrantedEvent in self.told and line.lease_id not in self.findings.leases:
             self.found("I5", f"attempt {line.attempt} of {line.job_id} ran at {line.worker_id}, and was never granted")
+        elif line.lease_id in self.findings.leases and not self.findings.leases[line.lease_id].fetched:
+            self.found("I12", f"attempt {line.attempt} of {line.job_id} ran at {line.worker_id}, which had not fetched it")
         lives = self._lives.setdefault(line.worker_id, set())
         lives.add(line.incarnation)
         if history.GoneEvent in self.told:
@@ -503,13 +505,17 @@ class ScheduleJudge(Judge):
     def _row(self, line: history.RowEvent) -> None:
         """Judge I18: of the runs of a definition one at most was begun and is not over."""
         runs = self.findings.others_of.get(line.job_id)
-        if runs is None or not line.attempt or line.state in TERMINAL:
+        if runs is None or not self._was_given(self.job(line.job_id)) or line.state in TERMINAL:
             return
         self.evidence["I18"] += 1
         for other in runs:
             job = self.job(other)
-            if other != line.job_id and job.exists and job.attempt and job.state not in TERMINAL:
+            if other != line.job_id and job.exists and self._was_given(job) and job.state not in TERMINAL:
                 self.found("I18", f"{line.job_id} is {line.state}, and {other} of the same definition is {job.state}")
+
+    def _was_given(self, job: JobFacts) -> bool:
+        """Return whether a worker got an attempt of the run."""
+        return job.given if history.GrantedEvent in self.told else bool(job.attempt)
 
     def end(self) -> None:
         """Judge I15, I19: no run is missed. A time due a moment before a history was cut off may still get its run."""
@@ -519,6 +525,27 @@ class ScheduleJudge(Judge):
             self.evidence[self._invariant(definition)] += 1
             if (definition, nominal) not in self._fired:
                 self.found(self._invariant(definition), f"{definition} never ran for {nominal:.0f}")
+
+
+class OrderJudge(Judge):
+    """Judge of the orders that leaders give to servers."""
+
+    def __init__(self, findings: Findings) -> None:
+        super().__init__(findings)
+        self._obeyed: dict[tuple[str, str], int] = {}
+
+    def handlers(self) -> dict[type[history.HistoryLine], Handler]:
+        return {history.OrderedEvent: self._ordered}
+
+    def _ordered(self, line: history.OrderedEvent) -> None:
+        """Judge I20: no process obeys an order below the epoch of one that it obeyed before."""
+        process = line.server_id, line.incarnation
+        highest = self._obeyed.get(process, 0)
+        self.evidence["I20"] += 1
+        if line.obeyed and line.epoch < highest:
+            self.found("I20", f"{line.server_id} obeyed an order of epoch {line.epoch} after one of epoch {highest}")
+        if line.obeyed:
+            self._obeyed[process] = max(highest, line.epoch)
 
 
 # ---------------------------------------------------------------------------------------------------- liveness
@@ -580,6 +607,7 @@ class Checker:
             ClientJudge(findings),
             WorkerJudge(findings),
             ScheduleJudge(findings),
+            OrderJudge(findings),
             LivenessJudge(findings, events_per_s_max),
         )
         self._all: dict[type[history.HistoryLine], list[Handler]] = {}
@@ -599,6 +627,11 @@ class Checker:
     def evidence(self) -> Counter[str]:
         """The number of facts on which each invariant was judged; a missing one was not judged at all."""
         return self._findings.evidence
+
+    @property
+    def stored(self) -> set[str]:
+        """The ids of the jobs that are stored, by what was told so far."""
+        return {job.job_id for job in self._findings.jobs.values() if job.exists}
 
     def observe(self, line: history.AnyLine) -> None:
         """Judge the next line."""

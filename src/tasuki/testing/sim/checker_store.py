@@ -16,7 +16,7 @@ from tasuki.core.job import LEASED, READY, TERMINAL, State
 from tasuki.core.lifecycle import TAKEOVER_TIE_S
 from tasuki.testing.sim import history
 
-INVARIANTS = (*(f"I{n}" for n in range(1, 20)), "lease", "credit", "liveness")
+INVARIANTS = (*(f"I{n}" for n in range(1, 22)), "lease", "credit", "liveness")
 """The invariants of docs/invariants.md; `lease`: none ends before its time; `credit`: no worker gets more than it asks for, or
 other jobs."""
 
@@ -46,24 +46,27 @@ class ViolationFound(AssertionError):
         self.violation = violation
 
 
-class GrantedLease:
+class GrantedLease(msgspec.Struct, eq=False):
     """The right to one attempt, as it was granted."""
 
-    __slots__ = ("attempt", "incarnation", "job_id", "keep", "lease_id", "owner", "renew_s", "since", "ttl_s", "worker_id")
-
-    def __init__(self, lease_id: str, job_id: str, attempt: int, worker_id: str, incarnation: str, owner: str) -> None:
-        self.lease_id = lease_id
-        self.job_id = job_id
-        self.attempt = attempt
-        self.worker_id = worker_id
-        self.incarnation = incarnation
-        self.owner = owner
-        self.keep = False
-        self.ttl_s: float | None = None
-        self.renew_s = 0.0
-        """The time after which its worker renews it."""
-        self.since = 0.0
-        """The time of the grant, or of the last renewal."""
+    lease_id: str
+    job_id: str
+    attempt: int
+    worker_id: str
+    incarnation: str
+    owner: str
+    keep: bool = False
+    grace_s: float = 0.0
+    ttl_s: float | None = None
+    """The time until it is over, with the grace."""
+    renew_s: float = 0.0
+    """The time after which its worker renews it."""
+    since: float = 0.0
+    """The time of the grant, or of the last renewal."""
+    fetched: bool = True
+    """Its worker may have it: it was not assigned ahead, or was fetched."""
+    confirming_until: float = 0.0
+    """The time until which its worker asks whether it may go on."""
 
     def __str__(self) -> str:
         return f"lease {self.lease_id} (attempt {self.attempt}, {self.worker_id})"
@@ -74,8 +77,8 @@ class JobFacts:
 
     __slots__ = (
         "acked", "asked", "asked_restarts", "attempt", "began", "body", "counted", "endings", "ends", "existed", "exists",
-        "failures", "generation", "job_id", "lease", "lease_known", "losses", "orphaned", "removed", "reports", "restarts",
-        "results", "retry_at", "row", "state",
+        "failures", "generation", "given", "job_id", "lease", "lease_known", "losses", "orphaned", "removed", "reports",
+        "restarts", "results", "retry_at", "row", "state",
     )  # fmt: skip
 
     def __init__(self, job_id: str) -> None:
@@ -112,6 +115,8 @@ class JobFacts:
         self.ends: dict[int, str] = {}
         """attempt → the way in which it ended."""
         self.began: set[int] = set()
+        self.given = False
+        """A worker got an attempt; what was assigned ahead and not fetched does not count."""
         self.counted = False
         """Failures and losses of this generation are known from its first moment."""
         self.failures = self.losses = 0
@@ -223,6 +228,8 @@ class JobJudge(Judge):
             history.RemovedEvent: self._removed,
             history.TookOverEvent: self._took_over,
             history.LedEvent: self._wrote,
+            history.FetchedEvent: self._was_fetched,
+            history.WithdrawnEvent: self._withdrawn,
         }
 
     # ------------------------------------------------------------------------------------------------ submitters
@@ -327,17 +334,44 @@ class JobJudge(Judge):
             self.found("I5", f"lease {line.lease_id} was given twice, for {line.job_id} the second time")
         if not line.offered:
             self.found("credit", f"{line.worker_id} was given {line.job_id}, and does not offer its program")
-        self._in_time(line, job.retry_at)
-        job.retry_at = None
+        if not line.ahead:
+            self._in_time(line, job.retry_at)
+            job.retry_at, job.given = None, True
         lease = GrantedLease(line.lease_id, line.job_id, line.attempt, line.worker_id, line.incarnation, line.owner)
-        lease.keep = line.on_disconnect == "keep"
+        lease.keep, lease.fetched = line.on_disconnect == "keep", not line.ahead
         lease.ttl_s = line.ttl_s + line.grace_s if line.ttl_s is not None else None
         lease.renew_s = line.ttl_s / RENEWALS if line.ttl_s is not None else 0.0
-        lease.since = line.at
+        lease.since, lease.grace_s = line.at, line.grace_s
         self._leases[line.lease_id] = lease
         job.lease, job.lease_known, job.orphaned = lease, True, False
         job.attempt, job.state = line.attempt, State.ASSIGNED
         job.exists = job.existed = True
+
+    def _was_fetched(self, line: history.FetchedEvent) -> None:
+        """Judge I12: a run that was assigned ahead is given to its worker at its time. I5: and it is the worker's still."""
+        job, lease = self.job(line.job_id), self._leases.get(line.lease_id)
+        if lease is None:
+            return
+        self.evidence["I12"] += 1
+        self._latest_wall = max(self._latest_wall, line.wall, line.highest_wall)
+        if line.not_before is not None and line.not_before > self._latest_wall + EARLY_S:
+            early_s = line.not_before - self._latest_wall
+            self.found("I12", f"attempt {line.attempt} of {line.job_id} was given to its worker {early_s:g} s before its time")
+        if job.lease is not lease:
+            self.found("I5", f"{line.job_id} was given to the worker of {lease}, and {job.lease} is the current one")
+        if not job.asked:
+            self.found("I15", f"{line.job_id} was given to its worker, and its definition was not fired for its time")
+        lease.fetched, lease.since, lease.ttl_s = True, line.at, line.ttl_s
+        lease.renew_s = line.ttl_s / RENEWALS if line.ttl_s is not None else 0.0
+        job.given = True
+
+    def _withdrawn(self, line: history.WithdrawnEvent) -> None:
+        """Judge I15: a run is withdrawn only before its time."""
+        job = self.job(line.job_id)
+        self.evidence["I15"] += 1
+        if job.asked and not job.removed:
+            self.found("I15", f"{line.job_id} was withdrawn after its definition was fired for its time")
+        job.forget()
 
     def _in_time(self, line: history.GrantedEvent, retry_at: float | None) -> None:
         """Judge I12, by the highest value of the store's wall clock so far; not_after by its current value."""
@@ -373,6 +407,8 @@ class JobJudge(Judge):
             job.let_go(line.attempt, "released")
             job.state = None  # PENDING, or CANCELED if that was asked for: the row tells
             return
+        if line.ttl_s is not None and (line.verb == "renew" or job.orphaned):
+            lease.ttl_s = line.ttl_s + lease.grace_s
         if job.orphaned:
             job.orphaned = False
             job.ends.pop(line.attempt, None)
@@ -381,10 +417,13 @@ class JobJudge(Judge):
             job.state = State.RUNNING
         else:
             lease.since = line.at
+        if line.confirm_s is not None:
+            self.evidence["I21"] += 1
+            lease.confirming_until = line.at + line.confirm_s if line.confirm_s else 0.0
 
     def _reaped(self, line: history.ReapedEvent) -> None:
         """Judge I5: each lease ends once. I4: terminal absorbs. `lease`: it lasts its time from its latest renewal; the first
-        takeover after that is one.
+        takeover after that is one. I21: nor does it end before the worker that asks whether it may go on has heard.
         """
         job = self.job(line.job_id)
         self.evidence["I5"] += 1
@@ -398,6 +437,9 @@ class JobJudge(Judge):
             self.found("I5", f"attempt {line.attempt} of {line.job_id} had ended ({job.ends[line.attempt]}), and then was reaped")
         elif lease is not None and lease.ttl_s is not None and STORE not in self.findings.drifted:
             self._lasted(lease, lease.ttl_s)
+            if self.findings.at < lease.confirming_until - EARLY_S:
+                left_s = lease.confirming_until - self.findings.at
+                self.found("I21", f"{lease} of {lease.job_id} was ended {left_s:g} s before its worker has to have heard")
             if line.epoch:
                 self._was_renewable(lease)
         if line.state != State.CANCELED:

@@ -171,12 +171,15 @@ def _counted(counts: Counter[str], name: str, probe: Probe, function: Callable[.
     return call
 
 
+_OF_ROLES = ("deposed", "expelled", "confirmed", "denied")
+"""Effects of sub-leaders, and of workers that ask whether they may go on."""
+
 _EFFECTS = {"partition": "cut", "one_way": "cut"}
 """Kinds whose effect is counted under another name."""
 
 VERBS = (
     "submit", "rerun", "cancel", "requeue", "get", "lease", "held", "start", "renew", "release", "finish", "fail", "take_over",
-    "reap", "skip", "promote", "prune", "fire", "token",
+    "reap", "skip", "promote", "prune", "fire", "assign", "token",
 )  # fmt: skip
 
 LINES: dict[str, str] = {
@@ -197,6 +200,12 @@ LINES: dict[str, str] = {
     "run forbidden": "a run was due while the last one had not ended",
     "run again": "an operator set a run going again",
     "run replaced": "a run was canceled for the next one",
+    "assigned ahead": "a run was assigned to a worker before its time",
+    "fetched": "its worker was told to start it, and fetched it",
+    "taken back": "a run that was assigned ahead went back, or to another worker",
+    "not fetched in time": "a run that was assigned ahead became an orphan",
+    "withdrawn": "a run that was assigned ahead is gone, since its definition was changed",
+    "order refused": "a leader's order was not obeyed: its epoch was over",
     "changed between runs": "a definition was edited, disabled or deleted, and had been fired before",
     "lost while canceled": "a lease was over whose cancel was asked for",
     "cancel wins": "an attempt was canceled while it ran",
@@ -237,7 +246,7 @@ EXPECTED: dict[str, str] = {
     **{f"fault {kind}": "it happened" for kind in KINDS},
     **{
         f"effect {kind}": "it made a difference to somebody"
-        for kind in dict.fromkeys([*(_EFFECTS.get(k, k) for k in KINDS), "keeper"])
+        for kind in dict.fromkeys([*(_EFFECTS.get(k, k) for k in KINDS), "keeper", *_OF_ROLES])
     },
     **{f"verb {verb}": "the store was asked" for verb in VERBS},
     **{f"world {name}": "a seed had such a world" for name in WORLDS},
@@ -275,7 +284,14 @@ class Coverage:
             history.SettledEvent: self._settled,
             history.GoneEvent: self._gone,
             history.ProcessEvent: self._process,
+            history.FetchedEvent: self._fetched,
+            history.WithdrawnEvent: self._withdrawn,
+            history.OrderedEvent: self._ordered,
         }
+        self._ahead: set[str] = set()
+        """Leases that were assigned ahead and not fetched."""
+        self._unfetched: dict[str, int] = {}
+        """Their attempts by job."""
         self._orphaned: set[str] = set()
         self._cancel_asked: set[str] = set()
         self._states: dict[str, str] = {}
@@ -328,6 +344,7 @@ class Coverage:
         elif line.job_id in self._orphaned:
             self._orphaned.discard(line.job_id)
             self.counts["orphan resumed"] += 1
+        self.counts["taken back"] += line.verb == "release" and line.lease_id in self._ahead
 
     def _settled(self, line: history.SettledEvent) -> None:
         if self._granted_in.get(line.lease_id) != self._lives[line.worker_id]:
@@ -343,11 +360,27 @@ class Coverage:
         if line.job_id in self._orphaned:
             self._orphaned.discard(line.job_id)
             self.counts["orphan granted"] += 1
+        if line.ahead:
+            self._ahead.add(line.lease_id)
+            self._unfetched[line.job_id] = line.attempt
+            self.counts["assigned ahead"] += 1
+
+    def _fetched(self, line: history.FetchedEvent) -> None:
+        self._ahead.discard(line.lease_id)
+        self._unfetched.pop(line.job_id, None)
+        self.counts["fetched"] += 1
+
+    def _withdrawn(self, line: history.WithdrawnEvent) -> None:
+        self.counts["withdrawn"] += 1
+
+    def _ordered(self, line: history.OrderedEvent) -> None:
+        self.counts["order refused"] += not line.obeyed
 
     def _reaped(self, line: history.ReapedEvent) -> None:
         if line.state == State.ORPHANED:
             self._orphaned.add(line.job_id)
             self.counts["orphaned"] += 1
+            self.counts["not fetched in time"] += self._unfetched.get(line.job_id) == line.attempt
         self.counts["lost while canceled"] += line.state == State.CANCELED
 
     def _row(self, line: history.RowEvent) -> None:

@@ -73,6 +73,35 @@ class GrantedEvent(HistoryLine, frozen=True):
     owner: str = ""
     offered: bool = True
     """The worker had offered the job's program."""
+    ahead: bool = False
+    """The leader chose the worker, which gets the run when it fetches it; not before its time."""
+
+
+class FetchedEvent(HistoryLine, frozen=True):
+    """A worker was given a run that had been assigned to it ahead: its lease begins."""
+
+    job_id: str
+    attempt: int
+    lease_id: str
+    wall: float
+    highest_wall: float
+    not_before: float | None = None
+    ttl_s: float | None = None
+
+
+class WithdrawnEvent(HistoryLine, frozen=True):
+    """A run that was stored ahead of its time is gone again: its definition was changed."""
+
+    job_id: str
+
+
+class OrderedEvent(HistoryLine, frozen=True):
+    """An order of a leader came to a server, whose process this is, and was obeyed or refused."""
+
+    server_id: str
+    incarnation: str
+    epoch: int
+    obeyed: bool
 
 
 class ShownEvent(HistoryLine, frozen=True):
@@ -87,6 +116,10 @@ class ShownEvent(HistoryLine, frozen=True):
     held: bool
     """The store took it for the current lease."""
     owner: str = ""
+    ttl_s: float | None = None
+    """The duration from now on, if the lease was renewed and the observer knows it."""
+    confirm_s: float | None = None
+    """Time for which its worker asks whether it may go on; 0: it may."""
 
 
 class ReportedEvent(HistoryLine, frozen=True):
@@ -362,8 +395,10 @@ StoreLine = (
     | DefinitionEvent
     | DueEvent
     | FiredEvent
+    | FetchedEvent
+    | WithdrawnEvent
 )
-PeerLine = AskedEvent | AnsweredEvent | ArrivedEvent | BeganEvent | GoneEvent | SettledEvent | BusyEvent
+PeerLine = OrderedEvent | AskedEvent | AnsweredEvent | ArrivedEvent | BeganEvent | GoneEvent | SettledEvent | BusyEvent
 WorldLine = ProcessEvent | FaultEvent | DriftedEvent | HealedEvent | LeadingEvent | WatchingEvent | EndedEvent
 AnyLine = StoreLine | PeerLine | WorldLine
 

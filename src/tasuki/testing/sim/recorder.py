@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections import Counter
 from itertools import compress
 from operator import attrgetter
+from typing import Protocol
 
 from tasuki.core.job import TERMINAL, Job, OnDisconnect
 from tasuki.core.store_messages import OWN_PROGRAMS, VERBS, Answers, LeaseStatus, MissingBlobs, ReportStatus, Turn
 from tasuki.errors import Conflict
 from tasuki.stores.store import Store
 from tasuki.testing.sim import history
-from tasuki.testing.sim.world import HostClock, World
 
 LISTS = tuple(verb.name for verb in VERBS if not verb.leads)
 _LEADER = tuple(verb.name for verb in VERBS if verb.leads)
@@ -23,10 +23,25 @@ _LEADER = tuple(verb.name for verb in VERBS if verb.leads)
 lists_of = attrgetter(*LISTS)
 
 
+class _World(Protocol):
+    """The part of a world that a recorder needs."""
+
+    @property
+    def at(self) -> float: ...
+    def tell(self, line: history.AnyLine) -> None: ...
+
+
+class _Clock(Protocol):
+    """The store's wall clock."""
+
+    def wall(self) -> float: ...
+    def highest_wall(self) -> float: ...
+
+
 class Recorder:
     """Records what turns did to one store."""
 
-    def __init__(self, world: World, store: Store, clock: HostClock) -> None:
+    def __init__(self, world: _World, store: Store, clock: _Clock) -> None:
         self.world = world
         self.store = store
         self._clock = clock
@@ -36,12 +51,18 @@ class Recorder:
         """Jobs that are not terminal."""
         self.jobs: dict[str, None] = {}
         """Jobs that were stored and not removed."""
+        self._ahead: dict[str, history.GrantedEvent] = {}
+        """Runs that are assigned ahead and that their workers have not fetched."""
+        self._unfired: dict[str, None] = {}
+        """Runs that were stored ahead of their times, which have not come."""
         self._last: dict[str, history.RowEvent] = {}
         self._touched: dict[str, None] = {}
 
     def turn(self, server_id: str, turn: Turn, answers: Answers, *, waited_s: float = 0.0) -> None:
         """Record a committed turn."""
         self._touched = {}
+        if self._unfired or self._ahead:
+            self._look_ahead(turn, answers)
         if turn.epoch:
             self._leader(server_id, turn, answers, waited_s)
         else:
@@ -53,6 +74,8 @@ class Recorder:
                 self._submitted(turn, answers)
             if turn.lease:
                 self._granted(turn, answers)
+            if self._ahead and turn.held:
+                self._fetched(answers)
         self._rows()
 
     def refused(self, server_id: str, turn: Turn) -> None:
@@ -86,6 +109,9 @@ class Recorder:
             self._touched[run.job_id] = self.jobs[run.job_id] = None
             definition = str(run.definition_id)
             self.world.tell(history.FiredEvent(at=at, definition=definition, nominal=run.scheduled_for, job_id=run.job_id))
+            self._unfired.pop(run.job_id, None)
+        self._unfired.update({run.job_id: None for run in answers.fire.ahead if not run.is_due and run.job_id not in self.jobs})
+        self._assigned(turn, answers)
         if answers.prune:
             known = list(self.jobs)
             for job_id, job in zip(known, self.store.get(known), strict=True):
@@ -93,6 +119,65 @@ class Recorder:
                     self.world.tell(history.RemovedEvent(at=at, job_id=job_id))
                     del self.jobs[job_id]
                     del self._last[job_id]
+
+    # -- runs that are assigned ahead -------------------------------------------------------------------------------
+    def _look_ahead(self, turn: Turn, answers: Answers) -> None:
+        """Record which runs that nobody has fetched are gone, or not their workers' any more."""
+        known = dict.fromkeys([*self._unfired, *self._ahead])
+        told = {one.job_id for one in answers.reap} | {job_id for job_id, *_ in (*turn.cancel, *answers.fire.replaced)}
+        for job_id, job in zip(known, self.store.get(list(known)), strict=True):
+            granted = self._ahead.get(job_id)
+            if job is None:
+                for facts in (self._ahead, self._unfired, self.open, self._last):
+                    facts.pop(job_id, None)
+                self.world.tell(history.WithdrawnEvent(at=self.world.at, job_id=job_id))
+            elif granted is not None and (job_id in told or job.lease is None or job.lease.lease_id != granted.lease_id):
+                del self._ahead[job_id]
+                if job_id not in told:
+                    fields = ("attempt", "lease_id", "worker_id", "incarnation", "owner")
+                    lease = {name: getattr(granted, name) for name in fields}
+                    self.world.tell(history.ShownEvent(at=self.world.at, verb="release", job_id=job_id, held=True, **lease))
+
+    def _assigned(self, turn: Turn, answers: Answers) -> None:
+        wall, highest_wall = self._clock.wall(), self._clock.highest_wall()
+        for assignment, grant in zip(turn.assign, answers.assign, strict=True):
+            if grant is not None:
+                line = history.GrantedEvent(
+                    at=self.world.at,
+                    job_id=grant.job_id,
+                    attempt=grant.attempt,
+                    generation=0,
+                    lease_id=grant.lease_id,
+                    worker_id=assignment.worker_id,
+                    incarnation=assignment.incarnation,
+                    wall=wall,
+                    highest_wall=highest_wall,
+                    owner=assignment.owner,
+                    ahead=True,
+                )
+                self._ahead[grant.job_id] = line
+                self.world.tell(line)
+
+    def _fetched(self, answers: Answers) -> None:
+        for grant in [grant for grants in answers.held for grant in grants]:
+            granted = self._ahead.get(grant.job_id)
+            if granted is not None and granted.lease_id == grant.lease_id:
+                del self._ahead[grant.job_id]
+                [job] = self.store.get([grant.job_id])
+                assert job is not None
+                self._touched[grant.job_id] = None
+                self.world.tell(
+                    history.FetchedEvent(
+                        at=self.world.at,
+                        job_id=grant.job_id,
+                        attempt=grant.attempt,
+                        lease_id=grant.lease_id,
+                        wall=self._clock.wall(),
+                        highest_wall=self._clock.highest_wall(),
+                        not_before=job.not_before,
+                        ttl_s=grant.ttl_s,
+                    )
+                )
 
     # -- workers --------------------------------------------------------------------------------------------------
     def _workers(self, turn: Turn, answers: Answers) -> None:
@@ -133,6 +218,8 @@ class Recorder:
                     incarnation=claim.incarnation,
                     held=held,
                     owner=claim.owner,
+                    ttl_s=claim.ttl_s,
+                    confirm_s=claim.confirm_s,
                 )
             )
 

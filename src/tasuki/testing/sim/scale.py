@@ -310,15 +310,9 @@ def main(arguments: list[str] | None = None) -> int:
     return 0 if good else 1
 
 
-if __name__ == "__main__":
-    sys.exit(main())
-
-
 # ---------------------------------------------------------------------------------------------------- figures
 
 WINDOW_S = 90.0  # what is looked at after a disaster
-
-Key = tuple[int, str, int]
 
 
 def figures(system: ScaleSystem, cpu_s: float) -> dict[str, Any]:
@@ -367,41 +361,39 @@ def percentiles(values: Iterable[float]) -> dict[str, float]:
     return {"count": len(found), **at, "max": found[-1]}
 
 
-def _some(tally: Tally, wanted: Callable[[Key], bool]) -> dict[str, float]:
+def _some(tally: Tally, between: tuple[float, float], group: str | None = None, priority: int | None = None) -> dict[str, float]:
+    """Return the delays of jobs submitted between two times, in whole buckets; of one group or priority, if these are named."""
+    first, last = (at // BUCKET_S for at in between)
     together = array("f")
-    for key, delays in tally.delays.items():
-        if wanted(key):
+    for (bucket, of_group, of_priority), delays in tally.delays.items():
+        if first <= bucket < last and group in (None, of_group) and priority in (None, of_priority):
             together.extend(delays)
     return percentiles(together)
 
 
+def _by_kind(tally: Tally, between: tuple[float, float], priority: int | None = None) -> dict[str, Any]:
+    """Return the delays of all jobs, of each group (of one priority, if it is named) and of each priority."""
+    return {
+        "all": _some(tally, between),
+        "groups": {group.name: _some(tally, between, group.name, priority) for group in GROUPS},
+        "priorities": {str(priority): _some(tally, between, priority=priority) for priority, _ in PRIORITIES},
+    }
+
+
 def _delays(system: ScaleSystem) -> dict[str, Any]:
     """Return the delays from submit to first start: of the whole, and of the time before the first disaster."""
-    tally = system.tally
-    first, last = int(system.disaster_free_from // BUCKET_S), int(system.disaster_free_until // BUCKET_S)
-
-    def calm(key: Key) -> bool:
-        return first <= key[0] < last
-
-    return {
-        "whole": _some(tally, lambda key: True),
-        "all": _some(tally, calm),
-        "groups": {group.name: _some(tally, lambda key, name=group.name: calm(key) and key[1] == name) for group in GROUPS},  # type: ignore[misc]
-        "priorities": {
-            str(priority): _some(tally, lambda key, band=priority: calm(key) and key[2] == band)  # type: ignore[misc]
-            for priority, _ in PRIORITIES
-        },
-    }
+    calm = (system.disaster_free_from, system.disaster_free_until)
+    return {"whole": _some(system.tally, (0.0, system.world.at + BUCKET_S)), **_by_kind(system.tally, calm)}
 
 
 def _timeline(system: ScaleSystem) -> list[dict[str, float]]:
     """Return for each ten seconds of submits p50, p99 and longest delay, waiting jobs and busy slots."""
     found = []
     for bucket in sorted({key[0] for key in system.tally.delays}):
-        delays = _some(system.tally, lambda key, bucket=bucket: key[0] == bucket)  # type: ignore[misc]
-        looks = [(waiting, busy) for at, waiting, busy in system.queue if int(at // BUCKET_S) == bucket]
+        at = bucket * BUCKET_S
+        looks = [(waiting, busy) for looked_at, waiting, busy in system.queue if looked_at // BUCKET_S == bucket]
         waiting, busy = (max(column) for column in zip(*looks, strict=True)) if looks else (0, 0)
-        found.append({"at": bucket * BUCKET_S, **delays, "waiting": waiting, "busy": busy})
+        found.append({"at": at, **_some(system.tally, (at, at + BUCKET_S)), "waiting": waiting, "busy": busy})
     return found
 
 
@@ -412,26 +404,10 @@ def _disasters(system: ScaleSystem) -> list[dict[str, Any]]:
     found = []
     ends = [disaster.at for disaster in system.disasters[1:]] + [system.load_ends]
     for disaster, end in zip(system.disasters, ends, strict=False):  # without any, the end of the load stands alone
-        until = min(end, disaster.at + WINDOW_S)
-        first, last = int(disaster.at // BUCKET_S), int(until // BUCKET_S)
-
-        def then(key: Key, first: int = first, last: int = last) -> bool:
-            return first <= key[0] < last
-
-        def some(group: str | None, priority: int | None, then: Callable[[Key], bool] = then) -> dict[str, float]:
-            return _some(system.tally, lambda key: then(key) and key[1] == (group or key[1]) and key[2] == (priority or key[2]))
-
-        found.append(
-            {
-                "at": disaster.at,
-                "what": disaster.what,
-                "who": disaster.who,
-                "all": some(None, None),
-                "groups": {group.name: some(group.name, USUAL_PRIORITY) for group in GROUPS},
-                "priorities": {str(priority): some(None, priority) for priority, _ in PRIORITIES},
-                "longest_queue": max((waiting for at, waiting, _ in system.queue if disaster.at <= at < end), default=0),
-            }
-        )
+        then = (disaster.at, min(end, disaster.at + WINDOW_S))
+        longest = max((waiting for at, waiting, _ in system.queue if disaster.at <= at < end), default=0)
+        about = {"at": disaster.at, "what": disaster.what, "who": disaster.who, "longest_queue": longest}
+        found.append({**about, **_by_kind(system.tally, then, USUAL_PRIORITY)})
     return found
 
 
@@ -509,3 +485,7 @@ def curve_text(curve: list[dict[str, Any]]) -> str:
         cells = "".join(f"{1000 * point[name]:10.1f}" for name in ("p50", "p95", "p99", "max"))
         lines.append(f"{point['load']:4.0%}  {point['busy']:6.1%}{cells}")
     return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

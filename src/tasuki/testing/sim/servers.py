@@ -18,26 +18,31 @@ from typing import Any, cast
 
 import msgspec
 
-from tasuki.coords.coordination import BEAT_INTERVAL_S, ClusterMember, MemoryCoordination, View
+from tasuki.coords.coordination import BEAT_INTERVAL_S, LEADER, ClusterMember, MemoryCoordination, View
 from tasuki.core import election
 from tasuki.core.address import Address
 from tasuki.core.broker import events
+from tasuki.core.broker.upkeep import FIRE_BATCH
 from tasuki.core.cluster_messages import ServerInfo, decode, everything, split
+from tasuki.core.job import Job
 from tasuki.core.machine import Hangup, Ticked
 from tasuki.core.protocol import Message, Reply, error_message
-from tasuki.core.store_messages import Answers, ReadyPage, Turn
+from tasuki.core.routing import Policy, SubjectRoute
+from tasuki.core.scheduler.orders import OrderEpochs
+from tasuki.core.store_messages import Answers, FireOrder, ReadyPage, Turn
 from tasuki.errors import DiskFull, InterruptCause, StaleEpoch, TasukiError, TurnInterrupted, Unavailable
 from tasuki.server.cluster import SCOPE, ClusterCommand
-from tasuki.server.queries import answer_query
+from tasuki.server.queries import answer_query, routed_jobs
 from tasuki.server.server import STOP_TIMEOUT_S
 from tasuki.stores.batching import execute
 from tasuki.stores.common import Retries
 from tasuki.stores.memory.store import MemoryStore
 from tasuki.stores.store import Clock, Store
 from tasuki.testing.harness_nodes import ServerNode
-from tasuki.testing.sim.history import LeadingEvent
+from tasuki.testing.sim.history import LeadingEvent, OrderedEvent
 from tasuki.testing.sim.network import Network, SimulatedLink
 from tasuki.testing.sim.recorder import Recorder
+from tasuki.testing.sim.roles import SimulatedRoles
 from tasuki.testing.sim.world import HostClock, SimProcess, World
 
 # ---------------------------------------------------------------------------------------------------- the store
@@ -230,6 +235,8 @@ class CoordinationNode:
         self.network = network
         self.coordination = MemoryCoordination(clock.wall)
         self.servers: list[SimServer] = []
+        self.expelled: set[str] = set()
+        """Workers that a leader has detached, and that have not come back as others."""
         self.lost = self.late = self.doubled = 0.0
         """Probabilities that a call is lost, late or carried out twice."""
         self.hints_lost = self.hints_late = self.hints_doubled = 0.0
@@ -263,6 +270,20 @@ class CoordinationNode:
     def _answer(self, verb: Callable[[], Any], then: Callable[[Any], None]) -> None:
         then(verb())
 
+    # -- orders ---------------------------------------------------------------------------------------------------
+    def order(self, sender: SimServer, command: events.StartRuns) -> None:
+        """Carry an order to another server, as a call of gRPC: through the same troubles as hints."""
+        chance = self._chance
+        for server in [server for server in self.servers if server.name == command.address and server.alive]:
+            delay_s = self.network.delay_s(sender.name, server.name)
+            if self.network.is_cut(sender.name, server.name) or (self.hints_lost and chance.random() < self.hints_lost):
+                continue
+            if self.hints_late and chance.random() < self.hints_late:
+                delay_s += LATE_MAX_S * chance.random()
+            if self.hints_doubled and chance.random() < self.hints_doubled:
+                server.later(delay_s + LATE_MAX_S * chance.random(), f"{server.name} is ordered again", server.ordered, command)
+            server.later(delay_s, f"{server.name} is ordered", server.ordered, command)
+
     # -- hints ----------------------------------------------------------------------------------------------------
     def publish(self, sender: SimServer, pieces: list[bytes]) -> None:
         chance, world = self._chance, self.world
@@ -293,6 +314,7 @@ class SimulatedCluster:
     def __init__(self, server: SimServer, node: CoordinationNode, incarnation: str) -> None:
         self.server = server
         self.node = node
+        self.roles = SimulatedRoles(self)
         self.term = election.Election(server.name, ttl_s=server.sim.options.lock_ttl_s or election.LOCK_TTL_S)
         self._incarnation = incarnation
         self._info = b""
@@ -320,6 +342,7 @@ class SimulatedCluster:
 
     def tick(self) -> None:
         self._decide(Ticked())
+        self.roles.tick()
         now = self.server.now().monotonic
         if now >= self._beat_at and not self._beating:
             self._beat_at = now + BEAT_INTERVAL_S
@@ -349,7 +372,12 @@ class SimulatedCluster:
         if info != self._info:
             self._info, self._version = info, self._version + 1
         me = ClusterMember(
-            member_id=self.server.name, kind="server", incarnation=self._incarnation, version=self._version, info=info
+            member_id=self.server.name,
+            kind="server",
+            incarnation=self._incarnation,
+            version=self._version,
+            info=info,
+            led_ago_s=self.server.broker.upkeep.led_ago_s(self.server.now()),
         )
         known = {member_id: version for member_id, (version, _) in self._seen.items()}
         self._call("beats", lambda: self.node.coordination.beat(me, seen=known), self._met)
@@ -365,13 +393,26 @@ class SimulatedCluster:
             elif member.member_id in self._seen:
                 seen[member.member_id] = self._seen[member.member_id]
         self._seen = seen
-        self.server.tell(events.ClusterView(tuple(info for _, info in seen.values()), view.detached))
+        self.roles.met(view, [info for _, info in seen.values()])
+        ages_s = {member.member_id: member.age_s for member in view.members}
+        self.server.tell(events.ClusterView(tuple(info for _, info in seen.values()), view.detached, ages_s))
+
+    def expel(self, worker_id: str) -> None:
+        """Detach a worker, as a leader does."""
+
+        def set_detached() -> None:
+            self.node.coordination.set_detached(worker_id, True, actor=LEADER)
+            self.node.expelled.add(worker_id)
+
+        self._call("detaches", set_detached, _ignore)
 
     # -- who leads ------------------------------------------------------------------------------------------------
     def told(self, command: ClusterCommand) -> None:
         match command:
             case events.Publish():
                 self.node.publish(self.server, split(command.hint))
+            case events.StartRuns():
+                self.node.order(self.server, command)
             case election.TookOver() | election.EpochFenced() | election.Lapsed():
                 self._decide(command)
 
@@ -388,6 +429,7 @@ class SimulatedCluster:
                 case election.Release():
                     self._release(command.epoch)
                 case election.Lead():
+                    self.roles.leads_now()
                     server.tell(events.Elected(command.epoch))
                 case election.StepDown():
                     server.tell(events.Elected(0))
@@ -396,6 +438,19 @@ class SimulatedCluster:
         """Read the latest epoch of the store, so that no epoch is used a second time."""
         server = self.server
         server.storage.read(server, "the epoch", lambda store: store.epoch()[0], lambda floor: self._acquire(floor, asked_at))
+
+    def depose(self, leader: ServerInfo) -> None:
+        """Release the lock in the name of a leader that is taken to be dead, and ask for it."""
+        release = self.node.coordination.release
+        self._call(
+            "deposes",
+            lambda: release(SCOPE, leader.server_id, leader.epoch),
+            lambda _: self._decide(election.LockReleased()),
+        )
+
+    def hold(self, epoch: int, then: Callable[[bool | None], None]) -> None:
+        """Ask the coordination whether this server still has the lock of its epoch."""
+        self._call("holds", lambda: self.node.coordination.renew(SCOPE, self.server.name, epoch, self.term.ttl_s), then)
 
     def _release(self, epoch: int) -> None:
         self._call("releases", lambda: self.node.coordination.release(SCOPE, self.server.name, epoch), _ignore)
@@ -429,6 +484,7 @@ def _ignore(answer: Any) -> None:
 
 
 DISK_LOOK_S = 1.0
+REASSIGN_AFTER_S = 4.0
 START_AGAIN_S = 1.0  # a server that finds no store at its start ends, and whoever supervises it tries again
 
 
@@ -468,8 +524,14 @@ class SimServer(SimProcess, ServerNode):
             store = self.storage.store
             epoch = store.epoch()[0] + 1
             self.storage.recorder.took_over(self.name, epoch, done=store.take_over(self.name, epoch))
-        self._begin(epoch, retention_s=self.sim.options.retention_s)
+        # Only one server was started with the route; the others learn it.
+        policy = self.sim.options.policy if self.name.endswith("1") else ""
+        routes = (SubjectRoute(">", Policy(policy)),) if policy else ()
+        self._begin(epoch, retention_s=self.sim.options.retention_s, routes=routes)
         assert self.broker is not None
+        self.broker.grpc_address = self.name
+        self.broker.upkeep.ahead = FireOrder(FIRE_BATCH, self.sim.options.ahead_s or 0.0, REASSIGN_AFTER_S)
+        self._orders = OrderEpochs()
         self.turn = None
         self._disk_at = 0.0
         self.stopping = False
@@ -548,6 +610,20 @@ class SimServer(SimProcess, ServerNode):
         self.turn = None
         self.tell(events.TurnDone(turn, answer) if isinstance(answer, Answers) else events.TurnFailed(turn, answer))
 
+    def ordered(self, command: events.StartRuns) -> None:
+        """Judge an order as `doors/grpc/service.py` does, and let the worker fetch what is assigned to it."""
+        self.storage.read(self, "the epoch", lambda store: store.epoch()[0], lambda answer: self._ordered(command, answer))
+
+    def _ordered(self, command: events.StartRuns, answer: int | TasukiError) -> None:
+        if self.broker is None:
+            return
+        known = max(self.broker.epoch, *(info.epoch for info in self.broker.cluster.servers.values()), 0)
+        obeyed = not self._orders.problem(command.epoch, known, answer if isinstance(answer, int) else None)
+        line = OrderedEvent(at=self.sim.at, server_id=self.name, incarnation=str(self.life), epoch=command.epoch, obeyed=obeyed)
+        self.sim.tell(line)
+        if obeyed:
+            self.tell(events.StartAssigned(command.worker_id))
+
     def hinted(self, piece: bytes) -> None:
         if self.cluster is not None:
             self.cluster.heard(piece)
@@ -559,6 +635,10 @@ class SimServer(SimProcess, ServerNode):
     def _lost(self, link: SimulatedLink, reason: str) -> None:
         self.network.server_loses(link, reason)
         self.pump()
+
+    def say_led_ago(self, answer: Callable[[float | None], None]) -> None:
+        """Tell how long ago the store took a turn of this leader; None: it does not lead."""
+        answer(self.broker.upkeep.led_ago_s(self.now()) if self.broker is not None else None)
 
     # -- commands -------------------------------------------------------------------------------------------------
     def _send(self, conn: int, message: Message) -> None:
@@ -575,13 +655,15 @@ class SimServer(SimProcess, ServerNode):
         else:
             super()._told(command)
 
-    def _ask(self, command: events.AskEnded | events.AskRevoked | events.AskReady) -> None:
+    def _ask(self, command: events.StoreQuestion) -> None:
         if isinstance(command, events.AskEnded):
             self.storage.read(self, "ends", lambda store: store.ended_among(command.job_ids), self._some_ended)
         elif isinstance(command, events.AskReady):
             self.storage.read(
                 self, "ready", lambda store: store.ready_queues(command.place, limit=PAGE_QUEUES), self._ready_found
             )
+        elif isinstance(command, events.AskRouted):
+            self.storage.read(self, "routed", lambda store: routed_jobs(store, command), self._routed_found)
         else:
             self.storage.read(self, "tokens", lambda store: store.revoked_among(command.token_ids), self._some_revoked)
 
@@ -592,6 +674,10 @@ class SimServer(SimProcess, ServerNode):
     def _ready_found(self, answer: ReadyPage | TasukiError) -> None:
         if not isinstance(answer, TasukiError):  # else the page is asked for again
             self.tell(events.ReadyFound(answer))
+
+    def _routed_found(self, answer: list[Job] | TasukiError) -> None:
+        if not isinstance(answer, TasukiError):
+            self.tell(events.RoutedFound(answer))
 
     def _some_revoked(self, answer: list[str] | TasukiError) -> None:
         if not isinstance(answer, TasukiError):

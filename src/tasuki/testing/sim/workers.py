@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from tasuki.coords.coordination import LEADER
 from tasuki.core.job import JobSpec, Outcome
 from tasuki.core.machine import Now, Peer, Received, Ticked
 from tasuki.core.protocol import AssignJobs, Ending, HeartbeatAnswer, JobsRecorded
@@ -21,6 +22,7 @@ from tasuki.core.worker.machine import WorkerMachine
 from tasuki.testing.harness_nodes import WorkerNode
 from tasuki.testing.sim.history import BeganEvent, BusyEvent, GoneEvent, SettledEvent
 from tasuki.testing.sim.network import Network, SimulatedLink
+from tasuki.testing.sim.roles import SimulatedContinuation
 from tasuki.testing.sim.servers import SimServer
 from tasuki.testing.sim.world import HostClock, SimProcess, World
 
@@ -104,6 +106,7 @@ class SimWorker(SimProcess, WorkerNode):
         self.disk: dict[str, Ending] = {}
         self.attempts: dict[str, SimulatedAttempt] = {}
         self._flush_planned: float | None = None
+        self._continuation: SimulatedContinuation | None = None
         SimProcess.__init__(self, world, identity.worker_id, clock)
 
     def now(self) -> Now:
@@ -115,6 +118,10 @@ class SimWorker(SimProcess, WorkerNode):
         self.identity = msgspec.structs.replace(self.template, incarnation=f"{self.name}-{self.life}")
         self.machine = WorkerMachine(self.identity, addresses=list(self.servers), jitter=self.sim.streams.jitter.random)
         self.attempts, self.link, self._flush_planned = {}, None, None
+        if (node := next(iter(self.servers.values())).coordination) is not None:  # it has another id each time
+            node.expelled.discard(self.name)
+            node.coordination.set_detached(self.name, False, actor=LEADER)
+            self._continuation = SimulatedContinuation(self, self.sim.options.lease_ttl_s or 15.0)
         for ending in list(self.disk.values()):
             self.apply(Restored(ending))
         self.tick_for_ever(self._tick, self.sim.options.tick_s)
@@ -142,7 +149,10 @@ class SimWorker(SimProcess, WorkerNode):
         self.network.go_on()
 
     def _tick(self) -> None:
+        life = self.life
         self.hear(Ticked())
+        if self._continuation is not None and self.life == life:
+            self._continuation.tick()
 
     def exit_now(self) -> None:
         """End the process because its machine is done, or can never do its work; a supervisor starts it again."""

@@ -19,6 +19,7 @@ import msgspec
 from msgspec.structs import replace
 
 from tasuki.core.machine import Now
+from tasuki.core.routing import Policy
 from tasuki.testing.sim import history
 from tasuki.testing.sim.history import AnyLine, HistoryLine, ProcessEvent
 
@@ -58,8 +59,12 @@ class SimOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The factor by which attempts take longer."""
     definitions: int | None = None
     """The number of definitions that the project has."""
+    ahead_s: float | None = None
+    """The time before their own for which the leader stores and assigns runs; 0: it does not."""
     latency_s: float | None = None
     """The latency of one message on a healthy network; each message draws up to four times that."""
+    policy: str | None = None
+    """The routing policy of all subjects; empty: none."""
 
     def text(self) -> str:
         """Return the options as text, for people who want the same run again."""
@@ -90,6 +95,8 @@ def derived(seed: int, options: SimOptions, kinds: tuple[str, ...]) -> SimOption
         "latency_s": chance.choice((0.0005, 0.002, 0.01)),
         "retention_s": chance.choice((86_400.0,) * 6 + (8.0,)),
         "definitions": chance.randint(2, 4),
+        "ahead_s": chance.choice((0.0, 3.0, 3.0)),
+        "policy": chance.choice(("", "", "", *Policy)),
     }
     return replace(options, **{name: value for name, value in drawn.items() if getattr(options, name) is None})
 

@@ -2,19 +2,25 @@
 
 // Live parts ask again every two seconds, unless nobody looks or somebody is choosing rows.
 setInterval(() => {
-  const choosing = document.querySelector("#live input:checked, #live :focus");
+  const choosing = document.querySelector("#live input:checked, #live :focus-visible");
   if (document.visibilityState === "visible" && !choosing && window.htmx) window.htmx.trigger(document.body, "tick");
-}, 2000);
+}, 1500);
 
-// Times are written in the project's zone; here they become the viewer's.
-function localTimes(root) {
+// Times are written in the server's zone; here they become the viewer's. Output is shown at its end, unless somebody scrolled up.
+const left = new Map();
+document.addEventListener("scroll", (event) => {
+  const box = event.target;
+  if (box instanceof HTMLPreElement) left.set(box.getAttribute("aria-label"), box.scrollTop + box.clientHeight < box.scrollHeight - 8 ? box.scrollTop : null);
+}, true);
+function adapt(root) {
   for (const time of root.querySelectorAll("time[datetime]")) {
     time.title = time.getAttribute("datetime");
     time.textContent = new Date(time.title).toLocaleString(document.documentElement.lang);
   }
+  for (const box of root.querySelectorAll("pre[data-follow]")) box.scrollTop = left.get(box.getAttribute("aria-label")) ?? box.scrollHeight;
 }
-localTimes(document);
-document.addEventListener("htmx:afterSettle", () => localTimes(document));
+adapt(document);
+document.addEventListener("htmx:afterSettle", () => adapt(document));
 
 document.addEventListener("click", (event) => {
   const button = event.target.closest("[data-confirm]");

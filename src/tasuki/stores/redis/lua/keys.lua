@@ -45,6 +45,7 @@
 --   {app}:owners:{sha256}       SET     jobs that refer to the blob, and cache:{cache_id} for caches
 --   {app}:cache:{cache_id}      HASH    name -> msgpack of [sha256, size_bytes, target, owner, added_at]
 --   {app}:caches                HASH    cache_id -> msgpack of [target, owner, created_at]
+--   {app}:rollups               ZSET    msgpack of what one server counted in one minute, by that minute
 --   {app}:turn:{session}        HASH    number and answers of the last turn of one store object; gone a day after its last turn
 
 local prefix = APP .. ':'
@@ -70,6 +71,7 @@ local key = {
   condemned = prefix .. 'condemned',
   blob_bytes = prefix .. 'blob_bytes',
   caches = prefix .. 'caches',
+  rollups = prefix .. 'rollups',
 }
 
 local heads = {}

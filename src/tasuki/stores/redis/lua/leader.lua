@@ -81,16 +81,38 @@ verbs.promote = function()
 end
 
 -- prune(before, epoch, limit) -> how many
--- Reads {app}:epoch and {app}:ended; deletes every key of each job that ended before that time.
+-- Reads {app}:epoch and {app}:ended; deletes every key of each job that ended before that time. {app}:rollups.
 
 verbs.prune = function()
   local before, epoch, limit = take(3)
   check_epoch(epoch)
+  local oldest = '(' .. text(now.wall - ROLLUPS_KEPT_S)
+  for _, packed in ipairs(redis.call('ZRANGEBYSCORE', key.rollups, '-inf', oldest, 'LIMIT', 0, limit)) do
+    write('ZREM', key.rollups, packed)
+  end
   local doomed = jobs.first_of(key.ended, '(' .. before, tonumber(limit))
   for _, entry in ipairs(doomed) do
     jobs.delete(entry.job)
   end
   return tostring(#doomed)
+end
+
+-- add_rollups(count, then for each minute, packed rollup) -> for each '1'
+-- {app}:rollups.
+
+verbs.add_rollups = function()
+  return for_each(function(minute, packed)
+    write('ZADD', key.rollups, minute, packed)
+    return '1'
+  end, 2)
+end
+
+-- rollups(since, until) -> packed rollups, by minute
+-- Reads {app}:rollups.
+
+reads.rollups = function()
+  local since, before = take(2)
+  return redis.call('ZRANGEBYSCORE', key.rollups, since, '(' .. before)
 end
 
 -- epoch() -> {epoch, holder}

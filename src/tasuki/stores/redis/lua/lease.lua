@@ -1,7 +1,7 @@
 -- The verbs that grant work.
 
 -- lease(live worker lists, count of terms, these, count of requests, then for each worker_id, prefix of its lease_ids, the number
---   of its terms, count of job_ids, these)
+--   of its terms, count of job_ids, these, count of what is said of chosen jobs, for each job_id, priority, group)
 --   -> for each job_id, lease_id, attempt, spec, payload, …
 -- Reads {app}:queues:{priority}, {app}:served, {app}:queue and {app}:queue:{priority}:{group}:{kind}:{subject}; of each granted
 -- job it writes {app}:job|lease|status:{id} and {app}:lease:index, and deletes {app}:outcome|result|summary|freqs:{id} of the
@@ -48,6 +48,7 @@ local function read_terms(lists)
       limit = take_number(),
       live_workers = lists[take_number()],
       patterns = take_list(),
+      routed = take_list(),
     }
   end
   return terms
@@ -59,6 +60,7 @@ local function read_request(terms)
   local request = terms[take_number()]
   request.worker_id, request.lease_prefix, request.granted = worker_id, lease_prefix, 0
   request.job_ids = take_list()
+  request.chosen = take_list()
   return request
 end
 
@@ -142,9 +144,26 @@ local function serve(request, waiting, count, grants)
   return count - (wanted - request.granted)
 end
 
+-- Grants up to `count` jobs of one group that are chosen for the worker.
+local function take_chosen(request, priority, group, count, grants)
+  local wanted = request.granted + count
+  for i = 1, #request.chosen, 3 do
+    if tonumber(request.chosen[i + 1]) == tonumber(priority) and request.chosen[i + 2] == group and request.granted < wanted then
+      local job = outsiders.load(request.chosen[i])
+      if job and queues.is_waiting(job) and not rules.is_late(job.not_after, now.wall) then
+        grant_to(request, job, grants)
+      end
+    end
+  end
+end
+
 -- Grants up to `count` jobs of one group.
 local function take_from_group(request, priority, group, count, grants)
   local before = request.granted
+  take_chosen(request, priority, group, count, grants)
+  if request.granted - before == count then
+    return count
+  end
   queues.each_window(request, priority, group, function(waiting)
     if serve(request, waiting, count - (request.granted - before), grants) == 0 then
       queues.looked_in_vain(#waiting)

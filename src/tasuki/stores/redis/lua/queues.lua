@@ -178,6 +178,28 @@ function queues.page(priority, after, limit)
   return found, queues.is_own_ready(OWN.priority) and { own.subject, own.kind }
 end
 
+-- Returns the oldest `limit` jobs of each queue of a subject, of `most` queues of each priority.
+function queues.oldest_of(subject, group, limit, most)
+  local found, place = {}, group .. '\0' .. subject .. '\0'
+  local low, high = '[' .. place, '(' .. group .. '\0' .. subject .. '\1'
+  for priority = PRIORITY_MAX, 0, -1 do
+    for _, member in ipairs(redis.call('ZRANGEBYLEX', queues.index_of(priority), low, high, 'LIMIT', 0, most)) do
+      local _, _, kind = queues.read_member(member)
+      local queue = queues.queue_of(priority, group, kind, subject)
+      for _, id in ipairs(redis.call('ZRANGE', queue.name, 0, limit - 1)) do
+        found[#found + 1] = id
+      end
+    end
+    if subject == own.subject and priority == OWN.priority then
+      local ids = redis.call('LRANGE', own.name, -limit, -1)
+      for i = #ids, 1, -1 do
+        found[#found + 1] = ids[i]
+      end
+    end
+  end
+  return found
+end
+
 -- The rules of core.subject and stores.common, on the store's own queues and its own memory of which groups were served.
 
 local tokens = {} -- subject or pattern -> its tokens

@@ -160,6 +160,14 @@ reads.ready_queues = function()
   return { queues.page(tonumber(priority), after, tonumber(limit)) }
 end
 
+-- ready_jobs(subject, its group, limit of each queue, limit of queues) -> job_ids
+-- Reads {app}:queues:{priority}, {app}:queue and {app}:queue:{priority}:{group}:{kind}:{subject}.
+
+reads.ready_jobs = function()
+  local subject, group, limit, most = take(4)
+  return queues.oldest_of(subject, group, tonumber(limit), tonumber(most))
+end
+
 -- ended_among(count, job_id, …) -> the jobs that are terminal or do not exist
 -- Reads {app}:job:{id}.
 

@@ -179,16 +179,22 @@ verbs.renew = function()
 end
 
 -- release(reason, count, then for each job_id, worker_id, incarnation, lease_id, attempt, owner, the outcome if it was to be
---   canceled)
+--   canceled, whether the lease must be over)
 --   -> for each 1 or 0
--- {app}:job|status|incidents:{id}, its queue; deletes {app}:lease:{id}, {app}:lease:index. A canceled job ends: see cancel.
+-- Reads {app}:lease:index; {app}:job|status|incidents:{id}, its queue; deletes {app}:lease:{id}, {app}:lease:index. A canceled job ends: see cancel.
 
-local function release(reason, id, worker_id, incarnation, lease_id, attempt, owner, packed)
+local function release(reason, id, worker_id, incarnation, lease_id, attempt, owner, packed, must_be_over)
   local job = jobs.load(id)
   local is_holder = job and leases.is(job, worker_id, incarnation, lease_id, attempt, owner)
   local state = is_holder and rules.after(job.state, 'release')
   if not state then
     return '0'
+  end
+  if must_be_over == '1' then
+    flush_ranks()
+    if leases.over_at(id) - LEASE_MARGIN_S > now.lease then
+      return '0'
+    end
   end
   if job.cancel_requested then
     jobs.add_incident(job, 'canceled', worker_id, '', reason)
@@ -206,7 +212,7 @@ verbs.release = function()
   local reason = take(1)
   return for_each(function(...)
     return release(reason, ...)
-  end, 7)
+  end, 8)
 end
 
 -- end_leases(limit, count, then for each owner or '', worker_id or '', reason) -> for each how many of its leases ended

@@ -61,6 +61,14 @@ verbs.revoke_token = function()
   return '1'
 end
 
+-- note(actor, action, target, detail) -> 1
+-- {app}:audit.
+
+verbs.note = function()
+  add_audit(take(4))
+  return '1'
+end
+
 local function rows_of(sha256s)
   local answers = {}
   for i, sha256 in ipairs(sha256s) do

@@ -45,11 +45,19 @@ local function matches_any(patterns, subject)
   return false
 end
 
--- Returns whether a live worker other than the one that asks is named by the subject, which is then left to it.
+-- Returns whether the jobs of a subject are not for the worker that asks: the subject names another one, or a routing policy
+-- decides about them.
 local function leaves(request, subject)
+  local only = string.match('.' .. subject, '^.*%.@([^@]+)$')
+  if only then
+    return only ~= request.worker_id
+  end
   local names = fair.tokens_of(subject)
   local last = names[#names]
-  return last ~= request.worker_id and matches_any(request.live_workers[last], subject)
+  if matches_any(request.live_workers[last], subject) then
+    return last ~= request.worker_id
+  end
+  return matches_any(request.routed, subject)
 end
 
 -- Returns whether the worker that asks offers what the jobs of a queue need, and they are not left to one that has the program.
@@ -167,6 +175,11 @@ end
 function queues.each_groups(request, priority, visit)
   sort_patterns(request)
   local named = named_groups(request, priority)
+  for i = 1, #request.chosen, 3 do
+    if tonumber(request.chosen[i + 1]) == tonumber(priority) then
+      named[request.chosen[i + 2]] = true
+    end
+  end
   if #request.of_any > 0 and queues.may_walk() then
     local walk = begin_walk(priority, index_of(priority), '-', '+')
     local groups = {}

@@ -57,20 +57,12 @@ WITH created AS (
 SELECT id FROM created
 
 -- name: enqueue_one
--- One job: half of the planning. A project's connections prepare nothing, so each enqueue is planned.
-WITH created AS (
-    INSERT INTO tasuki_jobrun (created_at, idempotency_key, subject, "group", submitter, body_hash, spec,
-                               exec, kind, priority, ready, not_before, not_after, max_retries, max_losses, backoff_s, array_id)
-    VALUES (extract(epoch FROM clock_timestamp())::float8, $1::text, $2::text, $3::text, $4::text, $5::bytea, $6::bytea,
-            $7::text, $8::smallint, $9::smallint,
-            CASE WHEN $10::float8 > extract(epoch FROM clock_timestamp())::float8 THEN 2 ELSE 1 END,
-            $10::float8, $11::float8, $12::integer, $13::integer, $14::float8, $15::text)
-    ON CONFLICT (idempotency_key) DO NOTHING
-    RETURNING id, "group"
-), counted AS (
-    INSERT INTO tasuki_counter ("group", state, n, shard) SELECT "group", 'pending', 1, NULL FROM created
-)
-SELECT id FROM created
+-- One job; NULL if its id was known. The function is of migration 0014.
+SELECT tasuki_enqueue($1::text, $2::text, $3::text, $4::text, $5::bytea, $6::bytea, $7::text, $8::smallint, $9::smallint,
+                      $10::float8, $11::float8, $12::integer, $13::integer, $14::float8, $15::text)
+
+-- name: has_enqueue_function
+SELECT to_regproc('tasuki_enqueue') IS NOT NULL
 
 -- name: add_blob
 INSERT INTO tasuki_jobblob (job_id, sha256, role)
@@ -257,7 +249,8 @@ ORDER BY id LIMIT 1
     lease_ttl_s = $5::float8, on_disconnect = $6::text, reconnect_grace_s = $7::float8, assigned_at = $8::float8,
     leader_epoch = coalesce($9::bigint, leader_epoch), lease_owner = $10::text, started_at = NULL,
     exit_code = NULL, error_code = NULL, error_summary = '', permanent = 0,
-    result = NULL, result_sha256 = NULL, result_size_bytes = NULL, meta = NULL, progress = NULL, progress_text = ''
+    result = NULL, result_sha256 = NULL, result_size_bytes = NULL, meta = NULL, progress = NULL, progress_text = '',
+    continuation_state = 'NONE', continuation_check_started_at = NULL, continuation_check_deadline_at = NULL
 
 -- name: claim_of_queue
 -- The oldest jobs of one queue, behind row $16, that no other server is about to lease.
@@ -305,10 +298,29 @@ WHERE id = ANY($11::bigint[]) AND ready + 0 = 1 AND (not_after IS NULL OR not_af
 UPDATE tasuki_jobrun SET ready = 1, losses = $3::integer, version = version + 1, lease_expires_at = NULL
 WHERE id = $1::bigint AND version = $2::bigint AND state IN ('ASSIGNED', 'RUNNING') AND lease_expires_at <= $4::float8
 
+-- name: fetch
+-- Runs that were assigned ahead and may start, for the same triples as in `held`. $1 the lease clock, $2 the margin, $3 the wall clock.
+UPDATE tasuki_jobrun SET ready = 0, version = version + 1, lease_expires_at = $1::float8 + lease_ttl_s + $2::float8
+WHERE lease_expires_at IS NOT NULL AND state = 'ASSIGNED' AND ready + 0 = 4 AND lease_expires_at > $1 AND not_before <= $3::float8
+  AND assigned_worker_id = ANY($4::text[])
+  AND (assigned_worker_id, incarnation, lease_owner) IN (SELECT * FROM unnest($4, $5::text[], $6::text[]))
+
+-- name: set_ahead
+UPDATE tasuki_jobrun AS job SET
+    state = new.state, ready = new.ready, attempt = new.attempt, version = job.version + 1, lease_id = new.lease_id,
+    assigned_worker_id = new.worker_id, incarnation = new.incarnation, lease_expires_at = new.expires_at,
+    lease_ttl_s = coalesce(new.ttl_s, lease_ttl_s), on_disconnect = new.on_disconnect, reconnect_grace_s = new.grace_s, assigned_at = new.assigned_at, lease_owner = new.owner,
+    leader_epoch = $1::bigint
+FROM unnest($2::bigint[], $3::bigint[], $4::text[], $5::smallint[], $6::bigint[], $7::text[], $8::text[], $9::text[],
+            $10::float8[], $11::float8[], $12::text[], $13::float8[], $14::float8[], $15::text[])
+     AS new (id, version, state, ready, attempt, lease_id, worker_id, incarnation,
+             expires_at, ttl_s, on_disconnect, grace_s, assigned_at, owner)
+WHERE job.id = new.id AND job.version = new.version AND job.ready + 0 > 2
+
 -- name: held
 -- For all triples of worker_id ($1), incarnation ($2) and owner ($3), in one walk over the live leases.
 SELECT assigned_worker_id, incarnation, lease_owner, idempotency_key, spec, submitter, lease_id, attempt, lease_expires_at,
-       on_disconnect, reconnect_grace_s
+       on_disconnect, reconnect_grace_s, ready
 FROM tasuki_jobrun
 WHERE lease_expires_at IS NOT NULL AND state = 'ASSIGNED' AND assigned_worker_id = ANY($1::text[])
   AND (assigned_worker_id, incarnation, lease_owner) IN (SELECT * FROM unnest($1, $2::text[], $3::text[]))
@@ -343,6 +355,18 @@ WHERE job.id = claim.id AND idempotency_key = job_id AND job.lease_id = claim.le
   AND job.incarnation = claim.incarnation AND job.attempt = claim.attempt AND lease_owner = owner
   AND state IN ('ASSIGNED', 'RUNNING')
 
+-- name: tell_continuation
+-- $1 the wall clock. 0 seconds: its worker may go on.
+UPDATE tasuki_jobrun AS job SET
+    continuation_state = CASE WHEN confirm_s > 0 THEN 'CONFIRMING' ELSE 'NONE' END,
+    continuation_check_started_at = CASE WHEN confirm_s > 0 THEN $1::float8 END,
+    continuation_check_deadline_at = CASE WHEN confirm_s > 0 THEN $1::float8 + confirm_s END
+FROM unnest($2::bigint[], $3::text[], $4::text[], $5::text[], $6::text[], $7::bigint[], $8::text[], $9::float8[])
+     AS claim (id, job_id, lease_id, worker_id, incarnation, attempt, owner, confirm_s)
+WHERE job.id = claim.id AND idempotency_key = job_id AND job.lease_id = claim.lease_id AND assigned_worker_id = worker_id
+  AND job.incarnation = claim.incarnation AND job.attempt = claim.attempt AND lease_owner = owner
+  AND state IN ('ASSIGNED', 'RUNNING')
+
 -- name: resume
 -- If another server is granting the job at this moment, this waits for it, and then finds nothing to resume.
 UPDATE tasuki_jobrun AS job SET
@@ -357,8 +381,8 @@ RETURNING idempotency_key, job.lease_id, assigned_worker_id, job.incarnation, jo
 
 -- name: release
 UPDATE tasuki_jobrun AS job SET
-    state = 'PENDING', ready = 1, version = job.version + 1, lease_id = '', lease_expired_at = lease_expires_at,
-    lease_expires_at = NULL
+    state = 'PENDING', ready = CASE ready WHEN 3 THEN 3 ELSE 1 END, version = job.version + 1, lease_id = '',
+    lease_expired_at = lease_expires_at, lease_expires_at = NULL
 FROM unnest($1::bigint[], $2::bigint[], $3::text[]) AS claim (id, version, lease_id)
 WHERE job.id = claim.id AND job.version = claim.version AND job.lease_id = claim.lease_id AND state = 'ASSIGNED'
 
@@ -453,23 +477,35 @@ SELECT taken_over_at FROM tasuki_scopeepoch WHERE scope = $1::text
 
 -- name: renew_all
 -- $1 the lease clock with the margin, $2 the same at the takeover before. Leases that only that takeover renewed are left.
+-- SKIP LOCKED: no transaction of an application keeps a leader from taking over.
 WITH leased AS MATERIALIZED (
     SELECT id FROM tasuki_jobrun
-    WHERE lease_expires_at IS NOT NULL
+    WHERE lease_expires_at IS NOT NULL AND ready + 0 < 3
       AND lease_expires_at > $2::float8 + lease_ttl_s + CASE on_disconnect WHEN 'keep' THEN reconnect_grace_s ELSE 0 END
-    ORDER BY id FOR UPDATE
+    ORDER BY id FOR UPDATE SKIP LOCKED
 )
 UPDATE tasuki_jobrun AS job SET
     lease_expires_at = $1::float8 + lease_ttl_s + CASE on_disconnect WHEN 'keep' THEN reconnect_grace_s ELSE 0 END
 FROM leased WHERE job.id = leased.id
 
+-- name: not_renewed
+-- A row if others have some of these leases locked; then it waits a little: turns of servers last for milliseconds.
+SELECT pg_sleep(0.05) FROM (
+    SELECT FROM tasuki_jobrun
+    WHERE lease_expires_at IS NOT NULL
+      AND lease_expires_at > $2::float8 + lease_ttl_s + CASE on_disconnect WHEN 'keep' THEN reconnect_grace_s ELSE 0 END
+      AND lease_expires_at < $1::float8 + lease_ttl_s + CASE on_disconnect WHEN 'keep' THEN reconnect_grace_s ELSE 0 END
+    LIMIT 1
+) AS locked
+
 -- name: leases_over
 -- Rows that another server is writing at this moment (a renewal, a finish) are left for the next call.
-SELECT id FROM tasuki_jobrun WHERE lease_expires_at IS NOT NULL AND lease_expires_at > $1::float8 AND lease_expires_at <= $2::float8
+SELECT id FROM tasuki_jobrun
+WHERE lease_expires_at IS NOT NULL AND lease_expires_at > $1::float8 AND lease_expires_at <= $2::float8 AND ready + 0 <> 3
 ORDER BY lease_expires_at, id LIMIT $3::bigint FOR UPDATE SKIP LOCKED
 
 -- name: late
-SELECT id FROM tasuki_jobrun WHERE not_after IS NOT NULL AND ready > 0 AND not_after < $1::float8
+SELECT id FROM tasuki_jobrun WHERE not_after IS NOT NULL AND ready > 0 AND not_after < $1::float8 AND ready < 3
 ORDER BY not_after, id LIMIT $2::bigint FOR UPDATE SKIP LOCKED
 
 -- name: delayed_due
@@ -508,8 +544,12 @@ DELETE FROM tasuki_logchunk WHERE id IN (
 -- name: prune_notes
 DELETE FROM tasuki_definitionstate WHERE definition_id IN (
     SELECT definition_id FROM tasuki_definitionstate AS state
-    WHERE waits_for = '' AND NOT EXISTS (SELECT 1 FROM tasuki_jobdefinition WHERE id = state.definition_id)
+    WHERE waits_for = '' AND next_at IS NULL AND NOT EXISTS (SELECT 1 FROM tasuki_jobdefinition WHERE id = state.definition_id)
     FOR UPDATE SKIP LOCKED)
+
+-- name: prune_rollups
+DELETE FROM tasuki_minuterollup WHERE id IN (
+    SELECT id FROM tasuki_minuterollup WHERE minute < $2::float8 ORDER BY minute LIMIT $1::bigint)
 
 -- name: prune_blobs
 DELETE FROM tasuki_jobblob WHERE job_id = ANY($1::bigint[])
@@ -545,6 +585,9 @@ SELECT {definition}
 WHERE CASE WHEN enabled AND type = 'time'
            THEN next_at <= $1::float8 OR fired_until > $2::float8 OR plan IS DISTINCT FROM schedule_type || ' ' || schedule_value || ' ' || time_zone
                 OR state.changed_at IS DISTINCT FROM definition.changed_at
+                OR (next_at <= $4::float8 AND problem = '' AND NOT EXISTS (
+                    SELECT 1 FROM tasuki_jobrun
+                    WHERE idempotency_key = 'd' || definition.id || '-' || CAST(next_at AS bigint)))
            ELSE next_at IS NOT NULL OR plan <> '' END
 ORDER BY next_at NULLS FIRST, definition.id LIMIT $3::bigint
 
@@ -576,9 +619,9 @@ SELECT skip_late_runs_after_seconds FROM tasuki_schedulersettings WHERE id = 1
 -- name: mark_runs
 UPDATE tasuki_jobrun AS job SET
     job_definition_id = run.definition_id, scheduled_for = run.scheduled_for, leader_epoch = epoch,
-    ready = CASE may_start WHEN 0 THEN 0 ELSE ready END
+    ready = coalesce(new_ready, ready)
 FROM unnest($1::text[], $2::bigint[], $3::float8[], $4::bigint[], $5::smallint[])
-     AS run (job_id, definition_id, scheduled_for, epoch, may_start)
+     AS run (job_id, definition_id, scheduled_for, epoch, new_ready)
 WHERE idempotency_key = job_id AND state = 'PENDING'
 
 -- name: waiting_over
@@ -599,6 +642,27 @@ WHERE id = ANY($1::bigint[]) AND state = 'PENDING' AND ready + 0 = 0
 -- name: lock_notes
 SELECT definition_id, last_run_id, waits_for FROM tasuki_definitionstate WHERE definition_id = ANY($1::bigint[])
 ORDER BY definition_id FOR UPDATE SKIP LOCKED
+
+-- name: ahead_among
+SELECT idempotency_key, body_hash FROM tasuki_jobrun WHERE idempotency_key = ANY($1::text[]) AND ready + 0 = 3
+
+-- name: next_of_nothing
+SELECT definition_id, next_at, problem FROM tasuki_definitionstate AS state
+WHERE next_at IS NOT NULL AND NOT EXISTS (SELECT 1 FROM tasuki_jobdefinition WHERE id = definition_id)
+FOR UPDATE SKIP LOCKED
+
+-- name: forget_next
+UPDATE tasuki_definitionstate SET next_at = NULL WHERE definition_id = ANY($1::bigint[])
+
+-- name: runs_ahead
+SELECT idempotency_key, subject, kind, exec, ready, assigned_worker_id, incarnation, attempt FROM (
+    SELECT idempotency_key, subject, kind, exec, ready, assigned_worker_id, incarnation, attempt, scheduled_for FROM tasuki_jobrun
+    WHERE lease_expires_at IS NOT NULL AND state = 'ASSIGNED' AND ready + 0 > 2
+    UNION ALL
+    SELECT idempotency_key, subject, kind, exec, ready, '', '', 0, scheduled_for
+    FROM tasuki_definitionstate JOIN tasuki_jobrun AS job ON idempotency_key = 'd' || definition_id || '-' || CAST(next_at AS bigint)
+    WHERE next_at IS NOT NULL AND problem = '' AND job.state = 'PENDING' AND ready + 0 = 3) AS found
+ORDER BY scheduled_for, idempotency_key LIMIT $1::bigint
 
 -- name: lock_free_runs
 SELECT idempotency_key FROM tasuki_jobrun WHERE idempotency_key = ANY($1::text[]) ORDER BY id FOR UPDATE SKIP LOCKED
@@ -658,6 +722,11 @@ SELECT "group", state, sum(n)::bigint FROM tasuki_counter GROUP BY "group", stat
 -- name: place
 SELECT id, priority, "group", subject, kind, exec FROM tasuki_jobrun WHERE idempotency_key = $1::text AND ready + 0 = 1
 
+-- name: head_of_queue
+SELECT idempotency_key FROM tasuki_jobrun
+WHERE ready = 1 AND priority = $1::smallint AND "group" = $2::text AND subject = $3::text AND kind = $4::smallint AND exec = $5::text
+ORDER BY id LIMIT $6::bigint
+
 -- name: ahead
 SELECT count(*) FROM (
     SELECT 1 FROM tasuki_jobrun
@@ -675,6 +744,9 @@ ORDER BY kind, place LIMIT $2::bigint
 
 -- name: id_range
 SELECT (SELECT min(id) FROM tasuki_jobrun), (SELECT max(id) FROM tasuki_jobrun)
+
+-- name: created_from_id
+SELECT id, created_at FROM tasuki_jobrun WHERE id >= $1::bigint ORDER BY id LIMIT 1
 
 -- name: find_by_array
 SELECT {found} FROM tasuki_jobrun
@@ -832,3 +904,14 @@ ON CONFLICT DO NOTHING
 
 -- name: remove_cache
 DELETE FROM tasuki_cachefile WHERE cache_id = $1::text AND target = $2::text
+
+
+-- ------------------------------------------------------------------------------------------------ statistics
+
+-- name: add_rollups
+INSERT INTO tasuki_minuterollup (minute, server_id, data)
+SELECT new.minute, new.server_id, new.data FROM unnest($1::bigint[], $2::text[], $3::bytea[]) AS new (minute, server_id, data)
+ON CONFLICT DO NOTHING
+
+-- name: rollups
+SELECT data FROM tasuki_minuterollup WHERE minute >= $1::bigint AND minute < $2::bigint ORDER BY minute, server_id

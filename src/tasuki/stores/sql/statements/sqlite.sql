@@ -11,8 +11,9 @@
 -- Columns of tasuki_jobrun (django/models.py explains each):
 --   id                  row id, the age; also the last part of lease_id, so that a report finds its row without the unique key
 --   idempotency_key     the job_id
---   ready               1: may be leased now (PENDING and due, or ORPHANED); 2: PENDING and delayed; 0: all others. Written as literals
---                       where it is compared, since the partial indexes are found by them
+--   ready               1: may be leased now (PENDING and due, or ORPHANED); 2: PENDING and delayed; 3: a run that was stored ahead of
+--                       its time, PENDING or ASSIGNED; 4: such a run, ASSIGNED, that its worker may fetch; 0: all others. Written as
+--                       literals where it is compared, since the partial indexes are found by them
 --   lease_expires_at    when reaping may end the lease, grace included; not NULL exactly while ASSIGNED or RUNNING
 --   lease_owner         the peer that was let in as the worker; compared with every claim and report
 --   lease_id            '' once the lease was taken away; kept after a report, to tell an exact repeat from a stale report
@@ -167,7 +168,8 @@ UPDATE tasuki_jobrun SET
     lease_id = ?1 || id, assigned_worker_id = ?2, incarnation = ?3, lease_expires_at = ?4, lease_ttl_s = ?5,
     on_disconnect = ?6, reconnect_grace_s = ?7, assigned_at = ?8, leader_epoch = ifnull(?9, leader_epoch), lease_owner = ?10,
     started_at = NULL, exit_code = NULL, error_code = NULL, error_summary = '', permanent = 0,
-    result = NULL, result_sha256 = NULL, result_size_bytes = NULL, meta = NULL, progress = NULL, progress_text = ''
+    result = NULL, result_sha256 = NULL, result_size_bytes = NULL, meta = NULL, progress = NULL, progress_text = '',
+    continuation_state = 'NONE', continuation_check_started_at = NULL, continuation_check_deadline_at = NULL
 WHERE id IN (SELECT value FROM json_each(?11)) AND ready = 1 AND (not_after IS NULL OR not_after >= ?8)
 
 -- name: take_from_lost
@@ -175,10 +177,27 @@ WHERE id IN (SELECT value FROM json_each(?11)) AND ready = 1 AND (not_after IS N
 UPDATE tasuki_jobrun SET ready = 1, losses = ?3, version = version + 1, lease_expires_at = NULL
 WHERE id = ?1 AND version = ?2 AND state IN ('ASSIGNED', 'RUNNING') AND lease_expires_at <= ?4
 
+-- name: fetch
+-- Runs that were assigned ahead and may start begin their leases: ?1 the lease clock, ?2 the margin, ?3 the wall clock, ?4 as ?1 of
+-- `held`.
+UPDATE tasuki_jobrun INDEXED BY tasuki_job_leased SET ready = 0, version = version + 1, lease_expires_at = ?1 + lease_ttl_s + ?2
+WHERE lease_expires_at IS NOT NULL AND state = 'ASSIGNED' AND ready = 4 AND lease_expires_at > ?1 AND not_before <= ?3
+  AND (assigned_worker_id, incarnation, lease_owner) IN (
+      SELECT json_extract(value, '$[0]'), json_extract(value, '$[1]'), json_extract(value, '$[2]') FROM json_each(?4))
+
+-- name: set_ahead
+-- A run that was stored ahead: assigned, taken back, or judged at its time.
+UPDATE tasuki_jobrun SET
+    state = column3, ready = column4, attempt = column5, version = version + 1, lease_id = column6, assigned_worker_id = column7,
+    incarnation = column8, lease_expires_at = column9, lease_ttl_s = coalesce(column10, lease_ttl_s), on_disconnect = column11,
+    reconnect_grace_s = column12, assigned_at = column13, lease_owner = column14, leader_epoch = ?1
+FROM (VALUES {rows: (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)}) AS new
+WHERE id = column1 AND version = column2 AND ready > 2
+
 -- name: held
 -- For all of ?1, each a worker_id, incarnation and owner, in one walk over the live leases.
 SELECT assigned_worker_id, incarnation, lease_owner, idempotency_key, spec, submitter, lease_id, attempt, lease_expires_at,
-       on_disconnect, reconnect_grace_s
+       on_disconnect, reconnect_grace_s, ready
 FROM tasuki_jobrun INDEXED BY tasuki_job_leased
 WHERE lease_expires_at IS NOT NULL AND state = 'ASSIGNED'
   AND (assigned_worker_id, incarnation, lease_owner) IN (
@@ -210,6 +229,16 @@ FROM (VALUES {rows: (?, ?, ?, ?, ?, ?, ?, ?, ?)}) AS claim
 WHERE id = column1 AND idempotency_key = column2 AND lease_id = column3 AND assigned_worker_id = column4 AND incarnation = column5
   AND attempt = column6 AND lease_owner = column7 AND state IN ('ASSIGNED', 'RUNNING')
 
+-- name: tell_continuation
+-- ?1 the wall clock. 0 seconds: its worker may go on.
+UPDATE tasuki_jobrun SET
+    continuation_state = CASE WHEN column8 > 0 THEN 'CONFIRMING' ELSE 'NONE' END,
+    continuation_check_started_at = CASE WHEN column8 > 0 THEN ?1 END,
+    continuation_check_deadline_at = CASE WHEN column8 > 0 THEN ?1 + column8 END
+FROM (VALUES {rows: (?, ?, ?, ?, ?, ?, ?, ?)}) AS claim
+WHERE id = column1 AND idempotency_key = column2 AND lease_id = column3 AND assigned_worker_id = column4 AND incarnation = column5
+  AND attempt = column6 AND lease_owner = column7 AND state IN ('ASSIGNED', 'RUNNING')
+
 -- name: resume
 -- ?1 the lease clock with the margin, ?2 now. For an ORPHANED job whose worker is back before another was granted it.
 UPDATE tasuki_jobrun SET
@@ -223,7 +252,8 @@ RETURNING idempotency_key, lease_id, assigned_worker_id, incarnation, attempt, l
 -- name: release
 -- Cheaper than `settle`, for the many jobs of a worker that drains: an attempt that has not started has no outcome yet.
 UPDATE tasuki_jobrun SET
-    state = 'PENDING', ready = 1, version = version + 1, lease_id = '', lease_expired_at = lease_expires_at, lease_expires_at = NULL
+    state = 'PENDING', ready = CASE ready WHEN 3 THEN 3 ELSE 1 END, version = version + 1, lease_id = '',
+    lease_expired_at = lease_expires_at, lease_expires_at = NULL
 FROM (VALUES {rows: (?, ?, ?)}) AS claim
 WHERE id = column1 AND version = column2 AND lease_id = column3 AND state = 'ASSIGNED'
 
@@ -307,15 +337,25 @@ SELECT taken_over_at FROM tasuki_scopeepoch WHERE scope = ?1
 -- ?1 the lease clock with the margin, ?2 the same at the takeover before. Leases that only that takeover renewed are left.
 UPDATE tasuki_jobrun SET
     lease_expires_at = ?1 + lease_ttl_s + CASE on_disconnect WHEN 'keep' THEN reconnect_grace_s ELSE 0 END
-WHERE lease_expires_at IS NOT NULL
+WHERE lease_expires_at IS NOT NULL AND ready < 3
   AND lease_expires_at > ?2 + lease_ttl_s + CASE on_disconnect WHEN 'keep' THEN reconnect_grace_s ELSE 0 END
 
+-- name: not_renewed
+-- None: there is one writer.
+SELECT 1 FROM tasuki_jobrun
+WHERE lease_expires_at IS NOT NULL
+  AND lease_expires_at > ?2 + lease_ttl_s + CASE on_disconnect WHEN 'keep' THEN reconnect_grace_s ELSE 0 END
+  AND lease_expires_at < ?1 + lease_ttl_s + CASE on_disconnect WHEN 'keep' THEN reconnect_grace_s ELSE 0 END
+LIMIT 1
+
 -- name: leases_over
-SELECT id FROM tasuki_jobrun WHERE lease_expires_at > ?1 AND lease_expires_at <= ?2 ORDER BY lease_expires_at, id LIMIT ?3
+SELECT id FROM tasuki_jobrun WHERE lease_expires_at > ?1 AND lease_expires_at <= ?2 AND ready <> 3
+ORDER BY lease_expires_at, id LIMIT ?3
 
 -- name: late
 -- `ready > 0` as in the index, which has no jobs without a not_after.
-SELECT id FROM tasuki_jobrun WHERE not_after IS NOT NULL AND ready > 0 AND not_after < ?1 ORDER BY not_after, id LIMIT ?2
+SELECT id FROM tasuki_jobrun WHERE not_after IS NOT NULL AND ready > 0 AND not_after < ?1 AND ready < 3
+ORDER BY not_after, id LIMIT ?2
 
 -- name: delayed_due
 SELECT id, subject, kind, exec FROM tasuki_jobrun WHERE ready = 2 AND not_before > ?1 AND not_before <= ?2 ORDER BY not_before, id LIMIT ?3
@@ -348,7 +388,10 @@ DELETE FROM tasuki_logchunk WHERE id IN (SELECT id FROM tasuki_logchunk ORDER BY
 -- name: prune_notes
 -- Of definitions that were deleted, unless a run of one still waits.
 DELETE FROM tasuki_definitionstate
-WHERE waits_for = '' AND NOT EXISTS (SELECT 1 FROM tasuki_jobdefinition WHERE id = definition_id)
+WHERE waits_for = '' AND next_at IS NULL AND NOT EXISTS (SELECT 1 FROM tasuki_jobdefinition WHERE id = definition_id)
+
+-- name: prune_rollups
+DELETE FROM tasuki_minuterollup WHERE id IN (SELECT id FROM tasuki_minuterollup WHERE minute < ?2 ORDER BY minute LIMIT ?1)
 
 -- name: prune_blobs
 DELETE FROM tasuki_jobblob WHERE job_id IN (SELECT value FROM json_each(?1))
@@ -381,12 +424,15 @@ fired_until, next_at, plan, state.changed_at, last_run_id, waits_for, problem
 FROM tasuki_jobdefinition AS definition LEFT JOIN tasuki_definitionstate AS state ON state.definition_id = definition.id
 
 -- name: due_definitions
--- ?1 now, ?2 the latest time that a leader of now can have settled. Definitions are few: all are looked at, so that no change of
--- one goes unnoticed, however it was made.
+-- ?1 now, ?2 the latest time that a leader of now can have settled, ?4 the time until which runs are stored ahead. Definitions are
+-- few: all are looked at, so that no change of one goes unnoticed, however it was made.
 SELECT {definition}
 WHERE CASE WHEN enabled AND type = 'time'
            THEN next_at <= ?1 OR fired_until > ?2 OR plan IS NOT schedule_type || ' ' || schedule_value || ' ' || time_zone
                 OR state.changed_at IS NOT definition.changed_at
+                OR (next_at <= ?4 AND problem = '' AND NOT EXISTS (
+                    SELECT 1 FROM tasuki_jobrun
+                    WHERE idempotency_key = 'd' || definition.id || '-' || CAST(next_at AS integer)))
            ELSE next_at IS NOT NULL OR plan <> '' END
 ORDER BY next_at, definition.id LIMIT ?3
 
@@ -415,9 +461,9 @@ FROM tasuki_schedulersettings WHERE id = 1
 SELECT skip_late_runs_after_seconds FROM tasuki_schedulersettings WHERE id = 1
 
 -- name: mark_runs
--- New runs: which definition made them, for which time, and whether they wait for another one (then ready is 0).
-UPDATE tasuki_jobrun SET job_definition_id = column2, scheduled_for = column3, leader_epoch = column4,
-    ready = CASE column5 WHEN 0 THEN 0 ELSE ready END
+-- New runs: which definition made them, for which time, and `ready` if it is another value than that of other new jobs: 0 waits for
+-- another run, 3 was stored ahead.
+UPDATE tasuki_jobrun SET job_definition_id = column2, scheduled_for = column3, leader_epoch = column4, ready = coalesce(column5, ready)
 FROM (VALUES {rows: (?, ?, ?, ?, ?)}) AS run
 WHERE idempotency_key = column1 AND state = 'PENDING'
 
@@ -439,6 +485,28 @@ WHERE id IN (SELECT value FROM json_each(?1)) AND state = 'PENDING' AND ready = 
 -- name: lock_notes
 -- With one writer nothing else is locked.
 SELECT definition_id, last_run_id, waits_for FROM tasuki_definitionstate WHERE definition_id IN (SELECT value FROM json_each(?1))
+
+-- name: ahead_among
+SELECT idempotency_key, body_hash FROM tasuki_jobrun WHERE idempotency_key IN (SELECT value FROM json_each(?1)) AND ready = 3
+
+-- name: next_of_nothing
+-- Notes on definitions that are gone, with the next run, which may be stored.
+SELECT definition_id, next_at, problem FROM tasuki_definitionstate AS state
+WHERE next_at IS NOT NULL AND NOT EXISTS (SELECT 1 FROM tasuki_jobdefinition WHERE id = definition_id)
+
+-- name: forget_next
+UPDATE tasuki_definitionstate SET next_at = NULL WHERE definition_id IN (SELECT value FROM json_each(?1))
+
+-- name: runs_ahead
+-- Runs that were stored ahead and that nobody has fetched: assigned ones among the live leases, others by the notes.
+SELECT idempotency_key, subject, kind, exec, ready, assigned_worker_id, incarnation, attempt FROM (
+    SELECT idempotency_key, subject, kind, exec, ready, assigned_worker_id, incarnation, attempt, scheduled_for
+    FROM tasuki_jobrun INDEXED BY tasuki_job_leased WHERE lease_expires_at IS NOT NULL AND state = 'ASSIGNED' AND ready > 2
+    UNION ALL
+    SELECT idempotency_key, subject, kind, exec, ready, '', '', 0, scheduled_for
+    FROM tasuki_definitionstate JOIN tasuki_jobrun AS job ON idempotency_key = 'd' || definition_id || '-' || CAST(next_at AS integer)
+    WHERE next_at IS NOT NULL AND problem = '' AND job.state = 'PENDING' AND ready = 3)
+ORDER BY scheduled_for, idempotency_key LIMIT ?1
 
 -- name: lock_free_runs
 SELECT idempotency_key FROM tasuki_jobrun WHERE idempotency_key IN (SELECT value FROM json_each(?1))
@@ -500,6 +568,10 @@ SELECT "group", state, sum(n) FROM tasuki_counter GROUP BY "group", state HAVING
 -- name: place
 SELECT id, priority, "group", subject, kind, exec FROM tasuki_jobrun WHERE idempotency_key = ?1 AND ready = 1
 
+-- name: head_of_queue
+SELECT idempotency_key FROM tasuki_jobrun
+WHERE ready = 1 AND priority = ?1 AND "group" = ?2 AND subject = ?3 AND kind = ?4 AND exec = ?5 ORDER BY id LIMIT ?6
+
 -- name: ahead
 SELECT count(*) FROM (
     SELECT 1 FROM tasuki_jobrun
@@ -516,6 +588,9 @@ ORDER BY kind, place LIMIT ?2
 
 -- name: id_range
 SELECT (SELECT min(id) FROM tasuki_jobrun), (SELECT max(id) FROM tasuki_jobrun)
+
+-- name: created_from_id
+SELECT id, created_at FROM tasuki_jobrun WHERE id >= ?1 ORDER BY id LIMIT 1
 
 -- name: find_by_array
 SELECT {found} FROM tasuki_jobrun WHERE array_id IS NOT NULL AND array_id = :array_id AND id >= :low AND id < :high {and} ORDER BY id DESC LIMIT :most
@@ -642,3 +717,12 @@ ON CONFLICT DO NOTHING
 
 -- name: remove_cache
 DELETE FROM tasuki_cachefile WHERE cache_id = ?1 AND target = ?2
+
+
+-- ------------------------------------------------------------------------------------------------ statistics
+
+-- name: add_rollups
+INSERT INTO tasuki_minuterollup (minute, server_id, data) VALUES {rows: (?, ?, ?)} ON CONFLICT DO NOTHING
+
+-- name: rollups
+SELECT data FROM tasuki_minuterollup WHERE minute >= ?1 AND minute < ?2 ORDER BY minute, server_id

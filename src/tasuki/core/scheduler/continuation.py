@@ -1,0 +1,105 @@
+"""Whether a worker that was cut off, or that a leader detached, may go on with its runs. Pure; one `Continuation` per worker.
+
+Theory of operation. Two things make a worker ask. Its leases near their deadlines, since no renewal was answered: it is cut off
+from the store. Or a leader has detached it: somebody believes that it is gone. It asks the leader and the sub-leaders, some
+times, and goes on if one of them has renewed the lease for it.
+
+    cut off      nobody says yes: the worker's own deadline ends the attempt, as ever, before the store gives the run to another
+    detached     the run is CONFIRMING in the store from before the first question, which also extends its lease; if nobody says
+                 yes, the attempt is stopped; its lease is renewed until nothing of it is left
+
+A lease that was confirmed is asked for again only if its deadline nears again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+
+from tasuki.core.lifecycle import LEASE_MARGIN_S
+from tasuki.core.scheduler.thresholds import Thresholds
+
+SLACK_S = 0.5  # between the last answer that could come and the deadline
+
+
+class Confirming(msgspec.Struct, frozen=True):
+    """Mark this run in the store as one whose worker asks, for so long."""
+
+    lease_id: str
+    for_s: float
+
+
+class AskLeaders(msgspec.Struct, frozen=True):
+    """Ask the leader and the sub-leaders about this run; report `answered` for each answer."""
+
+    lease_id: str
+
+
+class Deny(msgspec.Struct, frozen=True):
+    """Stop this run."""
+
+    lease_id: str
+
+
+Command = Confirming | AskLeaders | Deny
+
+
+class _Question(msgspec.Struct):
+    is_detached: bool
+    ask_at: float
+    asked: int = 0
+
+
+class Continuation:
+    """The questions of one worker about its runs, by lease_id."""
+
+    def __init__(self) -> None:
+        self.thresholds = Thresholds()
+        self._questions: dict[str, _Question] = {}
+        self._settled: set[str] = set()
+        """Leases of a detached worker that were confirmed or denied."""
+
+    @property
+    def asks_for_s(self) -> float:
+        """The time that all questions about one run take."""
+        found = self.thresholds
+        return found.continuation_retry_count * found.continuation_retry_interval_seconds + found.grpc_ping_timeout_seconds
+
+    def look(self, deadlines: Mapping[str, float], *, detached: bool, now: float) -> list[Command]:
+        """Return what to do for the runs with these leases and deadlines."""
+        self._settled &= deadlines.keys() if detached else set()
+        self._questions = {lease_id: asked for lease_id, asked in self._questions.items() if lease_id in deadlines}
+        commands: list[Command] = []
+        for lease_id, deadline in deadlines.items():
+            is_cut_off = deadline - now <= self.asks_for_s + SLACK_S
+            if not is_cut_off and not detached:
+                self._questions.pop(lease_id, None)
+            elif lease_id not in self._questions and (is_cut_off or lease_id not in self._settled):
+                self._questions[lease_id] = _Question(detached, now)
+                commands += [Confirming(lease_id, self.asks_for_s + LEASE_MARGIN_S)] if detached else []
+            if lease_id in self._questions:
+                commands += self._ask(lease_id, self._questions[lease_id], now)
+        return commands
+
+    def _ask(self, lease_id: str, question: _Question, now: float) -> list[Command]:
+        if now < question.ask_at:
+            return []
+        if question.asked < self.thresholds.continuation_retry_count:
+            question.asked += 1
+            is_last = question.asked == self.thresholds.continuation_retry_count
+            wait_s = self.thresholds.continuation_retry_interval_seconds
+            question.ask_at = now + max(wait_s, self.thresholds.grpc_ping_timeout_seconds if is_last else 0.0)
+            return [AskLeaders(lease_id)]
+        if not question.is_detached or lease_id in self._settled:
+            return []
+        self._settled.add(lease_id)
+        return [Deny(lease_id)]
+
+    def answered(self, lease_id: str, may_go_on: bool) -> list[Command]:
+        """Take the answer of a leader or a sub-leader: it has renewed the lease, or the store has another attempt by now."""
+        question = self._questions.pop(lease_id, None)
+        if question is None:
+            return []
+        self._settled.add(lease_id)
+        return [] if may_go_on else [Deny(lease_id)]

@@ -1,0 +1,213 @@
+"""Data and operations behind the screens: `Backend` is what they ask, `ProjectBackend` answers from a Django project's database.
+
+`server_backend` answers from a tasuki server. Jobs, workers and reasons are dicts as `tasuki status`, `workers` and `explain`
+show them, so that a screen does not know where it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from typing import Any, Protocol
+
+import msgspec
+from django.contrib import auth
+from django.http import HttpRequest
+from django.utils import timezone
+from django.utils.translation import gettext as _
+
+from tasuki.core.job import State
+from tasuki.core.statistics import describe_periods, periods
+from tasuki.django import operations
+from tasuki.django.commands import allowed_commands
+from tasuki.django.conf import project_settings
+from tasuki.django.enqueueing import project_store
+from tasuki.django.logs import ERRORS, log_bytes
+from tasuki.django.models import AdminActionLog, DefinitionState, Event, JobRun
+from tasuki.server.queries import describe
+
+LATE_S = 60.0
+View = dict[str, Any]
+
+
+class Backend(Protocol):
+    """The source of what the screens show, and the target of what they change. Errors are TasukiErrors."""
+
+    screens: frozenset[str]
+    """Names of the screens that not every backend has."""
+    streams: tuple[str, ...]
+    """Names of the logs of a job."""
+    start_worker: str
+    """Command that starts a worker."""
+    token_file: str
+    """Place of the token to log in with; empty: people log in with names and passwords."""
+
+    def log_in(self, request: HttpRequest) -> bool: ...
+
+    def login_problem(self, request: HttpRequest) -> str:
+        """Say why a login failed."""
+
+    def log_out(self, request: HttpRequest) -> None: ...
+
+    def counts(self) -> dict[str, dict[str, int]]:
+        """Count jobs by group and state."""
+
+    def statistics(self, since: int, until: int, step_s: int, groups: int) -> list[View]:
+        """Return the sums of all servers for each step, as the request `statistics` does."""
+
+    def leader(self) -> tuple[str, int | None]:
+        """Return the name of the leader, or "", and its epoch, if there is one."""
+
+    def workers(self) -> list[View]:
+        """Return the live workers, each with the `actions` that it can be asked for."""
+
+    def alerts(self) -> Iterable[str]:
+        """Yield what needs somebody's attention, besides missing workers."""
+
+    def find(self, *, limit: int, cursor: str | None = None, **wanted: Any) -> tuple[list[View], str | None]:
+        """Return a page of jobs, the newest first, and the cursor of the next one."""
+
+    def job(self, job_id: str) -> View: ...
+    def explain(self, job_id: str) -> View: ...
+
+    def log_tail(self, job_id: str, stream: str, max_bytes: int) -> tuple[bytes, bool]:
+        """Return the end of a log so far, and whether there is more before it."""
+
+    def log(self, job_id: str, stream: str) -> Iterator[bytes] | AsyncIterator[bytes]:
+        """Yield the whole log, as the handler of this backend's requests can send it."""
+
+    def log_lines(self, job_id: str, stream: str) -> Iterator[bytes]:
+        """Yield the whole log, in pieces, to a view."""
+
+    def audit(self, *, before: int | None, limit: int) -> tuple[list[View], int | None]:
+        """Return entries of the audit, the newest first, and the number from which the next page goes on."""
+
+    def cancel(self, job_ids: Sequence[str], *, actor: Any, reason: str) -> list[State]: ...
+    def rerun(self, job_ids: Sequence[str], *, actor: Any, reason: str) -> None: ...
+
+    def programs(self) -> list[str]:
+        """Return the names of the programs that a job may run; none: any program."""
+
+    def submit(self, program: str, arguments: Sequence[str], subject: str, *, actor: Any) -> str:
+        """Submit a job, and return its id. `subject`: a queue of a project; empty: the default."""
+
+    def steer(self, worker_id: str, action: str, *, actor: Any, reason: str) -> None:
+        """Do one of the `actions` of a worker: detach, attach, drain, undrain, degrade (the leader steps down)."""
+
+
+class ProjectBackend:
+    """A Django project: its database, on the connection of the request's thread, and its users."""
+
+    screens = frozenset({"definitions", "events", "settings"})
+    streams: tuple[str, ...] = ("stdout", "stderr", ERRORS)
+    start_worker = "python manage.py tasuki_worker"
+    token_file = ""
+
+    def log_in(self, request: HttpRequest) -> bool:
+        from django.contrib.auth.forms import AuthenticationForm  # a server has no users of Django
+
+        form = AuthenticationForm(request, data=request.POST)
+        if form.is_valid():
+            auth.login(request, form.get_user())
+        return form.is_valid()
+
+    def login_problem(self, request: HttpRequest) -> str:
+        return _("This name and password do not belong to an active user.")
+
+    def log_out(self, request: HttpRequest) -> None:
+        auth.logout(request)
+
+    def counts(self) -> dict[str, dict[str, int]]:
+        return {queue: msgspec.structs.asdict(counts) for queue, counts in project_store().counts().items()}
+
+    def statistics(self, since: int, until: int, step_s: int, groups: int) -> list[View]:
+        return describe_periods(periods(project_store().rollups(since, until), step_s, begin=since), groups)
+
+    def leader(self) -> tuple[str, int | None]:
+        epoch, holder = project_store().epoch()
+        return holder or "", epoch
+
+    def workers(self) -> list[View]:
+        known = {row["worker_id"]: row for row in operations.cluster_status()["workers"]}
+        views = [worker.view(server_id) for server_id, worker in operations.live_workers()]
+        rows = [{**view, **known.get(view["worker_id"], {})} for view in views]
+        return [{**row, "actions": _actions(row)} for row in rows]
+
+    def alerts(self) -> Iterator[str]:
+        alias = project_settings().database
+        oldest = JobRun.objects.using(alias).filter(ready=1).order_by("id").first()
+        if oldest is not None:
+            since = max(oldest.created_at, oldest.not_before or oldest.created_at)
+            if (age_s := (timezone.now() - since).total_seconds()) > LATE_S:
+                yield _("Job %(job)s has waited for %(age)d s.") % {"job": oldest.job_id, "age": age_s}
+        for state in DefinitionState.objects.using(alias).exclude(problem="").select_related("definition")[:10]:
+            yield _("Definition %(name)s cannot be run: %(problem)s") % {
+                "name": state.definition.name,
+                "problem": state.problem,
+            }
+        for event in Event.objects.using(alias).exclude(problem="").order_by("-id")[:10]:
+            yield _("Event %(id)s has no run of %(problem)s; mend it, then: python manage.py tasuki_events retry %(id)s") % {
+                "id": event.pk,
+                "problem": event.problem,
+            }
+
+    def find(self, *, limit: int, cursor: str | None = None, **wanted: Any) -> tuple[list[View], str | None]:
+        page = operations.find_page(**wanted, limit=limit, cursor=cursor)
+        return [describe(job, in_list=True) for job in page.jobs], page.cursor
+
+    def job(self, job_id: str) -> View:
+        return describe(operations.get_run(job_id))
+
+    def explain(self, job_id: str) -> View:
+        return operations.explain_run(job_id)
+
+    def log_tail(self, job_id: str, stream: str, max_bytes: int) -> tuple[bytes, bool]:
+        data = b"".join(log_bytes(job_id, stream))
+        return data[-max_bytes:], len(data) > max_bytes
+
+    def log(self, job_id: str, stream: str) -> Iterator[bytes]:
+        return log_bytes(job_id, stream)
+
+    log_lines = log
+
+    def audit(self, *, before: int | None, limit: int) -> tuple[list[View], int | None]:
+        found = AdminActionLog.objects.using(project_settings().database).order_by("-id")
+        page = list((found if before is None else found.filter(id__lt=before))[:limit])
+        rows = [{name: getattr(row, name) for name in ("at", "actor", "action", "target", "detail")} for row in page]
+        return rows, page[-1].pk if len(page) == limit else None
+
+    def cancel(self, job_ids: Sequence[str], *, actor: Any, reason: str) -> list[State]:
+        return operations.cancel_runs(job_ids, actor=actor, reason=reason)
+
+    def rerun(self, job_ids: Sequence[str], *, actor: Any, reason: str) -> None:
+        operations.rerun(job_ids, actor=actor, reason=reason)
+
+    def programs(self) -> list[str]:
+        return sorted(allowed_commands())
+
+    def submit(self, program: str, arguments: Sequence[str], subject: str, *, actor: Any) -> str:
+        return operations.enqueue(program, arguments, queue=subject, actor=actor)
+
+    def steer(self, worker_id: str, action: str, *, actor: Any, reason: str) -> None:
+        if action in ("detach", "attach"):
+            operations.set_detached(worker_id, action == "detach", actor=actor, reason=reason)
+        elif action in ("drain", "undrain"):
+            operations.drain(worker_id, action == "drain", actor=actor, reason=reason)
+        else:
+            operations.degrade_leader(actor=actor, reason=reason)
+
+
+def _actions(row: View) -> list[str]:
+    """Return what can be asked of a worker of a project: on SQLite, where one node does everything, nothing."""
+    if "heartbeat_age_s" not in row:
+        return []
+    takes_orders = ["drain", "undrain"] if row["grpc"] and row["server_id"] == row["worker_id"] else []
+    return ["attach" if row["detached"] else "detach", *takes_orders, *(["degrade"] if row["role"] == "leader" else [])]
+
+
+PROJECT = ProjectBackend()
+
+
+def backend_of(request: HttpRequest) -> Backend:
+    """Return the backend of a request: that of the server which serves it, else the project's."""
+    found: Backend = getattr(request, "tasuki_backend", PROJECT)
+    return found

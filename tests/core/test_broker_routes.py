@@ -1,0 +1,275 @@
+"""A broker with routing policies: who gets a job here and elsewhere, for how long others wait, and what a policy never breaks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tasuki.core.broker.events import ClusterView, Hinted, Publish
+from tasuki.core.job import InputFile
+from tasuki.core.protocol import GiveCredit, Heartbeat, JobsFinished
+from tasuki.core.routing import ROUTE_WAIT_S, Ring, hash_prefix, parse_route
+from tasuki.core.store_messages import BlobClaim, CacheEntry, CacheOrder
+from tests.core.broker_stage import BrokerStage, ending
+
+A_LOOK_S = 0.1
+
+
+def staged(*routes: str, beside: BrokerStage | None = None, **config: Any) -> BrokerStage:
+    return BrokerStage(beside, routes=tuple(map(parse_route, routes)), **config)
+
+
+def got(stage: BrokerStage, conn: int) -> list[str]:
+    return list(dict.fromkeys(grant.job_id for grant in stage.grants(conn)))
+
+
+def roomy(stage: BrokerStage, name: str, credit: int = 0) -> int:
+    return stage.worker(name, credit=credit, slots=100)
+
+
+def key_of(worker_id: str, among: list[str]) -> str:
+    """A key that belongs to this worker."""
+    ring = Ring(among)
+    return next(key for key in map(str, range(1000)) if next(ring.order(key)) == worker_id)
+
+
+# ---------------------------------------------------------------------------------------------------- one server
+
+
+def test_sticky_jobs_of_one_key_go_to_one_worker() -> None:
+    stage = staged("session.>=sticky")
+    client, workers = stage.node(), {name: roomy(stage, name, credit=20) for name in ("w1", "w2", "w3")}
+
+    for number in range(5):
+        stage.submit(client, f"job-{number}", subject="session.x", route_key=key_of("w2", list(workers)))
+
+    assert {name: len(got(stage, conn)) for name, conn in workers.items()} == {"w1": 0, "w2": 5, "w3": 0}
+
+
+def test_a_sticky_job_waits_for_its_full_worker_no_longer_than_the_wait_then_the_next_on_the_ring_gets_it() -> None:
+    stage = staged("session.>=sticky")
+    names = ["w1", "w2", "w3"]
+    client, workers = stage.node(), {name: roomy(stage, name, credit=1) for name in names}
+    key = key_of("w2", names)
+    _, second, _ = Ring(names).order(key)
+    stage.submit(client, "first", "later", subject="session.x", route_key=key)
+    assert got(stage, workers["w2"]) == ["first"]
+
+    stage.pass_time(ROUTE_WAIT_S - A_LOOK_S)
+    assert [got(stage, workers[name]) for name in names if name != "w2"] == [[], []]
+    stage.pass_time(2 * A_LOOK_S)
+
+    assert got(stage, workers[second]) == ["later"]
+
+
+def test_a_sticky_job_whose_worker_gets_room_in_time_goes_there() -> None:
+    stage = staged("session.>=sticky")
+    client, w1, w2 = stage.node(), roomy(stage, "w1", credit=1), roomy(stage, "w2", credit=1)
+    key = key_of("w1", ["w1", "w2"])
+    stage.submit(client, "first", "later", subject="session.x", route_key=key)
+
+    stage.ask(w1, JobsFinished([ending(stage.grants(w1)[0])]))
+    stage.ask(w1, GiveCredit(1))
+
+    assert got(stage, w1) == ["first", "later"]
+    assert got(stage, w2) == []
+
+
+def test_round_robin_goes_around() -> None:
+    stage = staged("job.>=round-robin")
+    client, workers = stage.node(), [roomy(stage, f"w{number}", credit=10) for number in range(3)]
+
+    for number in range(6):
+        stage.submit(client, f"job-{number}", subject="job.x")
+
+    assert [len(got(stage, conn)) for conn in workers] == [2, 2, 2]
+
+
+def test_least_load_prefers_the_worker_with_the_calmer_host() -> None:
+    stage = staged("job.>=least-load")
+    client, hot, calm = stage.node(), roomy(stage, "a-hot", credit=10), roomy(stage, "calm", credit=10)
+    stage.ask(hot, Heartbeat(7, cpu=0.95))
+    stage.ask(calm, Heartbeat(7, cpu=0.05))
+
+    stage.submit(client, *(f"job-{number}" for number in range(4)), subject="job.x")
+
+    assert (len(got(stage, hot)), len(got(stage, calm))) == (0, 4)
+
+
+def test_cache_affinity_follows_the_files() -> None:
+    stage = staged("render.>=cache-affinity")
+    client, holder, other = stage.node(), roomy(stage, "z-holder", credit=2), roomy(stage, "other", credit=9)
+    scene = "ab" * 32
+    places = stage.store.place_blobs([BlobClaim(scene, 100)])
+    stage.store.blobs_stored(places)
+    stage.store.put_cache([CacheOrder("scene", ">", "alice", (CacheEntry("a.bin", scene, 100),))])
+    stage.ask(holder, Heartbeat(7, held=hash_prefix(scene)))
+
+    stage.submit(client, "a", "b", "c", subject="render.x", files=(InputFile("a.bin", cache_id="scene"),))
+
+    assert got(stage, holder) == ["a", "b"]
+    assert got(stage, other) == []
+    stage.pass_time(ROUTE_WAIT_S + A_LOOK_S)
+    assert got(stage, other) == ["c"]
+
+
+def test_credit_for_what_is_sent_ahead_is_no_free_place() -> None:
+    stage = staged("session.>=sticky")
+    client, names = stage.node(), ["w1", "w2"]
+    first, second = (stage.worker(name, credit=5, slots=1) for name in names)
+
+    stage.submit(client, "a", "b", subject="session.x", route_key=key_of("w1", names))
+    assert (got(stage, first), got(stage, second)) == (["a"], [])
+    stage.pass_time(ROUTE_WAIT_S)
+
+    assert (got(stage, first), got(stage, second)) == (["a"], ["b"])
+
+
+def test_jobs_without_a_route_go_as_ever() -> None:
+    stage = staged("session.>=sticky")
+    client, worker = stage.node(), roomy(stage, "w1", credit=5)
+
+    stage.submit(client, "plain", subject="other.x")
+
+    assert got(stage, worker) == ["plain"]
+
+
+def test_priority_decides_between_routed_and_other_jobs() -> None:
+    stage = staged("session.>=sticky")
+    client, worker = stage.node(), roomy(stage, "w1")
+    stage.submit(client, "routed-low", subject="session.x", priority=3)
+    stage.submit(client, "plain-mid", subject="other.x", priority=5)
+    stage.submit(client, "routed-high", subject="session.x", priority=9)
+
+    for _ in range(3):
+        stage.ask(worker, GiveCredit(1))
+
+    assert got(stage, worker) == ["routed-high", "plain-mid", "routed-low"]
+
+
+def test_groups_share_fairly_also_if_one_is_routed() -> None:
+    stage = staged("session.>=sticky")
+    client, worker = stage.node(), roomy(stage, "w1")
+    stage.submit(client, *(f"r{number}" for number in range(8)), subject="session.x")
+    stage.submit(client, *(f"p{number}" for number in range(8)), subject="other.x")
+
+    stage.ask(worker, GiveCredit(6))
+
+    assert sorted(name[0] for name in got(stage, worker)) == list("ppprrr")
+
+
+def test_never_more_is_granted_than_credit_was_given() -> None:
+    stage = staged(">=least-load")
+    client, workers = stage.node(), [roomy(stage, f"w{number}", credit=2) for number in range(3)]
+
+    stage.submit(client, *(f"job-{number}" for number in range(20)), subject="job.x")
+    stage.pass_time(ROUTE_WAIT_S * 3)
+
+    assert [len(got(stage, conn)) for conn in workers] == [2, 2, 2]
+
+
+def test_a_retry_and_a_backlog_longer_than_is_known_are_found() -> None:
+    stage = staged("session.>=sticky")
+    client = stage.node()
+    stage.submit(client, *(f"job-{number:03}" for number in range(100)), subject="session.x")
+    worker = roomy(stage, "w1")
+
+    for _ in range(20):
+        stage.ask(worker, GiveCredit(7))
+        stage.pass_time(A_LOOK_S)
+
+    assert got(stage, worker) == [f"job-{number:03}" for number in range(100)]
+
+
+def test_jobs_that_nobody_can_run_do_not_stand_before_others() -> None:
+    stage = staged(">=sticky")
+    client, worker = stage.node(), stage.worker("w1", execs=("good",), takes="commands")
+    for number in range(40):
+        stage.submit(client, *(f"bad-{number}-{place}" for place in range(40)), subject="session.x", exec=f"bad-{number}")
+    stage.submit(client, "good", subject="session.x", exec="good")
+
+    stage.ask(worker, GiveCredit(1))
+    stage.pass_time(2.0)
+
+    assert got(stage, worker) == ["good"]
+
+
+# ---------------------------------------------------------------------------------------------------- several servers
+
+
+class Pair:
+    """Two servers with one store; the test carries their hints and tells each of the other."""
+
+    def __init__(self, *routes: str) -> None:
+        self.first = staged(*routes, server_id="first", shared=True)
+        self.second = staged(beside=self.first, server_id="second", shared=True)  # it learns the routes from the other
+
+    def meet(self) -> None:
+        infos = (self.first.broker.info, self.second.broker.info)
+        for stage in (self.first, self.second):
+            stage.apply(ClusterView(infos))
+            stage.turns()
+
+    def hints(self) -> None:
+        for stage, other in ((self.first, self.second), (self.second, self.first)):
+            told, stage.others = stage.others, []
+            for command in told:
+                if isinstance(command, Publish):
+                    other.apply(Hinted(command.hint))
+            other.turns()
+
+
+@pytest.fixture
+def sticky() -> Pair:
+    return Pair("session.>=sticky")
+
+
+def test_a_job_reaches_its_worker_at_another_server(sticky: Pair) -> None:
+    client, here, there = sticky.first.node(), roomy(sticky.first, "w1", credit=5), roomy(sticky.second, "w2", credit=5)
+    sticky.meet()
+
+    sticky.first.submit(client, "a", subject="session.x", route_key=key_of("w2", ["w1", "w2"]))
+    assert got(sticky.first, here) == []
+    sticky.hints()
+
+    assert got(sticky.second, there) == ["a"]
+
+
+def test_a_worker_at_another_server_does_not_take_what_is_for_one_here(sticky: Pair) -> None:
+    client, here, there = sticky.first.node(), roomy(sticky.first, "w1", credit=5), roomy(sticky.second, "w2")
+    sticky.meet()
+    key = key_of("w1", ["w1", "w2"])
+    sticky.first.submit(client, *(f"job-{number}" for number in range(9)), subject="session.x", route_key=key)
+    sticky.hints()
+
+    sticky.second.ask(there, GiveCredit(5))
+
+    assert len(got(sticky.first, here)) == 5
+    assert got(sticky.second, there) == []
+
+
+def test_a_job_that_another_server_does_not_take_is_taken_here_after_the_wait(sticky: Pair) -> None:
+    client, here = sticky.first.node(), roomy(sticky.first, "w1", credit=5)
+    roomy(sticky.second, "w2", credit=5)
+    sticky.meet()
+
+    sticky.first.submit(client, "a", subject="session.x", route_key=key_of("w2", ["w1", "w2"]))
+    sticky.first.pass_time(ROUTE_WAIT_S - A_LOOK_S)  # the second server hears nothing
+    assert got(sticky.first, here) == []
+    sticky.first.pass_time(2 * A_LOOK_S)
+    sticky.first.pass_time(A_LOOK_S)
+
+    assert got(sticky.first, here) == ["a"]
+
+
+def test_turns_go_around_all_servers() -> None:
+    pair = Pair(">=round-robin")
+    client, here, there = pair.first.node(), roomy(pair.first, "w1", credit=9), roomy(pair.second, "w2", credit=9)
+    pair.meet()
+
+    for number in range(8):
+        pair.first.submit(client, f"job-{number}", subject="job.x")
+        pair.hints()
+
+    assert (len(got(pair.first, here)), len(got(pair.second, there))) == (4, 4)

@@ -1,0 +1,145 @@
+"""The operations screens of a Django project in a real browser: the story of a job, operations and the audit, who sees what."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import httpx
+import pytest
+from playwright.sync_api import Browser, BrowserContext, Page, expect
+
+from tests.support.browser import TIMEOUT_MS, keep_picture, look_at, new_context, open_browser
+from tests.support.django_site import EXAMPLE, DjangoSite
+from tests.support.ports import free_port
+from tests.support.processes import ChildProcess
+from tests.support.waiting import until
+
+pytestmark = pytest.mark.e2e
+LOSS_TIMEOUT_MS = 40_000
+PASSWORD = "a long password"
+USERS = f"""
+from django.contrib.auth.models import Permission, User
+from tasuki.django.definitions import apply
+
+def user(name, *permissions):
+    made = User.objects.create_user(name, password="{PASSWORD}")
+    made.user_permissions.set(Permission.objects.filter(codename__in=permissions))
+
+user("viewer", "view_jobrun")
+user("admin", "view_jobrun", "change_jobrun", "change_jobdefinition", "change_schedulersettings", "change_member")
+apply({{"nightly": {{"command_name": "daily_report", "daily_at": "02:30", "time_zone": "Europe/Berlin"}}}}, source="settings")
+"""
+
+
+class Home(NamedTuple):
+    """The web server of a project, and its project."""
+
+    url: str
+    site: DjangoSite
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with open_browser() as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Home]:
+    site = DjangoSite(tmp_path_factory.mktemp("site"))
+    site.manage("migrate", "-v0")
+    site.run(USERS)
+    place = f"127.0.0.1:{free_port()}"
+    command = [site.python, EXAMPLE / "manage.py", "runserver", "--noreload", place]
+    with ChildProcess(command, site.folder / "web.log", site.env):
+        until(lambda: _answers(f"http://{place}/ops/login/"), what="the web server answers")
+        yield Home(f"http://{place}", site)
+
+
+def _answers(url: str) -> bool:
+    try:
+        return httpx.get(url).status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+def logged_in(browser: Browser, home: Home, name: str, **options: Any) -> BrowserContext:
+    context = new_context(browser, **options)
+    page = context.new_page()
+    page.goto(f"{home.url}/ops/login/")
+    page.locator("[name=username]").fill(name)
+    page.locator("[name=password]").fill(PASSWORD)
+    page.locator("main button").click()
+    page.wait_for_url(f"{home.url}/ops/")
+    page.close()
+    return context
+
+
+def on(page: Page, text: str, timeout: float = TIMEOUT_MS) -> None:
+    expect(page.get_by_text(text).first).to_be_visible(timeout=timeout)
+
+
+def test_a_job_of_a_project_moves_when_its_worker_is_killed_and_the_page_tells_why(home: Home, browser: Browser) -> None:
+    page = logged_in(browser, home, "admin", locale="ja").new_page()
+    with home.site.worker() as first:
+        page.goto(f"{home.url}/ops/run/")
+        page.get_by_label("コマンド").select_option("probe")
+        page.get_by_label("引数").fill(f"hold '{home.site.folder}'")
+        page.get_by_role("button", name="実行", exact=True).click()
+        expect(page.locator("pre").first).to_contain_text("begun")
+        first.signal(signal.SIGKILL)
+        first.wait()
+    with home.site.worker(log="second.log"):
+        on(page, "Attempt 1", LOSS_TIMEOUT_MS)
+        on(page, "was lost")
+        expect(page.locator(".summary .state")).to_have_text("RUNNING", timeout=LOSS_TIMEOUT_MS)
+        keep_picture(page, "project-job")
+        (home.site.folder / "go").touch()
+        expect(page.locator(".summary .state")).to_have_text("SUCCEEDED")
+        expect(page.locator("pre").first).to_contain_text("ended")
+    page.context.close()
+
+
+def test_operations_of_a_project_take_effect_and_stand_in_the_audit(home: Home, browser: Browser) -> None:
+    page = logged_in(browser, home, "admin").new_page()
+    page.goto(f"{home.url}/ops/definitions/")
+    page.get_by_role("button", name="Run now").click()
+    on(page, "Run e1-1 was asked for")
+    page.get_by_label("Schedule value").fill("03:45")
+    page.get_by_role("button", name="Save").click()
+    on(page, "Saved.")
+    on(page, "03:45+0")
+    page.goto(f"{home.url}/ops/settings/")
+    page.get_by_label("Skip late runs after seconds").fill("90")
+    page.get_by_role("button", name="Save").click()
+    on(page, "In force within two ticks.")
+    page.goto(f"{home.url}/ops/run/")
+    page.get_by_role("button", name="Run", exact=True).click()
+    page.get_by_role("button", name="Cancel").click()
+    on(page, "CANCELED")
+    page.get_by_role("button", name="Run again").click()
+    on(page, "Run again: 1.")
+    page.goto(f"{home.url}/ops/audit/")
+    for done in ("definition.run", "definition.change", "settings.change", "run.enqueue", "run.cancel", "run.rerun"):
+        expect(page.locator("tr", has_text=done).first).to_contain_text("admin")
+    keep_picture(page, "project-audit")
+    page.context.close()
+
+
+def test_a_viewer_sees_every_screen_without_buttons_to_change_anything(home: Home, browser: Browser) -> None:
+    page = logged_in(browser, home, "viewer").new_page()
+    for name in ("", "jobs/", "dead/", "workers/", "subjects/", "definitions/", "events/", "settings/", "run/"):
+        page.goto(f"{home.url}/ops/{name}")
+        assert page.locator("main form[method=post] button").count() == 0, name
+    page.context.close()
+
+
+def test_screens_of_a_project_are_accessible_and_fit_a_phone(home: Home, browser: Browser) -> None:
+    page = logged_in(browser, home, "admin").new_page()
+    page.goto(f"{home.url}/ops/definitions/")
+    nightly = page.get_by_role("link", name="nightly").get_attribute("href") or ""
+    names = ("", "run/", "definitions/", nightly.removeprefix("/ops/"), "definitions/new/", "events/", "settings/", "audit/")
+    look_at(page, home.url, names, "project")
+    page.context.close()

@@ -1,0 +1,151 @@
+"""The operations screens of a server, asked over HTTP: who gets in, what is refused, and which servers have none."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import socket
+from collections.abc import Iterator
+from hashlib import sha256
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import httpx
+import pytest
+
+from tests.cli.commands import User, running
+from tests.support.processes import ServerProcess, start_server, start_worker
+from tests.support.waiting import until
+
+pytestmark = pytest.mark.e2e
+
+
+def http_of(server: ServerProcess) -> str:
+    found = re.search(r"listening (http://\S+)", server.output())
+    assert found is not None
+    return found[1]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    with start_server(tmp_path_factory.mktemp("server"), "--http", "127.0.0.1:0") as started:
+        yield started
+
+
+def log_in(url: str, token: str, **headers: str) -> tuple[httpx.Client, httpx.Response]:
+    browser = httpx.Client(base_url=url, timeout=20.0, headers=headers)
+    return browser, post(browser, "/ops/login/", token=token)
+
+
+def post(browser: httpx.Client, address: str, **values: str) -> httpx.Response:
+    token = re.search(r'name="csrfmiddlewaretoken" value="(\w+)"', browser.get("/ops/login/").text)
+    assert token is not None
+    return browser.post(address, data={**values, "csrfmiddlewaretoken": token[1]})
+
+
+def test_an_admin_token_gets_in_and_no_other_does(server: ServerProcess) -> None:
+    url = http_of(server)
+    browser, entered = log_in(url, server.token)
+    cookie = next(value for name, value in entered.headers.multi_items() if name == "set-cookie" and "tasuki_ops=" in value)
+
+    assert (entered.status_code, entered.headers["location"]) == (302, "/ops/")
+    assert "HttpOnly" in cookie
+    assert "SameSite=Strict" in cookie
+    assert browser.get("/ops/").status_code == 200
+    assert "default-src 'none'" in browser.get("/ops/").headers["content-security-policy"]
+    for kind in ("client", "worker"):
+        assert log_in(url, server.create_token(kind))[1].status_code == 401, kind
+    assert httpx.get(f"{url}/ops/jobs/").headers["location"] == "/ops/login/?next=%2Fops%2Fjobs%2F"
+    assert httpx.get(f"{url}/ops/jobs/", headers={"Authorization": f"Bearer {server.token}"}).status_code == 302
+
+
+def test_a_session_ends_with_its_logout_and_with_its_token(server: ServerProcess) -> None:
+    url = http_of(server)
+    browser, _ = log_in(url, server.token)
+    assert post(browser, "/ops/logout/").status_code == 302
+    assert browser.get("/ops/").status_code == 302
+
+    token_id, token = server.create_named_token("admin")
+    browser, _ = log_in(url, token)
+    assert browser.get("/ops/workers/").status_code == 200
+    with server.client() as client:
+        client.wait(client.aio.call("token.revoke", token_id=token_id))
+    assert browser.get("/ops/workers/").headers["location"] == "/ops/login/?next=%2Fops%2Fworkers%2F"
+
+
+def test_forged_requests_large_forms_and_screens_of_projects_are_refused(server: ServerProcess) -> None:
+    browser, _ = log_in(http_of(server), server.token)
+    forged = {"program": "echo", "csrfmiddlewaretoken": "x" * 64}
+
+    assert browser.post("/ops/run/", data=forged).status_code == 403
+    assert browser.post("/ops/run/", data={"program": "x" * 300_000}).status_code == 413
+    assert browser.get("/ops/", headers={"Sec-Fetch-Site": "cross-site"}).status_code == 403
+    assert browser.get("/ops/", headers={"Host": "evil.example"}).status_code == 403
+    assert browser.delete("/ops/").status_code == 405
+    assert [browser.get(f"/ops/{name}/").status_code for name in ("definitions", "events", "settings", "nowhere")] == [404] * 4
+
+
+def test_peers_that_send_half_a_form_do_not_keep_others_from_the_screens(server: ServerProcess) -> None:
+    url = http_of(server)
+    place = urlsplit(url)
+    half = f"POST /ops/login/ HTTP/1.1\r\nHost: {place.netloc}\r\nContent-Length: 100\r\n\r\ntoken=".encode()
+    with contextlib.ExitStack() as stack:
+        for _ in range(8):
+            peer = stack.enter_context(socket.create_connection((place.hostname, place.port)))
+            peer.sendall(half)
+
+        assert httpx.get(f"{url}/ops/login/", timeout=5.0).status_code == 200
+
+
+def test_lists_are_exported_and_a_job_that_does_not_exist_is_not_found(server: ServerProcess, tmp_path: Path) -> None:
+    browser, _ = log_in(http_of(server), server.token)
+    with server.client() as client, start_worker(server, "--exec", "say=/bin/echo {args}", command=True):
+        given = tmp_path / "scene.bin"
+        given.write_bytes(b"x" * 300_000)
+        client.submit(exec="say", args=["=1+1"], files=[given], job_id="exported").outcome(20)
+
+    assert [row["job_id"] for row in browser.get("/ops/jobs/?text=exported&format=json").json()] == ["exported"]
+    assert browser.get("/ops/jobs/?format=csv").text.startswith("job_id,state,")
+    assert browser.get("/ops/jobs/exported/log/stdout/").text == "=1+1\n"
+    assert browser.get("/ops/jobs/exported/result/").content.startswith(b"PK")
+    assert f"sha256 {sha256(given.read_bytes()).hexdigest()}" in browser.get("/ops/jobs/exported/").text
+    assert browser.get("/ops/jobs/nobody/").status_code == 404
+    assert browser.get("/ops/jobs/exported/log/secret/").status_code == 404
+
+
+def test_the_link_of_tasuki_up_works_once_from_this_machine_and_logins_are_slowed_down(tmp_path: Path) -> None:
+    user = User(tmp_path)
+    with running(user, "up", "--tcp", "127.0.0.1:0", "--http", "127.0.0.1:0", "--workers", "0") as server:
+        link = until(lambda: next((line.strip() for line in server.lines if "/ops/login/?code=" in line), ""), what="the link")
+
+        passed_on = httpx.get(link, headers={"X-Forwarded-For": "192.0.2.1"})
+        with httpx.Client(base_url=link.partition("/ops/")[0]) as browser:
+            posted = post(browser, link.partition(str(browser.base_url).rstrip("/"))[2], token="")
+        entered = [httpx.get(link).status_code for _ in range(2)]
+        wrong = [log_in(link.partition("/ops/")[0], "tsk_a_wrong")[1].status_code for _ in range(10)]
+
+    assert passed_on.status_code == posted.status_code == 401
+    assert entered == [302, 401]
+    assert wrong == [401] * 7 + [429] * 3
+
+
+def test_a_server_on_postgresql_has_the_screens_too(tmp_path: Path, postgres_url: str) -> None:
+    with start_server(tmp_path, "--http", "127.0.0.1:0", store=postgres_url) as server:
+        browser, entered = log_in(http_of(server), server.token)
+        with server.client() as client:
+            client.submit(subject="a.b", payload=b"", job_id="waits", watch=False)
+
+        assert entered.status_code == 302
+        assert ">waits<" in browser.get("/ops/jobs/").text
+        assert "No worker is connected" in browser.get("/ops/jobs/waits/").text
+        assert [browser.get(f"/ops/{name}").status_code for name in ("", "workers/", "tokens/", "audit/")] == [200] * 4
+
+
+def test_a_server_on_redis_says_that_the_screens_need_sql_and_goes_on(tmp_path: Path, redis_url: str) -> None:
+    with start_server(tmp_path, "--http", "127.0.0.1:0", store=redis_url) as server:
+        answer = httpx.get(f"{http_of(server)}/ops/")
+
+        assert answer.status_code == 404
+        assert "the operations screens need a SQL store; this server is on Redis" in answer.json()["error"]["message"]
+        with server.client() as client:
+            client.submit(subject="a.b", payload=b"", watch=False)
