@@ -249,6 +249,14 @@ def test_it_is_at_a_worker_that_is_away_or_was_started_anew() -> None:
     assert answer["facts"]["why"] == "WORKER_AWAY"
 
 
+def test_a_job_for_one_worker_alone_names_it_while_it_has_room() -> None:
+    answer = told(job(subject="render.@w2"), worker("w1"), worker("w2"))
+    assert answer["because"] == [
+        "It is for worker w2 alone. It is ready, and 1 worker(s) that fit have room: it is about to be leased."
+    ]
+    assert (answer["facts"]["why"], answer["facts"]["addressed_to"]) == ("ITS_TURN", "w2")
+
+
 def test_it_was_asked_to_stop() -> None:
     assert "asked to stop" in because(job(State.RUNNING, attempt=1, lease=lease(), cancel_requested=True), worker("w1"))
 

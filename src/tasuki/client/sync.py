@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import functools
 import os
 import threading
@@ -33,17 +34,22 @@ CLOSE_TIMEOUT_S = 5.0
 class LoopThread:
     """An event loop in a thread of its own. Safe to share between threads.
 
-    The constructor waits for `opening`; if that fails, the thread has ended.
+    The constructor waits for `opening`; if that fails, the thread has ended. Closing runs `leaving`. A thread that nobody closed
+    is closed when the interpreter exits: one that still ran then would be ended inside the loop's native code, which can crash.
     """
 
-    def __init__(self, name: str, opening: Coroutine[Any, Any, object]) -> None:
+    def __init__(
+        self, name: str, opening: Coroutine[Any, Any, object], leaving: Callable[[], Coroutine[Any, Any, object]]
+    ) -> None:
         self.loop = (loop_factory() or asyncio.new_event_loop)()
         self.thread = threading.Thread(target=self.loop.run_forever, name=name, daemon=True)
+        self._leaving = leaving
         self._closing = False
         self._pid = os.getpid()
         self._waits: set[futures.Future[Any]] = set()
         self._lock = threading.Lock()
         self.thread.start()
+        atexit.register(self.close, cancel=True)
         try:
             self.wait(opening)
         except BaseException:
@@ -101,22 +107,21 @@ class LoopThread:
         finally:
             self._waits.discard(future)
 
-    def close(self, leaving: Coroutine[Any, Any, None], *, cancel: bool = False) -> None:
+    def close(self, *, cancel: bool = False) -> None:
         """Run `leaving`, then end the thread. With `cancel`, other threads do not get their answers first. May be repeated."""
         if self.closed or self._is_copy:
-            leaving.close()
             return
         self._closing = True
         if cancel:
             for future in list(self._waits):
                 future.cancel()
         try:
-            self._wait(self._leave(leaving))
+            self._wait(self._leave())
         finally:  # also after Ctrl-C: the thread and its loop must not stay
             self._stop()
 
-    async def _leave(self, leaving: Coroutine[Any, Any, None]) -> None:
-        await leaving
+    async def _leave(self) -> None:
+        await self._leaving()
         # The work of other threads has its answer now, and must get out of the loop before the loop ends.
         others = asyncio.all_tasks() - {asyncio.current_task()}
         if others:
@@ -125,6 +130,7 @@ class LoopThread:
                 task.cancel()
 
     def _stop(self) -> None:
+        atexit.unregister(self.close)
         self.loop.call_soon_threadsafe(self.loop.stop)
         self.thread.join()
         with self._lock:  # a call that came after the loop had ended would wait for ever
@@ -309,7 +315,7 @@ class Client:
             tls_ca=tls_ca,
             connect_timeout_s=connect_timeout_s,
         )
-        self._thread = LoopThread("tasuki-client", self._async.open())
+        self._thread = LoopThread("tasuki-client", self._async.open(), self._async.close)
 
     def __repr__(self) -> str:
         return repr(self._async).replace("AsyncClient", "Client")
@@ -322,7 +328,7 @@ class Client:
 
     def close(self) -> None:
         """Close the connection. Jobs go on; their results can be asked for later by id."""
-        self._thread.close(self._async.close())
+        self._thread.close()
 
     @property
     def aio(self) -> AsyncClient:

@@ -233,6 +233,8 @@ def _its_turn(job: Job, fitting: Sequence[Worker], context: ExplainContext) -> E
     if addressed:
         facts["addressed_to"] = last
     only = f"Its subject ends in {last}, so only that worker gets it. " if addressed else ""
+    if (name := only_worker(job.spec.subject)) is not None:
+        only, facts["addressed_to"] = f"It is for worker {name} alone. ", name
     line = ""
     if context.ahead:
         line = f" {context.ahead} ready job(s) of its subject stand before it in priority {job.priority}."

@@ -295,7 +295,7 @@ class AgentsClient:
 
     def __init__(self, agents: str | Sequence[str], **options: Any) -> None:
         self._async = AsyncAgentsClient(agents, **options)
-        self._thread = LoopThread("tasuki-agents-client", self._async.__aenter__())
+        self._thread = LoopThread("tasuki-agents-client", self._async.__aenter__(), self._async.close)
 
     def run(self, exec: str, args: Sequence[str] = (), **options: Any) -> AgentResult:
         """Run one job; see AsyncAgentsClient.run. Callbacks are called in the client's own thread."""
@@ -309,7 +309,7 @@ class AgentsClient:
 
     def close(self) -> None:
         """Close the client. Jobs go on; a call that waits for one raises."""
-        self._thread.close(self._async.close(), cancel=True)
+        self._thread.close(cancel=True)
 
     def __enter__(self) -> Self:
         return self
