@@ -9,7 +9,6 @@ from tasuki.core.store_messages import Assignment, ChosenJob, Grant, JobKind, Le
 from tasuki.testing.store_leases import ids
 from tasuki.testing.store_stage import GRACE_S, KEEP, PAST_LEASE_S, Stage, StoreCase
 
-
 WALKED = 600  # subjects, more than a walk looks at in vain
 
 
@@ -280,10 +279,15 @@ class ReadyCases(StoreCase):
 
     def test_a_pause_holds_for_a_lease_of_its_own_turn_and_is_gone_with_it(self, stage: Stage) -> None:
         stage.add("a", subject="render.x")
-        with pytest.raises(ZeroDivisionError), stage.store.turn():
-            pause(stage, "render.>")
-            assert stage.lease() == []
-            raise ZeroDivisionError
+
+        def turn() -> None:
+            with stage.store.turn():
+                pause(stage, "render.>")
+                assert stage.lease() == []
+                raise ZeroDivisionError
+
+        with pytest.raises(ZeroDivisionError):
+            turn()
 
         assert stage.store.paused() == []
         assert ids(stage.lease()) == ["a"]

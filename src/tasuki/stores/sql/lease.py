@@ -314,9 +314,7 @@ def _take(tx: Transaction, ready: ReadyIndex, priority: int, group: str, limit: 
     return taken
 
 
-def _take_chosen(
-    tx: Transaction, ready: ReadyIndex, priority: int, group: str, limit: int, request: LeaseRequest
-) -> list[Grant]:
+def _take_chosen(tx: Transaction, ready: ReadyIndex, priority: int, group: str, limit: int, request: LeaseRequest) -> list[Grant]:
     taken: list[Grant] = []
     for job in request.chosen:
         if (job.priority, job.group) == (priority, group) and len(taken) < limit:
