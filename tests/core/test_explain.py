@@ -9,6 +9,8 @@ import pytest
 
 from tasuki.core.explain import ExplainContext, explain, takers, why_not
 from tasuki.core.job import Job, JobIncident, JobSpec, Lease, Outcome, State
+from tasuki.core.pauses import PausedPattern
+from tasuki.core.units import shown_time
 
 NOW = 1_700_000_000.0
 
@@ -51,6 +53,23 @@ def why(job: Job, *workers: dict[str, Any], **fields: Any) -> str:
 def test_no_worker_at_all() -> None:
     assert "No worker is connected" in because(job())
     assert why(job()) == "NO_WORKERS"
+
+
+def test_a_paused_subject_is_told_with_who_paused_it_since_when_and_why() -> None:
+    pauses = [
+        PausedPattern("render.eu.*", NOW - 60, "token:bob"),
+        PausedPattern("render.>", NOW - 3600, "token:alice", "the licence server is down"),
+        PausedPattern("other.>", NOW - 9999, "token:eve"),
+    ]
+    found = told(job(), worker(), pauses=pauses)
+
+    assert found["facts"]["why"] == "PAUSED"
+    assert found["facts"]["pattern"] == "render.>"
+    assert found["facts"]["paused_since"] == NOW - 3600
+    said = f"paused ('render.>') by token:alice since {shown_time(NOW - 3600)} because: the licence server is down."
+    assert said in found["because"][0]
+    assert why(job(subject="mail.x"), worker(), pauses=pauses) == "ITS_TURN"
+    assert why(job(State.RUNNING, lease=lease()), worker(), pauses=pauses) == "AT_WORKER"
 
 
 def test_a_run_is_assigned_ahead_not_due_or_waits_for_a_leader() -> None:

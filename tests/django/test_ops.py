@@ -224,6 +224,40 @@ print(json.dumps([wanted, wrong, log_in("a long password").status_code, viewer.g
     assert found[2:] == [429, 405, 302, 302]
 
 
+def test_a_manager_pauses_and_resumes_subjects_and_nobody_else_does(tmp_path: Path) -> None:
+    site = DjangoSite(tmp_path)
+    site.manage("migrate", "-v0")
+
+    found = ask(
+        site,
+        """
+from django.contrib.auth.models import Group
+from tasuki.django import operations
+from tasuki.django.enqueueing import project_store
+
+manager = user("manager")
+User.objects.get(username="manager").groups.add(Group.objects.get(name="tasuki admin"))
+subject = project_store().get([job_id])[0].spec.subject
+refused = [post(one, "/ops/subjects/", action="pause", id=">").status_code for one in (viewer, operator)]
+did = post(manager, "/ops/subjects/", action="pause", id=subject, reason="<b>disk</b>").status_code
+page = manager.get("/ops/subjects/").content.decode()
+seen = ['value="resume"' in one.get("/ops/subjects/").content.decode() for one in (viewer, manager)]
+why = operations.explain_run(job_id)
+wrong = [post(manager, "/ops/subjects/", action=action, id=id).status_code
+         for action, id in (("erase", "a.b"), ("pause", "a..b"))]
+ended = post(manager, "/ops/subjects/", action="resume", id=subject).status_code
+log = json.loads(manager.get("/ops/audit/?format=json").content)
+print(json.dumps([refused, did, "&lt;b&gt;disk" in page, seen, why["facts"]["why"], why["because"][0], wrong, ended,
+                  len(project_store().paused()), [(one["actor"], one["action"]) for one in log][:2]]))
+""",
+    )
+
+    assert found[:5] == [[403, 403], 302, True, [False, True], "PAUSED"]
+    assert "by manager since" in found[5]
+    assert "because: <b>disk</b>" in found[5]
+    assert found[6:] == [[400, 400], 302, 0, [["manager", "subject.resume"], ["manager", "subject.pause"]]]
+
+
 def test_nodes_are_detached_drained_and_told_to_step_down_on_the_screen(postgres: PostgresService, tmp_path: Path) -> None:
     url = postgres.empty_database()
     site = DjangoSite(tmp_path, postgres_url=url, SITE_TASUKI=json.dumps({"grpc": {"authentication": "bearer"}}))

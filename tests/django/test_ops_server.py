@@ -113,6 +113,23 @@ def test_lists_are_exported_and_a_job_that_does_not_exist_is_not_found(server: S
     assert browser.get("/ops/jobs/exported/log/secret/").status_code == 404
 
 
+def test_subjects_are_paused_and_resumed_on_the_screen_of_a_server(server: ServerProcess) -> None:
+    browser, _ = log_in(http_of(server), server.token)
+    with server.client() as client:
+        client.submit(subject="held.x", payload=b"", job_id="held", watch=False)
+        paused = post(browser, "/ops/subjects/", action="pause", id="held.>", reason="a test")
+        said = browser.get("/ops/jobs/held/").text
+        shown = browser.get("/ops/subjects/").text
+        resumed = post(browser, "/ops/subjects/", action="resume", id="held.>")
+
+        assert [paused.status_code, resumed.status_code] == [302, 302]
+        assert "because: a test" in said
+        assert 'data-confirm="held.&gt;: Resume?' in shown
+        assert client.wait(client.aio.call("paused")) == []
+        audit = client.wait(client.aio.call("token.audit", limit=2))
+        assert [row["action"] for row in audit] == ["subject.resume", "subject.pause"]
+
+
 def test_the_link_of_tasuki_up_works_once_from_this_machine_and_logins_are_slowed_down(tmp_path: Path) -> None:
     user = User(tmp_path)
     with running(user, "up", "--tcp", "127.0.0.1:0", "--http", "127.0.0.1:0", "--workers", "0") as server:

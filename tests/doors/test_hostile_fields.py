@@ -138,6 +138,8 @@ MESSAGES: dict[str, list[Message]] = {
         Request(5, "counts", {"limit": 5}),
         Request(5, "detach", {"worker_id": "x", "now": True, "reason": "why"}),
         Request(5, "attach", {"worker_id": "x", "reason": "why"}),
+        Request(5, "pause", {"pattern": "never.used", "reason": "why"}),
+        Request(5, "resume", {"pattern": "never.used", "reason": "why"}),
     ],
     "worker": [
         JobsFinished([Ending("no-such-job", "no-such-lease", 1, OUTCOME, 1.0)]),

@@ -12,9 +12,11 @@ from tasuki.core.store_messages import LeaseRequest
 from tasuki.stores.sql.postgres import PostgresDatabase
 from tasuki.stores.sql.store import SqlStore
 from tests.stores import sql_statements
-from tests.stores.sql_statements import POSTGRES_STATEMENTS as ALL
+from tests.stores.sql_statements import POSTGRES_STATEMENTS
 from tests.support.postgres_service import PostgresService
 
+ALL = {name: statement for name, statement in POSTGRES_STATEMENTS.items() if not statement.text.startswith("LOCK ")}
+"""Statements that have a plan."""
 ROWS = 100_000
 OF_THE_READY = (
     "band_above", "groups_above", "subjects_above", "ready_below", "claim_of_queue", "next_of_queues", "head_of_queue",

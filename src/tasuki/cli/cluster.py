@@ -1,5 +1,7 @@
 """`tasuki servers`, `workers`, `stats`, `detach`, `attach`: the servers, their workers, and how many jobs are in each state.
 
+`tasuki pause`, `resume`: subjects whose jobs wait until somebody lets them go on.
+
 `tasuki token`: who may connect. A secret is made here and shown once; the server gets and keeps only its hash.
 """
 
@@ -33,7 +35,7 @@ from tasuki.core.access import ENROL_TOKEN_S, token_sha256
 from tasuki.core.statistics import GroupStatistics
 from tasuki.core.subject import app_subject
 from tasuki.core.units import shown_size, shown_time
-from tasuki.errors import InvalidInput, NotFound
+from tasuki.errors import InvalidInput, NotFound, quoted
 
 COUNTED = ("pending", "active", "orphaned", "succeeded", "failed", "timed_out", "canceled", "skipped")
 TOKEN_KINDS = ("admin", "client", "worker")
@@ -185,6 +187,57 @@ def _change(verb: str, worker_id: str, place: Destination, output: Output, **par
     answer = with_client(place, work, embedded=False)
     result = f"is {verb}ed" if answer["changed"] else f"was {verb}ed before"
     output.show(answer, lambda: [f"worker {worker_id} {result}"])
+
+
+# ---------------------------------------------------------------------------------------------------- pauses
+
+
+@command(
+    "pause",
+    examples=[
+        "tasuki pause 'render.>' --reason 'the licence server is down'",
+        "tasuki pause      # what is paused, by whom and why",
+    ],
+)
+@argument("pattern", metavar="[PATTERN]", help="Subjects, * and > allowed. Default: list what is paused.", required=False)
+@option("--reason", metavar="TEXT", default="", help="For the others.")
+@connection_options()
+def pause(output: Output, pattern: str | None, reason: str, place: Destination) -> None:
+    """Jobs that run go on, and new ones are accepted: they wait until tasuki resume."""
+    if pattern is not None:
+        _set_paused("pause", pattern, place, output, reason=reason)
+        return
+    if reason:
+        raise InvalidInput("--reason needs a PATTERN to pause, as in: tasuki pause 'render.>' --reason TEXT")
+    rows = with_client(place, lambda client: client.call("paused"), embedded=False)
+
+    def lines() -> list[str]:
+        cells = ((row["pattern"], shown_time(row["since"]), row["actor"], row["reason"]) for row in rows)
+        return table(("PATTERN", "SINCE", "BY", "REASON"), cells) if rows else ["nothing is paused"]
+
+    output.show(rows, lines)
+
+
+@command("resume", examples=["tasuki resume 'render.>'"])
+@argument("pattern", metavar="PATTERN", help="As tasuki pause shows it.")
+@connection_options()
+def resume(output: Output, pattern: str, place: Destination) -> None:
+    """Jobs that wait start at once, where a worker has room."""
+    _set_paused("resume", pattern, place, output)
+
+
+def _set_paused(verb: str, pattern: str, place: Destination, output: Output, **params: Any) -> None:
+    async def work(client: AsyncClient) -> dict[str, Any]:
+        answer: dict[str, Any] = await client.call(verb, pattern=pattern, **params)
+        if verb == "resume" and not answer["changed"]:
+            there = ", ".join(row["pattern"] for row in (await client.call("paused"))[:10])
+            known = f"there are {there}" if there else "nothing is"
+            raise NotFound(f"pattern {quoted(pattern)} is not paused; {known}: tasuki pause")
+        return answer
+
+    answer = with_client(place, work, embedded=False)
+    result = f"is {verb}d" if answer["changed"] else f"was {verb}d before"
+    output.show(answer, lambda: [f"{pattern} {result}"])
 
 
 # ---------------------------------------------------------------------------------------------------- token

@@ -61,6 +61,8 @@ SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
         "workers": ("cluster.workers", "List the workers that are connected to any server."),
         "detach": ("cluster.detach", "Give a worker no more work."),
         "attach": ("cluster.attach", "Give a detached worker work again."),
+        "pause": ("cluster.pause", "Start no more jobs of some subjects."),
+        "resume": ("cluster.resume", "Start jobs of paused subjects again."),
         "token": ("cluster.token", "Make, list and revoke tokens."),
         "dev-cert": ("dev_cert.dev_cert", "Make a CA and a server's certificate, for development."),
     },

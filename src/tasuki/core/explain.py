@@ -14,10 +14,11 @@ import msgspec
 
 from tasuki.core.job import READY, TERMINAL, Job, JobIncident, State
 from tasuki.core.lifecycle import is_late, was_made
+from tasuki.core.pauses import PausedPattern, pause_of
 from tasuki.core.routing import ROUTE_WAIT_S, Candidate, SubjectRoute, choose, facts_of, route_of, why
 from tasuki.core.store_messages import OWN_PROGRAMS, Offer, Takes, kind_of
 from tasuki.core.subject import is_reached, matches, only_worker
-from tasuki.core.units import shown_duration
+from tasuki.core.units import shown_duration, shown_time
 
 SHOWN_MAX = 3  # names and patterns in one sentence; the facts have more
 LISTED_MAX = 100  # names in one list of facts
@@ -48,6 +49,7 @@ class ExplainContext(msgspec.Struct, frozen=True, kw_only=True):
     routes: Sequence[SubjectRoute] = ()
     """Routing policies, the first that matches."""
     route_wait_s: float = ROUTE_WAIT_S
+    pauses: Sequence[PausedPattern] = ()
 
 
 def explain(job: Job, incidents: Sequence[JobIncident], context: ExplainContext) -> dict[str, Any]:
@@ -102,6 +104,8 @@ def _why_waiting(job: Job, context: ExplainContext) -> Explanation:
         return "NO_LEADER", ["No process leads at the moment. What waits for a time becomes ready when one does."], {}
     if job.job_definition_id is not None and job.state is State.PENDING and context.ahead is None:
         return "PREDECESSOR", ["It replaces an earlier run of its definition, and starts when nothing of that one is left."], {}
+    if (pause := pause_of(context.pauses, job.spec.subject)) is not None:
+        return _paused(pause)
     if context.trouble:
         return "TROUBLE", [f"This server gives out no job at the moment: {context.trouble}."], {"trouble": context.trouble}
     if not context.workers:
@@ -125,6 +129,13 @@ def _why_waiting(job: Job, context: ExplainContext) -> Explanation:
         words = f"The workers that fit are detached: {', '.join(names[:SHOWN_MAX])}. Give one work: tasuki attach {names[0]}"
         return "DETACHED", [words], {"detached_workers": names}
     return _its_turn(job, attached, context)
+
+
+def _paused(pause: PausedPattern) -> Explanation:
+    why = f" because: {pause.reason}" if pause.reason else ""
+    words = f"Its subject is paused ({pause.pattern!r}) by {pause.actor} since {shown_time(pause.since)}{why}."
+    facts = {"pattern": pause.pattern, "paused_by": pause.actor, "paused_since": pause.since, "pause_reason": pause.reason}
+    return "PAUSED", [f"{words} It may start after: tasuki resume '{pause.pattern}'"], facts
 
 
 def _for_one(job: Job, worker_id: str, context: ExplainContext) -> Explanation:

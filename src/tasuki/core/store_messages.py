@@ -15,6 +15,7 @@ from msgspec.structs import replace
 
 from tasuki.core.job import LEASED, Job, JobSpec, OnDisconnect, Outcome, Progress, State, check_name
 from tasuki.core.lifecycle import LEASE_TTL_S, REASSIGN_AFTER_S
+from tasuki.core.pauses import PauseAnswer, PauseOrder
 from tasuki.core.statistics import OTHER_GROUPS, Rollup
 from tasuki.core.subject import matches, only_worker
 from tasuki.errors import CacheConflict, Conflict, InvalidInput
@@ -103,8 +104,7 @@ class Offer(msgspec.Struct, frozen=True, gc=False):
         return kind is JobKind.LOCAL_COMMAND and OWN_PROGRAMS in self.execs
 
     def queues(self) -> tuple[tuple[tuple[int, str], ...], tuple[int, ...]]:
-        """Return kind and exec of the queues of each subject that the worker is served from, and the kinds of which it is
-        served from every queue."""
+        """Return kind and exec of the queues of each subject that serve the worker, and the kinds of which every queue does."""
         return _queues_of(self)
 
 
@@ -161,8 +161,7 @@ class LeaseRequest(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     routed: tuple[str, ...] = ()
     """Patterns of subjects that have a routing policy: their jobs are granted only if they are chosen."""
     chosen: tuple[ChosenJob, ...] = ()
-    """Jobs of such subjects that this worker may have: they take part in priority, fairness and limit as if a pattern had found
-    them."""
+    """Jobs of such subjects for this worker; priority, fairness and limit hold for them as if a pattern had found them."""
 
     def leaves(self, subject: str) -> bool:
         """Return whether the jobs of a subject are not this worker's to take: they are for another worker alone, which the
@@ -642,6 +641,7 @@ class Turn(msgspec.Struct, kw_only=True):
     """(token_id, actor)"""
     note: Sequence[tuple[str, str, str, str]] = ()
     """(actor, action, target, detail) of what somebody did, for the audit."""
+    pause: Sequence[PauseOrder] = ()
     end_leases: Sequence[LeaseHolder] = ()
     """Holders whose leases end now."""
     submit: Sequence[Submission] = ()
@@ -689,6 +689,7 @@ class Answers(msgspec.Struct, kw_only=True):
     add_token: Sequence[bool] = ()
     revoke_token: Sequence[bool] = ()
     note: Sequence[None] = ()
+    pause: Sequence[PauseAnswer] = ()
     end_leases: Sequence[int] = ()
     submit: Sequence[Submitted | Conflict | MissingBlobs] = ()
     rerun: Sequence[Submitted | Conflict | MissingBlobs] = ()
@@ -781,6 +782,7 @@ VERBS: tuple[StoreVerb, ...] = (
     StoreVerb("add_token", _one_by_one),
     StoreVerb("revoke_token", lambda method, items, epoch, wall: [method(token_id, actor=actor) for token_id, actor in items]),
     StoreVerb("note", lambda method, entries, epoch, wall: [method(*entry) for entry in entries]),
+    StoreVerb("pause"),
     StoreVerb("end_leases"),
     StoreVerb("submit"),
     StoreVerb("rerun", lambda method, submissions, epoch, wall: method(submissions, on_failed="rerun"), method="submit"),
@@ -794,7 +796,5 @@ VERBS: tuple[StoreVerb, ...] = (
 """All verbs of a turn in the order in which the store runs them.
 
 Reports and renewals come before submits and leases, so that work that is done never waits behind new work; reads come last, so
-that they see what the turn wrote. A new verb needs four changes: (1) here its row and its fields in `Turn` and `Answers`; (2) the
-contract in `stores/store.py`; (3) its implementation in each store; (4) the conversation that asks it (`core/broker`, with a
-place in `turn_builder.REPLY_ORDER`).
+that they see what the turn wrote. CONTRIBUTING.md lists what a new verb needs.
 """

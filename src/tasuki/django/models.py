@@ -254,6 +254,17 @@ class MinuteRollup(Row):
         constraints = [models.UniqueConstraint(fields=["minute", "server_id"], name="tasuki_rollup_key")]
 
 
+class SubjectPause(Row):
+    """A pattern of subjects whose waiting jobs are granted to nobody until it is resumed; see `core.pauses`."""
+
+    shown = "{0.pattern}"
+    id = RowIdField(primary_key=True)
+    pattern = NameField(max_length=255, unique=True)
+    since = UnixTimeField()
+    actor = NameField(max_length=255)
+    reason = models.TextField(db_default="")
+
+
 class Blob(Row):
     """Bytes that are kept, or about to be. The row exists before the bytes are written and until they are deleted: there are
     never bytes without a row. References to them are in JobBlob and CacheFile.

@@ -23,6 +23,7 @@ from django.db import connections, models, transaction
 from tasuki.core.cluster_messages import Hint, ServerInfo, WorkerInfo
 from tasuki.core.explain import ExplainContext, explain
 from tasuki.core.job import Job, State
+from tasuki.core.pauses import PAUSES_MAX, PauseAnswer, PausedPattern, PauseOrder
 from tasuki.core.scheduler.thresholds import Thresholds
 from tasuki.core.store_messages import Filter, Page
 from tasuki.core.subject import check_pattern
@@ -54,7 +55,7 @@ _decode_server = msgspec.msgpack.Decoder(ServerInfo).decode
 OPERATE = "tasuki.change_jobrun"
 """Permission to cancel jobs, run them again, run definitions now and emit events."""
 MANAGE = "tasuki.change_member"
-"""Permission to detach workers and to have the leader step down."""
+"""Permission to detach workers, to pause subjects, and to have the leader step down."""
 CONFIGURE = "tasuki.change_schedulersettings"
 DEFINE = "tasuki.change_jobdefinition"
 Actor = Any
@@ -130,6 +131,7 @@ def explain_run(job_id: str) -> dict[str, Any]:
         now_wall=store.clock.wall(),
         start_worker="python manage.py tasuki_worker",
         run_again="python manage.py tasuki_runs rerun",
+        pauses=store.paused(),
     )
     found = explain(job, store.incidents(job_id), around)
     start = "tasuki worker --to URL", "python manage.py tasuki_worker"
@@ -225,6 +227,24 @@ def enqueue(command: str, arguments: Sequence[str], *, queue: str = "", actor: A
     job_id = new_id()
     with _noted(actor, OPERATE, "run.enqueue", [job_id], reason):
         return enqueue_command(command, *arguments, queue=queue or DEFAULT_QUEUE, job_id=job_id)
+
+
+def pauses() -> list[PausedPattern]:
+    """Return the patterns of subjects that are paused."""
+    return project_store().paused()
+
+
+def set_paused(pattern: str, paused: bool, *, actor: Actor, reason: str = "") -> bool:
+    """Start no more jobs of the subjects of a pattern, or start them again; return whether that was a change."""
+    alias = project_settings().database
+    check_pattern(pattern)
+    with _noted(actor, MANAGE, "subject.pause" if paused else "subject.resume", [pattern], reason) as name:
+        [answer] = project_store().pause([PauseOrder(pattern, name, reason, resume=not paused)])
+        if answer is PauseAnswer.TOO_MANY:
+            raise InvalidInput(f"{PAUSES_MAX} patterns are paused, which is the limit; resume one first")
+        if answer is PauseAnswer.DONE and not paused:
+            hint_after_commit(alias, Hint(everything=True))
+    return answer is PauseAnswer.DONE
 
 
 def save_definition(definition: JobDefinition, *, actor: Actor, reason: str = "") -> None:

@@ -192,6 +192,7 @@ def _explain(reader: Reader, query: Query) -> Any:
         now_wall=time.time(),
         routes=query.routes,
         route_wait_s=query.route_wait_s,
+        pauses=reader.paused(),
     )
     return explain(job, reader.incidents(job_id)[-INCIDENTS_MAX:], around)
 
@@ -202,6 +203,11 @@ def _audit(reader: Reader, query: Query) -> Any:
     if not isinstance(limit, int) or not 1 <= limit <= PAGE_MAX:
         raise InvalidInput(f"token.audit: limit must be 1 to {PAGE_MAX}, got {limit!r}")
     return [msgspec.structs.asdict(row) for row in reader.audit(limit=limit)]
+
+
+def _paused(reader: Reader, query: Query) -> Any:
+    query.identity.check_admin("the list of pauses")
+    return [msgspec.structs.asdict(one) for one in reader.paused()]
 
 
 def _logs(reader: Reader, query: Query) -> Job:
@@ -249,6 +255,7 @@ _ANSWERS = {
     "explain": _explain,
     "logs": _logs,
     "token.audit": _audit,
+    "paused": _paused,
     "cache.list": _cache_list,
     "cache.show": _cache_show,
 }

@@ -26,6 +26,7 @@ from typing import Any, Protocol
 
 from tasuki.core.job import Job, JobIncident
 from tasuki.core.lifecycle import REASSIGN_AFTER_S
+from tasuki.core.pauses import PauseAnswer, PausedPattern, PauseOrder
 from tasuki.core.statistics import Rollup
 from tasuki.core.store_messages import (
     Assignment,
@@ -113,7 +114,8 @@ class Reader(Protocol):
         """Return queues with ready jobs, the highest priority first; a queue comes once for each priority. Go on with the place.
 
         Bounded work per call. A queue that has ready jobs during a whole walk is in it; one that gets or loses its jobs meanwhile
-        may be. Jobs may come to a queue without any turn of a server (other programs write to Redis): such a queue, if it has
+        may be. Queues of paused subjects are left out, so a page may be short and still have a place.
+        Jobs may come to a queue without any turn of a server (other programs write to Redis): such a queue, if it has
         jobs, is in every page.
         """
 
@@ -142,6 +144,9 @@ class Reader(Protocol):
 
     def rollups(self, since: int, until: int) -> list[Rollup]:
         """Return the rollups of all servers whose minute began at `since` or later, and before `until`, by minute."""
+
+    def paused(self) -> list[PausedPattern]:
+        """Return the patterns that are paused, by pattern; at most PAUSES_MAX."""
 
     def epoch(self) -> tuple[int, str]:
         """Return the highest epoch ever registered, and its holder; (0, "") before the first."""
@@ -205,7 +210,7 @@ class Store(Reader, Protocol):
     # -- workers --------------------------------------------------------------------------------------------------
     def lease(self, requests: Sequence[LeaseRequest]) -> list[list[Grant]]:
         """Grant ready jobs: strict priority, fair between groups inside a band, then age. attempt + 1 each. At most limit.
-        Nothing is granted after its `not_after`, however it is asked for.
+        Nothing is granted after its `not_after`, or of a subject that is paused, however it is asked for.
 
         A delayed job is ready only after `promote`. A request by job_id takes over an expired lease (for `keep`: expired by its
         grace too): that counts as a loss, may end the job when no loss is left, and waits for no loss delay. The lease_ids of
@@ -268,6 +273,7 @@ class Store(Reader, Protocol):
         """Grant jobs to chosen workers: ready ones, and runs that `fire` made ahead of their time and nobody has fetched. None
         where the job is neither.
 
+        Nothing is granted of a subject that is paused; a run that was assigned before goes on.
         Until its time a run that was made ahead may be assigned to another worker, which is a new attempt. Until its worker has
         fetched it (`held`), also after its time, it may be assigned to nobody: then None.
         """
@@ -333,6 +339,12 @@ class Store(Reader, Protocol):
     def remove_cache(self, caches: Sequence[tuple[str, str]]) -> list[int]:
         """Remove caches by (cache_id, target), with their references; return how many files each had. 0, and no change, for one
         with another target: the caller was not allowed to remove that."""
+
+    # -- pauses ---------------------------------------------------------------------------------------------------
+    def pause(self, orders: Sequence[PauseOrder]) -> list[PauseAnswer]:
+        """Pause the subjects of patterns, or resume them. No job of a paused subject is granted once the turn is done: not by
+        patterns, not by job_id, not by `assign`, and no expired lease is taken over. A second pause of a pattern changes
+        nothing. The caller wakes the workers up after it resumed something."""
 
     # -- statistics -----------------------------------------------------------------------------------------------
     def add_rollups(self, rollups: Sequence[Rollup]) -> list[None]:

@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
-from tasuki.core.store_messages import ChosenJob, Grant, JobKind, LeaseHolder
+import pytest
+
+from tasuki.core.pauses import PAUSES_MAX, PauseAnswer, PausedPattern, PauseOrder
+from tasuki.core.store_messages import Assignment, ChosenJob, Grant, JobKind, LeaseHolder, LeaseStatus, ReportStatus
 from tasuki.testing.store_leases import ids
 from tasuki.testing.store_stage import GRACE_S, KEEP, PAST_LEASE_S, Stage, StoreCase
+
+WALKED = 600  # subjects, more than a walk looks at in vain
+
+
+def pause(stage: Stage, pattern: str, *, actor: str = "alice", reason: str = "", resume: bool = False) -> PauseAnswer:
+    [answer] = stage.store.pause([PauseOrder(pattern, actor, reason, resume)])
+    return answer
 
 
 def chosen(job_id: str, priority: int = 5, group: str = "render") -> ChosenJob:
@@ -159,6 +169,139 @@ class ReadyCases(StoreCase):
 
         assert ids(stage.lease("w2", live_workers=live, routed=("render.>",))) == []
         assert ids(stage.lease("w1", live_workers=live, routed=("render.>",))) == ["a"]
+
+    # -- pauses ---------------------------------------------------------------------------------------------------
+    def test_a_paused_subject_is_granted_to_nobody_until_it_is_resumed(self, stage: Stage) -> None:
+        stage.add("before", subject="render.x")
+        assert pause(stage, "render.>") is PauseAnswer.DONE
+        stage.add("after", subject="render.x.y")
+        stage.add("other", subject="mail.x")
+
+        assert ids(stage.lease(limit=10)) == ["other"]
+        assert ids(stage.lease(limit=10, patterns=("render.x", "render.*.y", "render.>"))) == []
+        assert pause(stage, "render.>", resume=True) is PauseAnswer.DONE
+        assert sorted(ids(stage.lease(limit=10))) == ["after", "before"]
+
+    @pytest.mark.parametrize(
+        ("pattern", "left"),
+        [
+            (">", []),
+            ("a.*", ["a.b.c", "b.b", "b.b.c"]),
+            ("*.b", ["a.b.c", "a.c", "b.b.c"]),
+            ("a.b", ["a.b.c", "a.c", "b.b", "b.b.c"]),
+            ("a.>", ["b.b", "b.b.c"]),
+            ("*.b.>", ["a.b", "a.c", "b.b"]),
+        ],
+    )
+    def test_a_pause_holds_exactly_the_subjects_of_its_pattern(self, stage: Stage, pattern: str, left: list[str]) -> None:
+        for subject in ("a.b", "a.b.c", "a.c", "b.b", "b.b.c"):
+            stage.add(subject, subject=subject)
+        pause(stage, pattern)
+
+        found = [queue.subject for queue in stage.store.ready_queues().queues]
+
+        assert sorted(found) == left
+        assert sorted(ids(stage.lease(limit=10))) == left
+
+    def test_overlapping_pauses_hold_until_the_last_is_resumed(self, stage: Stage) -> None:
+        stage.add("a", subject="render.x")
+        pause(stage, "render.>")
+        pause(stage, "*.x")
+
+        pause(stage, "render.>", resume=True)
+        assert stage.lease() == []
+        pause(stage, "*.x", resume=True)
+
+        assert ids(stage.lease()) == ["a"]
+
+    def test_a_paused_job_is_not_granted_by_its_id_nor_because_it_was_chosen(self, stage: Stage) -> None:
+        stage.add("a", subject="render.x")
+        pause(stage, "render.x")
+
+        assert stage.lease(patterns=(), job_ids=("a",)) == []
+        assert stage.lease(patterns=(), routed=("render.>",), chosen=(chosen("a"),)) == []
+
+        pause(stage, "render.x", resume=True)
+        assert ids(stage.lease(patterns=(), job_ids=("a",))) == ["a"]
+
+    def test_a_paused_job_is_not_assigned(self, stage: Stage) -> None:
+        stage.add("a", subject="render.x")
+        pause(stage, "render.x")
+        order = Assignment(job_id="a", worker_id="w1", incarnation="i1")
+
+        assert stage.store.assign([order], epoch=stage.epoch) == [None]
+
+        pause(stage, "render.x", resume=True)
+        assert [grant and grant.job_id for grant in stage.store.assign([order], epoch=stage.epoch)] == ["a"]
+
+    def test_a_running_job_of_a_paused_subject_goes_on_and_its_retry_waits(self, stage: Stage) -> None:
+        grant = stage.running("a", subject="render.x", backoff_s=0.0, max_retries=1)
+        finished = stage.running("b", subject="render.x")
+        pause(stage, "render.>")
+
+        assert stage.renew(grant) is LeaseStatus.GO_ON
+        assert stage.finish(finished).answer is ReportStatus.RECORDED
+        stage.fail(grant)
+        assert stage.lease() == []
+        pause(stage, "render.>", resume=True)
+
+        assert ids(stage.lease()) == ["a"]
+
+    def test_an_expired_lease_of_a_paused_subject_is_not_taken_over(self, stage: Stage) -> None:
+        stage.assigned("a", subject="render.x")
+        pause(stage, "render.>")
+        stage.clock.advance(PAST_LEASE_S)
+
+        assert stage.lease("w2", patterns=(), job_ids=("a",)) == []
+
+    def test_who_paused_a_pattern_first_and_why_is_kept(self, stage: Stage) -> None:
+        since = stage.clock.wall()
+        pause(stage, "b.>", reason="the licence\0 server")
+        stage.clock.advance(5)
+
+        assert pause(stage, "b.>", actor="bob", reason="other") is PauseAnswer.AS_BEFORE
+        assert pause(stage, "a.x", actor="bob") is PauseAnswer.DONE
+        assert pause(stage, "c", resume=True) is PauseAnswer.AS_BEFORE
+
+        assert stage.store.paused() == [
+            PausedPattern("a.x", since + 5, "bob", ""),
+            PausedPattern("b.>", since, "alice", "the licence\ufffd server"),
+        ]
+
+    def test_the_number_of_pauses_is_limited(self, stage: Stage) -> None:
+        orders = [PauseOrder(f"p{number}.>", "alice") for number in range(PAUSES_MAX + 1)]
+
+        assert stage.store.pause(orders) == [PauseAnswer.DONE] * PAUSES_MAX + [PauseAnswer.TOO_MANY]
+
+        assert len(stage.store.paused()) == PAUSES_MAX
+        assert pause(stage, "p0.>", resume=True) is PauseAnswer.DONE
+        assert pause(stage, "new.>") is PauseAnswer.DONE
+
+    def test_a_pause_holds_for_a_lease_of_its_own_turn_and_is_gone_with_it(self, stage: Stage) -> None:
+        stage.add("a", subject="render.x")
+
+        def turn() -> None:
+            with stage.store.turn():
+                pause(stage, "render.>")
+                assert stage.lease() == []
+                raise ZeroDivisionError
+
+        with pytest.raises(ZeroDivisionError):
+            turn()
+
+        assert stage.store.paused() == []
+        assert ids(stage.lease()) == ["a"]
+
+    def test_any_number_of_paused_subjects_costs_a_walk_nothing(self, stage: Stage) -> None:
+        stage.add(*[f"a-{number}" for number in range(3)], subject="z.last")
+        for number in range(WALKED):
+            stage.add(f"job-{number}", subject=f"m.{number:04}")
+        pause(stage, "m.>")
+
+        assert len(stage.lease(limit=3)) == 3
+        assert stage.lease(limit=3) == []
+
+        assert stage.store.notes().cut == ()  # no walk ended at its bound: nothing was looked at in vain
 
     # -- one worker alone -----------------------------------------------------------------------------------------
     def test_a_subject_with_an_at_sign_is_for_that_worker_alone_also_while_it_is_away(self, stage: Stage) -> None:

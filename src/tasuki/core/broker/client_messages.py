@@ -21,6 +21,7 @@ from tasuki.core.broker.state import BrokerState, ClientSession, Session, Transf
 from tasuki.core.broker.turn_builder import TurnEffects, ignore
 from tasuki.core.job import TERMINAL, Job, JobSpec, Outcome, State, body_hash, check_name, check_sha256, check_spec, mark
 from tasuki.core.machine import Now, Send
+from tasuki.core.pauses import PAUSES_MAX, PauseAnswer, PauseOrder
 from tasuki.core.store_messages import (
     BlobClaim,
     BlobPlace,
@@ -51,9 +52,10 @@ from tasuki.errors import (
 SPECS_MAX = protocol.BATCH_MAX  # jobs of one frame: the answers must fit a frame too, and those that exist are read whole
 ROWS_AT_ONCE = 64  # jobs of one request that a turn reads or changes: with its lists a row may have 3 MiB
 ENTRY_BYTES = 128  # of memory that an argument, environment name, file or header takes beside its text
-READ_VERBS = frozenset({"get", "find", "counts", "statistics", "explain", "token.audit", "cache.list", "cache.show"})
+READ_VERBS = frozenset({"get", "find", "counts", "statistics", "explain", "token.audit", "cache.list", "cache.show", "paused"})
+PAUSE_VERBS = frozenset({"pause", "resume"})
 OTHER_VERBS = frozenset({"logs", "watch", "requeue", "targets", "workers", "servers", "detach", "attach", "cache.remove"})
-REQUEST_VERBS = READ_VERBS | OTHER_VERBS | {*publish_subscribe.VERBS, *authentication.TOKEN_VERBS}
+REQUEST_VERBS = READ_VERBS | OTHER_VERBS | PAUSE_VERBS | {*publish_subscribe.VERBS, *authentication.TOKEN_VERBS}
 REASON_MAX_CHARS = 1000
 TARGETS_MAX = protocol.BATCH_MAX  # workers of a broadcast, whose jobs are stored in one transaction
 
@@ -466,6 +468,8 @@ def request(
         reason = reason_of(request)
         state.builder.ask("note", [(identity.name, f"worker.{verb}", worker_id, reason)], ignore, ignore)
         return [events.Detach(conn, msg_id, worker_id, verb == "detach", identity.name, reason, is_now)]
+    if verb in PAUSE_VERBS:
+        return _pause(state, client, identity, request)
     if verb == "servers":
         identity.check_admin("the list of servers")
         return [Send(conn, protocol.Reply(msg_id, state.describe_servers()))]
@@ -474,6 +478,26 @@ def request(
     if verb in authentication.TOKEN_VERBS:
         return authentication.token_request(state, conn, request, identity, now)
     raise NotFound(f"there is no request {verb[:40]!r}; there are {', '.join(sorted(REQUEST_VERBS))}")
+
+
+def _pause(state: BrokerState, client: ClientSession, identity: Identity, request: protocol.Request) -> list[events.Command]:
+    """Pause the subjects of a pattern, or resume them and have all workers look for their jobs."""
+    identity.check_admin(request.verb)
+    pattern = check_pattern(str(request.params.get("pattern", "")))
+    order = PauseOrder(pattern, identity.name, reason_of(request), resume=request.verb == "resume")
+
+    def done(answers: Sequence[PauseAnswer], effects: TurnEffects) -> None:
+        is_changed = answers[0] is PauseAnswer.DONE
+        if is_changed and order.resume:
+            state.look_everywhere()
+            state.cluster.everything = True
+        too_many = InvalidInput(f"{PAUSES_MAX} patterns are paused, which is the limit; resume one first: tasuki resume PATTERN")
+        answer = too_many if answers[0] is PauseAnswer.TOO_MANY else {"pattern": pattern, "changed": is_changed}
+        state.answer(client.conn, request.msg_id, answer, effects)
+
+    state.builder.ask("pause", [order], done, partial(state.tell_failure, client.conn, request.msg_id))
+    state.builder.ask("note", [(identity.name, f"subject.{request.verb}", pattern, order.reason)], ignore, ignore)
+    return []
 
 
 def _targets(state: BrokerState, identity: Identity, params: dict[str, Any]) -> list[str]:

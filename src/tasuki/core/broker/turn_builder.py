@@ -34,7 +34,7 @@ REPLY_ORDER = (
     ("held",),
     ("get", "cached_files"),
     ("token",),
-    ("add_token", "revoke_token", "tokens", "note"),
+    ("add_token", "revoke_token", "tokens", "note", "pause"),
     ("release", "end_leases"),
     ("place_blobs",),
     ("blobs_stored",),

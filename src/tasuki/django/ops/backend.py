@@ -93,6 +93,12 @@ class Backend(Protocol):
     def steer(self, worker_id: str, action: str, *, actor: Any, reason: str) -> None:
         """Do one of the `actions` of a worker: detach, attach, drain, undrain, degrade (the leader steps down)."""
 
+    def pauses(self) -> list[View]:
+        """Return the paused patterns, as `tasuki pause` shows them."""
+
+    def set_paused(self, pattern: str, paused: bool, *, actor: Any, reason: str) -> None:
+        """Pause the subjects of a pattern, or resume them."""
+
 
 class ProjectBackend:
     """A Django project: its database, on the connection of the request's thread, and its users."""
@@ -194,6 +200,12 @@ class ProjectBackend:
             operations.drain(worker_id, action == "drain", actor=actor, reason=reason)
         else:
             operations.degrade_leader(actor=actor, reason=reason)
+
+    def pauses(self) -> list[View]:
+        return [msgspec.structs.asdict(one) for one in operations.pauses()]
+
+    def set_paused(self, pattern: str, paused: bool, *, actor: Any, reason: str) -> None:
+        operations.set_paused(pattern, paused, actor=actor, reason=reason)
 
 
 def _actions(row: View) -> list[str]:

@@ -396,6 +396,14 @@ class ServerBackend:
             )
         self._call(action, worker_id=worker_id, reason=reason)
 
+    def pauses(self) -> list[View]:
+        found: list[View] = self._call("paused")
+        return found
+
+    def set_paused(self, pattern: str, paused: bool, *, actor: Any, reason: str) -> None:
+        del actor
+        self._call("pause" if paused else "resume", pattern=pattern, reason=reason)
+
     # ------------------------------------------------------------------------------------------------ tokens and caches
 
     def tokens(self) -> list[View]:

@@ -14,7 +14,7 @@ from django.utils.translation import ngettext
 
 from tasuki.core.explain import takers
 from tasuki.core.job import TERMINAL, State
-from tasuki.core.subject import check_subject
+from tasuki.core.subject import check_pattern, check_subject
 from tasuki.django import operations
 from tasuki.django.ops.backend import Backend, View, backend_of
 from tasuki.django.ops.charts import SPANS, charts
@@ -110,10 +110,12 @@ def _may_operate(request: Any) -> bool:
     return bool(request.user.has_perm(operations.OPERATE))
 
 
-@screen("subjects")
-def subjects(request: HttpRequest) -> dict[str, Any]:
-    """Show the groups of subjects; tell which workers would take a subject, and why not the others."""
+@screen("subjects", change=operations.MANAGE)
+def subjects(request: HttpRequest) -> HttpResponse | dict[str, Any]:
+    """Show the groups of subjects; tell which workers would take a subject, and why not the others; pause and resume subjects."""
     backend = backend_of(request)
+    if request.method == "POST":
+        return _pause(request, backend)
     wanted, exec_ = request.GET.get("subject", "").strip(), request.GET.get("exec", "").strip()
     found: list[View] = []
     if wanted:
@@ -127,7 +129,26 @@ def subjects(request: HttpRequest) -> dict[str, Any]:
         "table": _queues(queues),
         "tested": Table(columns, found, empty=_("No worker runs. Start one with: %s") % backend.start_worker) if wanted else None,
         "wanted": {"subject": wanted, "exec": exec_},
+        "paused": _paused(backend),
     }
+
+
+def _paused(backend: Backend) -> Table:
+    rows = [{**one, "id": one["pattern"], "since": moment(one["since"])} for one in backend.pauses()]
+    columns = {"pattern": _("Pattern"), "since": _("Paused since"), "actor": _("Who"), "reason": _("Reason")}
+    button = Button("resume", _("Resume"), _("Resume? Its jobs that wait start at once, where a worker has room."))
+    return Table(columns, rows, empty=_("Nothing is paused."), buttons=[button])
+
+
+def _pause(request: HttpRequest, backend: Backend) -> HttpResponse:
+    action = request.POST.get("action", "")
+    if action not in ("pause", "resume"):
+        raise InvalidInput(f"action {quoted(action)} is none of pause, resume")
+    pattern = check_pattern(request.POST.get("id", "").strip())
+    reason = (request.POST.get("reason") or "on the screen of subjects")[:1000]
+    backend.set_paused(pattern, action == "pause", actor=request.user, reason=reason)
+    said = _("%s is paused: its jobs wait.") if action == "pause" else _("%s is resumed.")
+    return back("subjects", done=said % pattern)
 
 
 # ---------------------------------------------------------------------------------------------------- workers

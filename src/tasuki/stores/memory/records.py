@@ -20,6 +20,7 @@ from msgspec.structs import replace
 from tasuki.core import subject as subjects
 from tasuki.core.job import LEASED, READY, BlobRef, Job, JobIncident, OnDisconnect, Outcome, State
 from tasuki.core.lifecycle import LEASE_MARGIN_S, TAKEOVER_TIE_S
+from tasuki.core.pauses import PAUSES_MAX, PauseAnswer, PausedPattern, PauseOrder, is_paused
 from tasuki.core.statistics import Rollup
 from tasuki.core.store_messages import (
     COUNTED,
@@ -137,6 +138,7 @@ class MemoryRecords:
         self._last_blob_seq = 0
         self._caches: dict[str, dict[str, CachedFile]] = {}  # cache_id -> name, in the order in which they came
         self._rollups: dict[tuple[int, str], Rollup] = {}  # (minute, server_id)
+        self._paused: dict[str, PausedPattern] = {}  # by pattern
         self._last_seq = 0
         self._epoch = (0, "")
         self._undo: list[Callable[[], None]] = []
@@ -325,7 +327,8 @@ class MemoryRecords:
         found = sorted((-priority, subjects.group_of(queue.subject), queue) for priority, band in bands for queue in band)
         begin = 0 if place is None else bisect_right(found, place)
         some = found[begin : begin + limit]
-        return ReadyPage([queue for *_, queue in some], some[-1] if len(some) == limit else None)
+        queues = [queue for *_, queue in some if not is_paused(self._paused, queue.subject)]
+        return ReadyPage(queues, some[-1] if len(some) == limit else None)
 
     def ready_jobs(self, subject: str, *, limit: int = 256) -> list[str]:
         bands = [band for _, band in sorted(self._ready.items(), reverse=True)]
@@ -539,6 +542,26 @@ class MemoryRecords:
 
     def rollups(self, since: int, until: int) -> list[Rollup]:
         return [self._rollups[key] for key in sorted(self._rollups) if since <= key[0] < until]
+
+    # -- pauses ----------------------------------------------------------------------------------------------------
+    def pause(self, orders: Sequence[PauseOrder]) -> list[PauseAnswer]:
+        with self.turn():
+            return [self._pause(order) for order in orders]
+
+    def _pause(self, order: PauseOrder) -> PauseAnswer:
+        if order.resume != (order.pattern in self._paused):
+            return PauseAnswer.AS_BEFORE
+        if not order.resume and len(self._paused) >= PAUSES_MAX:
+            return PauseAnswer.TOO_MANY
+        self._undo.append(partial(setattr, self, "_paused", self._paused))
+        self._paused = {name: one for name, one in self._paused.items() if name != order.pattern}
+        if not order.resume:
+            reason = storable_text(order.reason)
+            self._paused[order.pattern] = PausedPattern(order.pattern, self.clock.wall(), order.actor, reason)
+        return PauseAnswer.DONE
+
+    def paused(self) -> list[PausedPattern]:
+        return [self._paused[pattern] for pattern in sorted(self._paused)]
 
     def epoch(self) -> tuple[int, str]:
         return self._epoch

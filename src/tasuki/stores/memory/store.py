@@ -32,6 +32,7 @@ from tasuki.core.lifecycle import (
     skip_outcome,
     sources,
 )
+from tasuki.core.pauses import is_paused
 from tasuki.core.statistics import ROLLUP_DAYS
 from tasuki.core.store_messages import (
     Assignment,
@@ -188,7 +189,7 @@ class MemoryStore(MemoryDefinitions):
             is_cut = is_cut or was_cut
             for chosen in request.chosen:
                 record = self._records.get(chosen.job_id)
-                if chosen.priority == priority and record is not None and record.ready:
+                if chosen.priority == priority and record is not None and record.ready and not self._is_paused(record):
                     groups.setdefault(chosen.group, []).append([(0.0, record.seq, chosen.job_id)])
 
             def take(group: str, limit: int, waiting: dict[str, list[list[Entry]]] = groups) -> list[Grant]:
@@ -206,8 +207,9 @@ class MemoryStore(MemoryDefinitions):
     def _takeable(self, request: LeaseRequest, priority: int) -> tuple[dict[str, list[list[Entry]]], bool]:
         """Return the queues that the request may take from, by group, and whether a walk over them was cut short."""
         groups: dict[str, list[list[Entry]]] = {}
-        queues = list(self._ready[priority].items())
-        begin = self._walks_begin_at % len(queues)
+        waiting = self._ready[priority].items()
+        queues = [(queue, entries) for queue, entries in waiting if not is_paused(self._paused, queue.subject)]
+        begin = self._walks_begin_at % len(queues) if queues else 0
         in_vain, is_cut = 0, False
         for queue, entries in queues[begin:] + queues[:begin]:
             is_walked = in_vain < IN_VAIN_MAX
@@ -225,7 +227,7 @@ class MemoryStore(MemoryDefinitions):
             if len(grants) >= request.limit:
                 break
             record = self._records.get(job_id)
-            if record is None or self._is_late(record):
+            if record is None or self._is_late(record) or self._is_paused(record):
                 continue
             if record.ahead:
                 record = None
@@ -512,7 +514,7 @@ class MemoryStore(MemoryDefinitions):
                 shown = (lease.worker_id, lease.incarnation, lease.lease_id, lease.attempt)
                 self._release(HeldLease(assignment.job_id, *shown, owner=lease.owner), TAKEN_BACK)
             return None
-        may = (record.ready or record.ahead) and not self._is_late(record)
+        may = (record.ready or record.ahead) and not self._is_late(record) and not self._is_paused(record)
         return self._grant(record, assignment, epoch=epoch) if may else None
 
     def reap(self, *, epoch: int, limit: int = 256) -> list[Reaped]:
@@ -543,6 +545,9 @@ class MemoryStore(MemoryDefinitions):
 
     def _is_late(self, record: MemoryJob) -> bool:
         return is_late(record.job.not_after, self.clock.wall())
+
+    def _is_paused(self, record: MemoryJob) -> bool:
+        return is_paused(self._paused, record.job.spec.subject)
 
     def promote(self, *, epoch: int, limit: int = 1024) -> int:
         with self.turn():

@@ -24,6 +24,7 @@ from tasuki.core.job import (
     State,
     body_hash,
 )
+from tasuki.core.pauses import PausedPattern
 from tasuki.core.store_messages import AuditRow, CachedFile, CacheSummary, Grant, Report, TokenRow, kind_of
 from tasuki.core.subject import group_of, only_group
 from tasuki.stores.common import input_refs, report_identity
@@ -48,7 +49,7 @@ _decode_outcome = msgspec.msgpack.Decoder(Outcome).decode
 _decode_progress = msgspec.json.Decoder(Progress).decode
 _decode_incident = msgspec.msgpack.Decoder(tuple[str, str, int, str, str, str]).decode
 _decode_audit = _decode_file = msgspec.msgpack.Decoder(tuple[str, str, str, str, str]).decode
-_decode_cache = msgspec.msgpack.Decoder(tuple[str, str, str]).decode
+_decode_cache = _decode_pause = msgspec.msgpack.Decoder(tuple[str, str, str]).decode
 
 INSIDE_MAX_BYTES = 1024  # a payload up to this has no key of its own, unless outsiders know that key
 
@@ -438,6 +439,15 @@ def token(flat: Sequence[bytes], is_revoked: bool = False) -> TokenRow | None:
 def audit_row(packed: bytes) -> AuditRow:
     at, actor, action, target, detail = _decode_audit(packed)
     return AuditRow(at=float(at), actor=actor, action=action, target=target, detail=detail)
+
+
+def pauses(reply: Reply) -> list[PausedPattern]:
+    """Return the pauses of pattern, facts, …, by pattern."""
+    found = []
+    for pattern, packed in sorted(zip(reply[::2], reply[1::2], strict=True)):
+        since, actor, reason = _decode_pause(packed)
+        found.append(PausedPattern(pattern.decode(), float(since), actor, reason))
+    return found
 
 
 def cached_file(name: str, packed: bytes) -> CachedFile:

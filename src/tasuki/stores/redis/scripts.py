@@ -38,6 +38,7 @@ from tasuki.core.job import (
     State,
 )
 from tasuki.core.lifecycle import LEASE_MARGIN_S, RESUMED, RETRY_DELAY_MAX_S, TAKEOVER_TIE_S, TRANSITIONS
+from tasuki.core.pauses import PAUSES_MAX
 from tasuki.core.statistics import ROLLUP_DAYS
 from tasuki.core.store_messages import COUNTED, JobKind
 from tasuki.errors import ConfigError, InterruptCause, StaleEpoch, TasukiError, TurnInterrupted, Unavailable
@@ -118,6 +119,7 @@ def _constants() -> str:
         "GENERATIONS_BEGIN_AT": GENERATIONS_BEGIN_AT,
         "MARK_TTL_S": MARK_TTL_S,
         "ROLLUPS_KEPT_S": ROLLUP_DAYS * 86_400,
+        "PAUSES_MAX": PAUSES_MAX,
         "JOB_ID_MAX_CHARS": JOB_ID_MAX_CHARS,
         "JOB_ID_RULE": JOB_ID_RULE,
         "RESERVED_JOB_ID": RESERVED_JOB_ID,

@@ -24,6 +24,7 @@ from msgspec.structs import replace
 from tasuki.core.apps import DEFAULT_APP, template_of
 from tasuki.core.job import PRIORITY_MAX, Job, JobIncident, JobSpec, Outcome, State, differing_fields
 from tasuki.core.lifecycle import REASSIGN_AFTER_S, RETENTION_DAYS
+from tasuki.core.pauses import PauseAnswer, PausedPattern, PauseOrder
 from tasuki.core.statistics import Rollup, decode_rollup, encode_rollup
 from tasuki.core.store_messages import (
     VERBS,
@@ -472,7 +473,7 @@ class RedisStore:
     def ready_queues(self, place: Any = None, *, limit: int = 256) -> ScriptCall[ReadyPage]:
         def decode(reply: Reply) -> ReadyPage:
             rows, own = reply
-            queues = [_ready_queue(subject, kind) for _, _, subject, kind in rows]
+            queues = [_ready_queue(subject, kind) for _, _, subject, kind in rows if subject]
             queues += [_ready_queue(*own)] if own else []
             return ReadyPage(queues, (int(rows[-1][0]), rows[-1][1]) if len(rows) == limit else None)
 
@@ -566,6 +567,18 @@ class RedisStore:
     @_verb
     def rollups(self, since: int, until: int) -> ScriptCall[list[Rollup]]:
         return ScriptCall("rollups", [since, until], lambda reply: [decode_rollup(packed) for packed in reply], reads=True)
+
+    # -- pauses ---------------------------------------------------------------------------------------------------
+    @_batch
+    def pause(self, orders: Sequence[PauseOrder]) -> ScriptCall[list[PauseAnswer]]:
+        arguments: list[Argument] = [len(orders)]
+        for order in orders:
+            arguments += [order.pattern, order.actor, storable_text(order.reason), flag(order.resume)]
+        return ScriptCall("pause", arguments, lambda reply: [PauseAnswer(row.decode()) for row in reply])
+
+    @_verb
+    def paused(self) -> ScriptCall[list[PausedPattern]]:
+        return ScriptCall("paused", [], codec.pauses, reads=True)
 
     # -- tokens ---------------------------------------------------------------------------------------------------
     @_verb

@@ -8,7 +8,8 @@ take turns, and age decides among those of the current window. A queue is a subj
 execs is served from these queues, by a seek each, however many others wait; one that runs every program from EXECS_AT_ONCE.
 
 A call looks at IN_VAIN_MAX names in vain: subjects that no pattern matches, jobs of other kinds, subjects that are left to other
-workers. Then it looks only for subjects that a pattern names, and notes which requests were cut short (`Transaction.cut`). So
+workers. Subjects that are paused as a whole range (`render.>`) are not even read: a scan has that range cut out. Then it looks
+only for subjects that a pattern names, and notes which requests were cut short (`Transaction.cut`). So
 neither the length of a queue, nor patterns that match nothing, nor a client that makes a new subject or group for every job costs
 other groups more than a moment.
 
@@ -23,6 +24,7 @@ from typing import Any
 
 from tasuki.core.job import OnDisconnect, State
 from tasuki.core.lifecycle import LEASE_MARGIN_S, is_late
+from tasuki.core.pauses import is_paused, unpaused
 from tasuki.core.store_messages import Assignment, Grant, JobKind, LeaseRequest, ReadyPage, ReadyQueue
 from tasuki.core.subject import group_of, literal_prefix, matches, only_group
 from tasuki.errors import Unavailable
@@ -77,15 +79,26 @@ def region_of(pattern: str) -> Region:
 class Scan:
     """A walk over the names from `low` on, below `high`, `at_once` at a time, keeping those that match `pattern` (None: all).
 
-    The walk begins at `start`, and wraps around to it.
+    The walk begins at `start`, wraps around to it, and jumps over the ranges of `paused` patterns.
     """
 
-    def __init__(self, read: Read, at_once: int, low: str, high: str, start: str, pattern: str | None = None) -> None:
+    def __init__(
+        self,
+        read: Read,
+        at_once: int,
+        low: str,
+        high: str,
+        start: str,
+        pattern: str | None = None,
+        paused: tuple[str, ...] = (),
+    ) -> None:
         self._read = read
         self._at_once = at_once
         self._pattern = pattern
         begin = max(low, start)
         self._ranges = [(begin, high)] if begin == low else [(begin, high), (low, begin)]
+        if paused:
+            self._ranges = unpaused(self._ranges, paused)
         self.names: list[str] = []
         self.looked = 0
         """Number of names in the window that was read last, those that do not match too."""
@@ -122,12 +135,20 @@ class ReadyIndex:
         self._rows = session.rows
         self._listed = session.listed
         self._starts = starts
+        self._paused: tuple[str, ...] | None = None
         self._priorities: list[int] = []
         self._has_lower = True
         self._complete: dict[Place, Scan] = {}
         self._in_vain = 0
         self.is_cut = False
         """A walk of the current request ended at IN_VAIN_MAX."""
+
+    @property
+    def paused(self) -> tuple[str, ...]:
+        """Patterns that are paused, read when the call first has something to grant."""
+        if self._paused is None:
+            self._paused = tuple(pattern for (pattern,) in self._rows("paused_patterns"))
+        return self._paused
 
     def looked_in_vain(self, count: int) -> None:
         """Count names from which nothing was granted."""
@@ -179,7 +200,7 @@ class ReadyIndex:
                 scans[place] = self._scan(place, SUBJECTS_AT_ONCE, low, high, pattern if needs_match else None)
         while scans:
             names = list(dict.fromkeys(name for scan in scans.values() for name in scan.names))
-            names = [name for name in names if not request.leaves(name)]
+            names = [name for name in names if not request.leaves(name) and not is_paused(self.paused, name)]
             if names:
                 yield names
             else:
@@ -217,7 +238,8 @@ class ReadyIndex:
     def _scan(self, place: Place, at_once: int, low: str, high: str, pattern: str | None = None) -> Scan:
         scan = self._complete.get(place)
         if scan is None:
-            scan = Scan(self._reader(place), at_once, low, high, self._starts.pop(place, ""), pattern)
+            paused = self.paused if len(place) > 1 else ()
+            scan = Scan(self._reader(place), at_once, low, high, self._starts.pop(place, ""), pattern, paused)
             if scan.is_over:
                 self._complete[place] = scan
             else:
@@ -247,7 +269,7 @@ def lease(tx: Transaction, requests: Sequence[LeaseRequest]) -> list[list[Grant]
     answers = []
     for position, request in enumerate(requests):
         ready.is_cut = False
-        answers.append(_lease_named(tx, request) if request.job_ids else _lease_next(tx, request, ready))
+        answers.append(_lease_named(tx, request, ready) if request.job_ids else _lease_next(tx, request, ready))
         if ready.is_cut and len(answers[-1]) < request.limit:
             tx.cut.append(position)
     tx.at("lease.written")
@@ -272,7 +294,7 @@ def _lease_next(tx: Transaction, request: LeaseRequest, ready: ReadyIndex) -> li
 
 
 def _take(tx: Transaction, ready: ReadyIndex, priority: int, group: str, limit: int, request: LeaseRequest) -> list[Grant]:
-    taken = _take_chosen(tx, priority, group, limit, request)
+    taken = _take_chosen(tx, ready, priority, group, limit, request)
     if len(taken) == limit:
         return taken
     for subjects in ready.windows(priority, group, request):
@@ -292,18 +314,18 @@ def _take(tx: Transaction, ready: ReadyIndex, priority: int, group: str, limit: 
     return taken
 
 
-def _take_chosen(tx: Transaction, priority: int, group: str, limit: int, request: LeaseRequest) -> list[Grant]:
+def _take_chosen(tx: Transaction, ready: ReadyIndex, priority: int, group: str, limit: int, request: LeaseRequest) -> list[Grant]:
     taken: list[Grant] = []
     for job in request.chosen:
         if (job.priority, job.group) == (priority, group) and len(taken) < limit:
             found = tx.session.rows("named", (job.job_id,))
-            *row, _, is_ready, _, not_after = found[0] if found else (None, 0, None, None)
-            if is_ready == READY and not is_late(not_after, tx.clock.wall()):
+            *row, _, is_ready, _, not_after, subject = found[0] if found else (None, 0, None, None, "")
+            if is_ready == READY and not is_late(not_after, tx.clock.wall()) and not is_paused(ready.paused, subject):
                 taken.append(_grant(tx, row, group, request))
     return taken
 
 
-def _lease_named(tx: Transaction, request: LeaseRequest) -> list[Grant]:
+def _lease_named(tx: Transaction, request: LeaseRequest, index: ReadyIndex) -> list[Grant]:
     grants: list[Grant] = []
     for job_id in dict.fromkeys(request.job_ids):
         if len(grants) >= request.limit:
@@ -311,8 +333,8 @@ def _lease_named(tx: Transaction, request: LeaseRequest) -> list[Grant]:
         found = tx.session.rows("named", (job_id,))
         if not found:
             continue
-        *row, group, ready, expires_at, not_after = found[0]
-        if is_late(not_after, tx.clock.wall()):
+        *row, group, ready, expires_at, not_after, subject = found[0]
+        if is_late(not_after, tx.clock.wall()) or is_paused(index.paused, subject):
             continue
         is_over = expires_at is not None and expires_at <= tx.clock.lease() and ready != AHEAD
         if ready == READY or (is_over and _take_from_lost(tx, job_id, request.worker_id)):
@@ -384,6 +406,7 @@ def assign(tx: Transaction, assignments: Sequence[Assignment], *, epoch: int) ->
     wanted = tx.session.listed(sorted({assignment.job_id for assignment in assignments}))
     free = {job_id for (job_id,) in tx.session.rows("lock_free_runs", (wanted,))}
     rows = {job_id: row for job_id, row in tx.rows_unlocked(sorted(free)).items() if job_id in free}
+    paused = ReadyIndex(tx.session, {}).paused
     prefix = _lease_id_prefix(tx)
     placed: list[tuple[Any, ...]] = []
     answers: list[Grant | None] = []
@@ -395,6 +418,8 @@ def assign(tx: Transaction, assignments: Sequence[Assignment], *, epoch: int) ->
         elif not assignment.worker_id:
             if row.is_unfetched and row.job_state is State.ASSIGNED:
                 placed.append(_taken_back(tx, row))
+        elif is_paused(paused, row.queue.subject):
+            pass
         elif row.ready == AHEAD:
             grant = Grant(row.idempotency_key, row.spec, row.submitter, f"{prefix}{row.id}", row.attempt + 1, assignment.ttl_s)
             placed.append(_assigned(tx, row, assignment, grant))
@@ -457,12 +482,16 @@ def ready_queues(session: SqlSession, place: Any, limit: int) -> ReadyPage:
     """Walk the index of ready rows by its distinct queues, one seek each, from the highest priority down."""
     bands = [(place[0],)] if place else session.rows("band", (ABOVE_ALL_PRIORITIES,))
     behind = place[1:] if place else _BEFORE_ALL_QUEUES
+    paused = [pattern for (pattern,) in session.rows("paused_patterns")] if bands else []
     queues: list[ReadyQueue] = []
+    looked = 0
     while bands:
         priority = bands[0][0]
-        rows = session.rows("queues", (priority, *behind, limit - len(queues)))
-        queues += [ReadyQueue(subject, JobKind(kind), exec_) for _, subject, kind, exec_ in rows]
-        if len(queues) == limit:
+        rows = session.rows("queues", (priority, *behind, limit - looked))
+        looked += len(rows)
+        found = (ReadyQueue(subject, JobKind(kind), exec_) for _, subject, kind, exec_ in rows)
+        queues += [queue for queue in found if not is_paused(paused, queue.subject)]
+        if looked == limit:
             return ReadyPage(queues, (priority, *rows[-1]))
         bands, behind = session.rows("band", (priority,)), _BEFORE_ALL_QUEUES
     return ReadyPage(queues)

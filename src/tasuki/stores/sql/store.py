@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from tasuki.core.election import LOCK_TTL_S
 from tasuki.core.job import LEASED, Job, JobIncident
+from tasuki.core.pauses import PAUSES_MAX, PauseAnswer, PausedPattern, PauseOrder
 from tasuki.core.scheduler.thresholds import Thresholds
 from tasuki.core.statistics import Rollup, decode_rollup, encode_rollup
 from tasuki.core.store_messages import (
@@ -160,6 +161,9 @@ class SqlReads:
             AuditRow(at=at, actor=actor, action=action, target=target, detail=detail)
             for at, actor, action, target, detail in self._select("audit", (limit,))
         ]
+
+    def paused(self) -> list[PausedPattern]:
+        return [PausedPattern(*row) for row in self._select("pauses")]
 
     def epoch(self) -> tuple[int, str]:
         rows = self._select("epoch_seen", (LEADER_SCOPE,))
@@ -457,6 +461,26 @@ class SqlStore(SqlReads):
                 fetch(self._tx, holders)
                 found, _ = held_leases(self._tx.session, holders, now)
         return found
+
+    # -- pauses ---------------------------------------------------------------------------------------------------
+    def pause(self, orders: Sequence[PauseOrder]) -> list[PauseAnswer]:
+        if not orders:
+            return []
+        with self._tx:
+            self._tx.session.change("lock_pauses")
+            return [self._pause(order) for order in orders]
+
+    def _pause(self, order: PauseOrder) -> PauseAnswer:
+        session = self._tx.session
+        if order.resume:
+            return PauseAnswer.DONE if session.change("remove_pause", (order.pattern,)) else PauseAnswer.AS_BEFORE
+        known = {pattern for (pattern,) in session.rows("paused_patterns")}
+        if order.pattern in known:
+            return PauseAnswer.AS_BEFORE
+        if len(known) >= PAUSES_MAX:
+            return PauseAnswer.TOO_MANY
+        session.change("add_pause", (order.pattern, self.clock.wall(), order.actor, storable_text(order.reason)))
+        return PauseAnswer.DONE
 
     # -- tokens ---------------------------------------------------------------------------------------------------
     def add_token(self, token: TokenRow) -> bool:

@@ -46,6 +46,7 @@
 --   {app}:cache:{cache_id}      HASH    name -> msgpack of [sha256, size_bytes, target, owner, added_at]
 --   {app}:caches                HASH    cache_id -> msgpack of [target, owner, created_at]
 --   {app}:rollups               ZSET    msgpack of what one server counted in one minute, by that minute
+--   {app}:paused                HASH    pattern -> msgpack of [since, actor, reason], of subjects whose jobs are granted to nobody
 --   {app}:turn:{session}        HASH    number and answers of the last turn of one store object; gone a day after its last turn
 
 local prefix = APP .. ':'
@@ -72,6 +73,7 @@ local key = {
   blob_bytes = prefix .. 'blob_bytes',
   caches = prefix .. 'caches',
   rollups = prefix .. 'rollups',
+  paused = prefix .. 'paused',
 }
 
 local heads = {}

@@ -115,6 +115,33 @@ reads.rollups = function()
   return redis.call('ZRANGEBYSCORE', key.rollups, since, '(' .. before)
 end
 
+-- pause(count, then for each pattern, actor, reason, '1' to resume it) -> for each done, as_before or too_many
+-- {app}:paused.
+
+verbs.pause = function()
+  return for_each(function(pattern, actor, reason, resume)
+    if (redis.call('HEXISTS', key.paused, pattern) == 1) ~= (resume == '1') then
+      return 'as_before'
+    end
+    if resume == '1' then
+      write('HDEL', key.paused, pattern)
+    elseif redis.call('HLEN', key.paused) >= PAUSES_MAX then
+      return 'too_many'
+    else
+      write('HSET', key.paused, pattern, cmsgpack.pack({ now.text, actor, reason }))
+    end
+    queues.pauses_changed()
+    return 'done'
+  end, 4)
+end
+
+-- paused() -> pattern, msgpack of [since, actor, reason], …
+-- Reads {app}:paused.
+
+reads.paused = function()
+  return redis.call('HGETALL', key.paused)
+end
+
 -- epoch() -> {epoch, holder}
 -- Reads {app}:epoch.
 

@@ -3,9 +3,9 @@
 -- lease(live worker lists, count of terms, these, count of requests, then for each worker_id, prefix of its lease_ids, the number
 --   of its terms, count of job_ids, these, count of what is said of chosen jobs, for each job_id, priority, group)
 --   -> for each job_id, lease_id, attempt, spec, payload, …
--- Reads {app}:queues:{priority}, {app}:served, {app}:queue and {app}:queue:{priority}:{group}:{kind}:{subject}; of each granted
--- job it writes {app}:job|lease|status:{id} and {app}:lease:index, and deletes {app}:outcome|result|summary|freqs:{id} of the
--- attempt before.
+-- Reads {app}:paused, {app}:queues:{priority}, {app}:served, {app}:queue and {app}:queue:{priority}:{group}:{kind}:{subject}; of
+-- each granted job it writes {app}:job|lease|status:{id} and {app}:lease:index, and deletes
+-- {app}:outcome|result|summary|freqs:{id} of the attempt before.
 
 local function read_patterns()
   local patterns = {}
@@ -144,13 +144,17 @@ local function serve(request, waiting, count, grants)
   return count - (wanted - request.granted)
 end
 
+local function is_paused(job)
+  return queues.is_paused(jobs.facts(job).subject)
+end
+
 -- Grants up to `count` jobs of one group that are chosen for the worker.
 local function take_chosen(request, priority, group, count, grants)
   local wanted = request.granted + count
   for i = 1, #request.chosen, 3 do
     if tonumber(request.chosen[i + 1]) == tonumber(priority) and request.chosen[i + 2] == group and request.granted < wanted then
       local job = outsiders.load(request.chosen[i])
-      if job and queues.is_waiting(job) and not rules.is_late(job.not_after, now.wall) then
+      if job and queues.is_waiting(job) and not rules.is_late(job.not_after, now.wall) and not is_paused(job) then
         grant_to(request, job, grants)
       end
     end
@@ -206,7 +210,7 @@ local function take_from_lost(job, by)
 end
 
 local function may_be_granted(job, request)
-  if rules.is_late(job.not_after, now.wall) then
+  if rules.is_late(job.not_after, now.wall) or is_paused(job) then
     return false
   end
   if LEASED[job.state] then
@@ -251,7 +255,7 @@ end
 
 local function assign(epoch, id, worker_id, incarnation, owner, ttl_s, on_disconnect, reconnect_grace_s, lease_id)
   local job = outsiders.load(id)
-  if not job or not queues.is_waiting(job) or rules.is_late(job.not_after, now.wall) then
+  if not job or not queues.is_waiting(job) or rules.is_late(job.not_after, now.wall) or is_paused(job) then
     return false
   end
   local to = {

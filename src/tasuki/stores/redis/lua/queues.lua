@@ -161,21 +161,21 @@ function queues.read_member(member)
   return string.match(member, '^([^%z]*)%z([^%z]*)%z(.*)$')
 end
 
--- Returns up to `limit` queues after a place, each as priority, member of the index, subject and kind; and, whatever the place,
--- the list if it has an entry: outsiders fill it without a turn.
+-- Returns up to `limit` queues after a place, each as priority, member of the index, subject ('' if it is paused) and kind; and,
+-- whatever the place, the list if it has an entry: outsiders fill it without a turn.
 function queues.page(priority, after, limit)
   local found = {}
   for each = priority, 0, -1 do
     local low = each == priority and after ~= '' and '(' .. after or '-'
     for _, member in ipairs(redis.call('ZRANGEBYLEX', queues.index_of(each), low, '+', 'LIMIT', 0, limit - #found)) do
       local _, subject, kind = queues.read_member(member)
-      found[#found + 1] = { tostring(each), member, subject, kind }
+      found[#found + 1] = { tostring(each), member, queues.is_paused(subject) and '' or subject, kind }
     end
     if #found == limit then
       break
     end
   end
-  return found, queues.is_own_ready(OWN.priority) and { own.subject, own.kind }
+  return found, queues.is_own_ready(OWN.priority) and not queues.is_paused(own.subject) and { own.subject, own.kind }
 end
 
 -- Returns the oldest `limit` jobs of each queue of a subject, of `most` queues of each priority.

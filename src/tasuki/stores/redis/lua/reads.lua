@@ -152,8 +152,9 @@ reads.top_band = function()
 end
 
 -- ready_queues(priority, member of its index to go on after or '', limit)
---   -> {for each queue {priority, member, subject, kind}; subject and kind of {app}:queue, or false if it is empty}
--- Reads {app}:queues:{priority} and {app}:queue.
+--   -> {for each queue {priority, member, subject or '' if it is paused, kind}; subject and kind of {app}:queue, or false if it
+--   is empty or paused}
+-- Reads {app}:queues:{priority}, {app}:queue and {app}:paused.
 
 reads.ready_queues = function()
   local priority, after, limit = take(3)

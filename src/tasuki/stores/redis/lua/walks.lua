@@ -14,6 +14,18 @@ local REMEMBERED_WALKS_MAX = 10000
 
 local in_vain, is_cut = 0, false
 
+local paused = nil -- patterns of {app}:paused, once they were read
+
+-- Returns the patterns that are paused. They are read again after a verb that changed them.
+local function paused_patterns()
+  paused = paused or redis.call('HKEYS', key.paused)
+  return paused
+end
+
+function queues.pauses_changed()
+  paused = nil
+end
+
 function queues.begin_lease()
   in_vain = 0
 end
@@ -45,9 +57,17 @@ local function matches_any(patterns, subject)
   return false
 end
 
--- Returns whether the jobs of a subject are not for the worker that asks: the subject names another one, or a routing policy
--- decides about them.
+-- Returns whether the jobs of a subject are granted to nobody.
+function queues.is_paused(subject)
+  return matches_any(paused_patterns(), subject)
+end
+
+-- Returns whether the jobs of a subject are not for the worker that asks: they are paused, the subject names another one, or a
+-- routing policy decides about them.
 local function leaves(request, subject)
+  if queues.is_paused(subject) then
+    return true
+  end
   local only = string.match('.' .. subject, '^.*%.@([^@]+)$')
   if only then
     return only ~= request.worker_id
@@ -127,6 +147,39 @@ local function go_on(walk, count, whole_group)
     end
   end
   return found
+end
+
+-- Returns whether a text comes before another by its bytes, as in an index; Lua compares by the server's locale.
+local function is_before(one, other)
+  for i = 1, math.min(#one, #other) do
+    local left, right = string.byte(one, i), string.byte(other, i)
+    if left ~= right then
+      return left < right
+    end
+  end
+  return #one < #other
+end
+
+-- Cuts the subjects of a group that are paused as a range (render.>) out of a walk, however many they are. Bounds of such a walk
+-- are '[low' and '(high'.
+local function jump_over_paused(walk, group)
+  for _, pattern in ipairs(paused_patterns()) do
+    local range = queues.range_of(pattern)
+    if not range.needs_match then
+      local low, high, left = group .. '\0' .. range.low, group .. '\0' .. range.high, {}
+      for _, one in ipairs(walk.ranges) do
+        local first, last = string.sub(one[1], 2), string.sub(one[2], 2)
+        local before, behind = is_before(low, last) and low or last, is_before(first, high) and high or first
+        if is_before(first, before) then
+          left[#left + 1] = { one[1], '(' .. before }
+        end
+        if is_before(behind, last) then
+          left[#left + 1] = { '[' .. behind, one[2] }
+        end
+      end
+      walk.ranges = left
+    end
+  end
 end
 
 -- Lets the next walk of that name begin where this one is, unless it is over.
@@ -255,10 +308,13 @@ function queues.each_window(request, priority, group, visit)
         add(own)
       end
       if range.is_literal then
-        add_literal(range)
+        if not queues.is_paused(range.pattern) then
+          add_literal(range)
+        end
       elseif queues.may_walk() then
         walks[#walks + 1] = begin_walk(table.concat({ priority, group, range.pattern }, '\0'), index, low, high)
         walks[#walks].range = range
+        jump_over_paused(walks[#walks], group)
       end
     end
   end

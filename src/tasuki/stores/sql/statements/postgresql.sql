@@ -287,7 +287,7 @@ RETURNING job.id, idempotency_key, spec, submitter, attempt - 1, picked.state, p
 
 -- name: named
 SELECT id, idempotency_key, spec, submitter, attempt, state, result_sha256, "group", ready, lease_expires_at,
-       not_after
+       not_after, subject
 FROM tasuki_jobrun WHERE idempotency_key = $1::text FOR UPDATE
 
 -- name: grant
@@ -792,6 +792,29 @@ SELECT at, actor, action, target, detail FROM tasuki_audit ORDER BY id DESC LIMI
 
 -- name: revoke_token
 UPDATE tasuki_token SET revoked_at = $2::float8, revoked_by = $3::text WHERE token_id = $1::text AND revoked_at IS NULL
+
+
+-- ------------------------------------------------------------------------------------------------ pauses
+
+-- name: paused_patterns
+-- Read by every lease. FOR KEY SHARE locks no row here, only the table, against `lock_pauses`: once a pause is stored, no lease
+-- that has not seen it is under way. The snapshot of a statement is taken after its lock.
+SELECT pattern FROM tasuki_subjectpause
+WHERE NOT EXISTS (SELECT FROM tasuki_subjectpause WHERE FALSE FOR KEY SHARE)
+
+-- name: lock_pauses
+-- Waits for all leases under way, and lets the next ones wait; readers do not.
+LOCK TABLE tasuki_subjectpause IN EXCLUSIVE MODE
+
+-- name: pauses
+SELECT pattern, since, actor, reason FROM tasuki_subjectpause ORDER BY pattern
+
+-- name: add_pause
+INSERT INTO tasuki_subjectpause (pattern, since, actor, reason)
+VALUES ($1::text, $2::float8, $3::text, $4::text) ON CONFLICT DO NOTHING
+
+-- name: remove_pause
+DELETE FROM tasuki_subjectpause WHERE pattern = $1::text
 
 
 -- ------------------------------------------------------------------------------------------------ marks of turns

@@ -159,7 +159,7 @@ FROM oldest CROSS JOIN tasuki_jobrun AS job ON job.id = oldest.id
 -- name: named
 -- A job for leasing by job_id, ready or not: the last columns tell.
 SELECT id, idempotency_key, spec, submitter, attempt, state, result_sha256, "group", ready, lease_expires_at,
-       not_after
+       not_after, subject
 FROM tasuki_jobrun WHERE idempotency_key = ?1
 
 -- name: grant
@@ -632,6 +632,25 @@ SELECT at, actor, action, target, detail FROM tasuki_audit ORDER BY id DESC LIMI
 
 -- name: revoke_token
 UPDATE tasuki_token SET revoked_at = ?2, revoked_by = ?3 WHERE token_id = ?1 AND revoked_at IS NULL
+
+
+-- ------------------------------------------------------------------------------------------------ pauses
+
+-- name: paused_patterns
+SELECT pattern FROM tasuki_subjectpause
+
+-- name: lock_pauses
+-- One transaction writes at a time.
+SELECT 1
+
+-- name: pauses
+SELECT pattern, since, actor, reason FROM tasuki_subjectpause ORDER BY pattern
+
+-- name: add_pause
+INSERT INTO tasuki_subjectpause (pattern, since, actor, reason) VALUES (?1, ?2, ?3, ?4) ON CONFLICT DO NOTHING
+
+-- name: remove_pause
+DELETE FROM tasuki_subjectpause WHERE pattern = ?1
 
 
 -- ------------------------------------------------------------------------------------------------ blobs
