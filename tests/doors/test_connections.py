@@ -260,6 +260,27 @@ def test_the_doors_of_a_server_count_together(tmp_path: Path) -> None:
             peer.close()
 
 
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ((1024, 524_288), (10_128, 524_288)),
+        ((1024, 4096), (4096, 4096)),
+        ((1024, resource.RLIM_INFINITY), (10_128, resource.RLIM_INFINITY)),
+        ((65_536, 65_536), (65_536, 65_536)),
+        ((resource.RLIM_INFINITY, resource.RLIM_INFINITY), (resource.RLIM_INFINITY, resource.RLIM_INFINITY)),
+    ],
+)
+def test_a_server_raises_its_soft_limit_of_open_files_to_what_it_needs(
+    before: tuple[int, int], after: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(listening, "CONNECTIONS_MAX", 10_000)
+    limits = {resource.RLIMIT_NOFILE: before}
+    monkeypatch.setattr(resource, "getrlimit", limits.__getitem__)
+    monkeypatch.setattr(resource, "setrlimit", limits.__setitem__)
+    listening.raise_open_files()
+    assert limits == {resource.RLIMIT_NOFILE: after}
+
+
 def test_addresses_of_one_ipv6_network_are_one_peer() -> None:
     assert (
         listening._network_of("2001:db8::1%eth0") == listening._network_of("2001:db8::2") != listening._network_of("2001:db9::1")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import resource
 import statistics
 import time
 from collections import deque
@@ -15,6 +16,7 @@ import pytest
 from tasuki import AsyncClient
 from tasuki.core.protocol import DeliverMessages, HelloClient, Message, Reply, Request, Welcome
 from tasuki.wire.messages import FrameDecoder, decode, encode
+from tests.conftest import Require
 from tests.support.processes import ServerProcess, rss_bytes, start_server, start_worker
 
 pytestmark = pytest.mark.e2e
@@ -24,12 +26,21 @@ MESSAGES = 200  # to all of them
 BULK = 40 * [bytes(MIB // 2)]  # to the one that never reads as well: more than it may leave unread, and its connection holds
 JOBS = 60
 DEADLINE_S = 120.0
+USUAL_FILES, FILES = 1024, 4096  # open files of a process: as shells set it, and as this test needs
 
 
 @pytest.fixture
-def server(tmp_path: Path) -> Iterator[ServerProcess]:
-    with start_server(tmp_path) as server:
-        yield server
+def server(tmp_path: Path, require: Require) -> Iterator[ServerProcess]:
+    """A server that is started with the usual soft limit of open files, and raises it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    require("open files", hard >= FILES, f"the hard limit is {hard}")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, FILES), hard))
+    try:
+        usual = (USUAL_FILES, hard)
+        with start_server(tmp_path, preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, usual)) as server:
+            yield server
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 class Subscriber:

@@ -45,7 +45,7 @@ from tasuki.core.lifecycle import (
 )
 from tasuki.core.routing import ROUTE_WAIT_S, Policy, parse_routes
 from tasuki.core.units import parse_size
-from tasuki.doors.listening import Connections, ServerCertificate
+from tasuki.doors.listening import Connections, ServerCertificate, raise_open_files
 from tasuki.doors.tcp import TcpDoor
 from tasuki.errors import ConfigError, NotFound, Overloaded
 from tasuki.server.assembly import (
@@ -293,6 +293,7 @@ def _key() -> bytes:
 
 
 async def _main(options: ServerOptions, events: process.Events) -> int:
+    raise_open_files()
     stop = process.StopSignals()
 
     async def until_stopped(opened: RunningServer) -> None:

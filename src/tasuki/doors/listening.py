@@ -65,6 +65,17 @@ def connections_max() -> int:
     return max(1, min(CONNECTIONS_MAX, descriptors - DESCRIPTORS_KEPT))
 
 
+def raise_open_files() -> None:
+    """Raise the soft limit of open files to what CONNECTIONS_MAX need, as far as the hard limit allows.
+
+    Shells and systemd set it to 1,024, for programs that call select(). Children inherit it: not for processes that start jobs.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = CONNECTIONS_MAX + DESCRIPTORS_KEPT
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted if hard == resource.RLIM_INFINITY else min(wanted, hard), hard))
+
+
 def bound(address: Address) -> socket.socket:
     """Return a socket bound to the address, not listening yet; ConfigError if that fails."""
     family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
