@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tasuki.coords.coordination import EXPELLED_S, MEMBER_TIMEOUT_S, ClusterMember
+from tasuki.coords.coordination import ASSIGNED_S, EXPELLED_S, MEMBER_TIMEOUT_S, ClusterMember
 from tasuki.coords.scheduler_redis import SchedulerCoordination
 from tasuki.core.election import Locked
 from tasuki.stores.redis.connection import connect, place_of
@@ -111,6 +111,14 @@ def test_a_flag_that_somebody_else_sets_detaches_a_worker_until_it_is_deleted(
     assert other.beat(ClusterMember(member_id="8", incarnation="1"), seen={}).detached == {"7"}, "others know it from then on"
     raw.delete("scheduler:detach:7")
     assert coordination.beat(LEADER, seen={}).detached == other.detached() == frozenset()
+
+
+def test_a_run_that_is_assigned_has_a_key_with_its_worker_for_five_seconds(coordination: SchedulerCoordination, raw: Any) -> None:
+    coordination.note_assigned({"d7-60": "7", "d8-60": "8"})
+    coordination.note_assigned({"d7-60": "9"})
+
+    assert (raw.get("scheduler:jobrun:lease:d7-60"), raw.get("scheduler:jobrun:lease:d8-60")) == (b"7", b"8")
+    assert 0 < raw.pttl("scheduler:jobrun:lease:d7-60") <= ASSIGNED_S * 1000
 
 
 def test_a_number_is_detached_for_a_day_and_a_name_that_lasts_until_it_is_attached(

@@ -57,20 +57,21 @@ class RigNode:
 class NodeRig:
     """A project, its nodes and the network between them: places `sql`, `redis`, and the names of nodes for calls to them."""
 
-    def __init__(self, folder: Path, postgres: PostgresService, redis_url: str = "", *, slots: int = 2) -> None:
+    def __init__(self, folder: Path, postgres: PostgresService, redis_url: str = "", *, slots: int = 2, **env: str) -> None:
         self.folder, self.slots = folder, slots
         self._postgres = postgres
         self.url = postgres.empty_database()
         self.network = CutNetwork()
         self.nodes: dict[str, RigNode] = {}
         self._redis_url = redis_url
+        self._env = env
         self._stack = ExitStack()
 
     def __enter__(self) -> Self:
         self._stack.enter_context(self.network)
         self.coordination = self._carried("redis", self._redis_url) if self._redis_url else ""
         tasuki = json.dumps({"coordination": self.coordination})
-        self.site = DjangoSite(self.folder, postgres_url=self.url, SITE_TASUKI=tasuki)
+        self.site = DjangoSite(self.folder, postgres_url=self.url, SITE_TASUKI=tasuki, **self._env)
         self._carried_sql = self._carried("sql", self.url)
         self.site.manage("migrate", "-v0")
         return self

@@ -27,6 +27,7 @@ FORGET_AFTER_S = 3600.0  # how long the row of a dead member is kept
 FORGET_BATCH = 100  # rows that one beat removes
 LEADER = "(leader)"  # no user of a Django project has such a name
 """Actor of a leader that detaches a worker which does not answer."""
+ASSIGNED_S = 5.0  # how long the note of an assignment is kept
 EXPELLED_S = 86_400  # how long the flag of such a worker is kept: its id is not given again
 
 
@@ -130,6 +131,11 @@ class Coordination(Protocol):
         """Have the leader step down: its next beat is told. Without a leader, the next one is told."""
 
     # -- workers that get no more work ----------------------------------------------------------------------------
+    def note_assigned(self, worker_of: Mapping[str, str]) -> None:
+        """Note which worker each run is about to be assigned to, for people and programs that read it; used if
+        `shows_workers`. Nothing depends on it: the store alone says what is assigned to whom."""
+        return
+
     def set_detached(self, worker_id: str, detached: bool, *, actor: str, reason: str = "") -> bool:
         """Give a worker no more work, or give it work again. True if that changed anything; else actor and reason stay.
 

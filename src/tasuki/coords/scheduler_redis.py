@@ -10,6 +10,7 @@
     scheduler:leader:degrade             the leader is to step down (or degrade_leader = 1 in its hash)
     scheduler:detach:{id}                1: the worker gets no more work, and comes back under another id; also if somebody else
                                          wrote it. `by NAME`: a person detached it, and it stays until it is attached
+    scheduler:jobrun:lease:{id}          the worker that a run is about to be assigned to; SET NX PX, 5 s. For readers alone
     scheduler:members, :member:{id}      ZSET of live processes by their last beat, HASH of what they tell each other
     scheduler:detached                   SET of the workers of which a flag was seen
 
@@ -17,7 +18,7 @@ Other scopes have keys of the same form: scheduler:{scope}:lock and :epoch. Ever
 key, as Redis Cluster wants it. So nothing here is atomic over two keys: a process may take a lock and die before it has an epoch.
 The lock ends by its ttl then; and an epoch counts only after the store has registered it.
 
-Touches the network. The clock is Redis TIME.
+Touches the network. The clock is TIME of the server that has scheduler:members: those of a cluster have a clock each.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from functools import lru_cache
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
-from tasuki.coords.coordination import EXPELLED_S, FORGET_AFTER_S, LEADER, ClusterMember, LiveMember, View, check_ttl
+from tasuki.coords.coordination import ASSIGNED_S, EXPELLED_S, FORGET_AFTER_S, LEADER, ClusterMember, LiveMember, View, check_ttl
 from tasuki.coords.redis import RedisCoordination
 from tasuki.core.election import LOCK_TTL_MAX_S, Busy, Locked
 
@@ -44,7 +45,7 @@ class SchedulerCoordination(RedisCoordination):
 
     shows_workers = True
 
-    def __init__(self, client: redis.Redis, *, where: str) -> None:
+    def __init__(self, client: redis.Redis | Any, *, where: str) -> None:
         super().__init__(client, where=where, app=PREFIX)
         self._scripts = {name: client.register_script(text) for name, text in _scripts().items()}
         self._shown: set[str] = set()
@@ -130,6 +131,10 @@ class SchedulerCoordination(RedisCoordination):
         self._command("SET", f"{PREFIX}:leader:degrade", "1")
 
     # -- workers that get no more work ----------------------------------------------------------------------------
+    def note_assigned(self, worker_of: Mapping[str, str]) -> None:
+        ttl_ms = str(int(ASSIGNED_S * 1000))
+        self._together([("SET", f"{PREFIX}:jobrun:lease:{run}", to, "NX", "PX", ttl_ms) for run, to in worker_of.items()])
+
     def set_detached(self, worker_id: str, detached: bool, *, actor: str, reason: str = "") -> bool:
         """Set or delete the flag; the reason is in the log of operations, not here."""
         flag = f"{PREFIX}:detach:{worker_id}"
@@ -159,6 +164,10 @@ class SchedulerCoordination(RedisCoordination):
         return {name.decode() for name in self._command("SMEMBERS", f"{PREFIX}:{key}")}
 
     # -- commands -------------------------------------------------------------------------------------------------
+    def _now_s(self) -> float:
+        seconds, microseconds = self._on("clock", "members")
+        return int(seconds) + int(microseconds) / 1e6
+
     def _on(self, script: str, key: str, *arguments: str | bytes | float) -> Any:
         return self._ask(self._scripts[script], (f"{PREFIX}:{key}",), arguments)
 

@@ -56,7 +56,12 @@ JOURNAL_STRETCH_BYTES = 8 * 1024 * 1024  # some hundred jobs at idle; under load
 BLOB_MAX_BYTES = 64 * 1024 * 1024 * 1024
 RESTS_AFTER_S = 5.0  # without anything to do: connecting again takes some milliseconds
 SHARED_READERS = 4  # read-only connections of a server to a database that it shares; SQLite's reader is quick enough alone
-REDIS_SCHEMES = ("redis://", "rediss://", "unix://", "redis+sentinel://", "rediss+sentinel://")
+REDIS_SCHEMES = (
+    "redis://",
+    "rediss://",
+    "unix://",
+    *(f"{tls}+{kind}://" for tls in ("redis", "rediss") for kind in ("sentinel", "cluster")),
+)
 COORDINATION_PREFIX = "tasuki-servers"  # of the hints in a Redis that coordinates the servers of a SQL store
 IN_THE_STORE = "the database"  # name of a coordination
 TTL_SLACK_S = 86_400.0  # pruning by the leader comes first; a key's own end is for a Redis whose servers are all gone
@@ -251,9 +256,9 @@ def open_scheduler_coordination(url: str, ttl_s: float = LOCK_TTL_S) -> Schedule
     """Open the coordination of a SQL store in Redis."""
     from tasuki.coords.redis import TIMEOUT_SHARE
     from tasuki.coords.scheduler_redis import SchedulerCoordination
-    from tasuki.stores.redis.connection import connect, name_of
+    from tasuki.stores.redis.connection import connect_coordination, name_of
 
-    return SchedulerCoordination(connect(url, TIMEOUT_SHARE * ttl_s), where=name_of(url))
+    return SchedulerCoordination(connect_coordination(url, TIMEOUT_SHARE * ttl_s), where=name_of(url))
 
 
 def open_presigned(blobs: str, endpoint: str = "") -> PresignedTransfers:

@@ -21,7 +21,18 @@ import msgspec
 from tasuki.coords.coordination import BEAT_INTERVAL_S, ClusterMember, Coordination, View
 from tasuki.core import election
 from tasuki.core.broker.broker import Broker
-from tasuki.core.broker.events import ClusterView, Detach, Elected, Event, Hinted, Publish, Relay, Relayed, StartRuns
+from tasuki.core.broker.events import (
+    ClusterView,
+    Detach,
+    Elected,
+    Event,
+    Hinted,
+    NoteAssigned,
+    Publish,
+    Relay,
+    Relayed,
+    StartRuns,
+)
 from tasuki.core.cluster_messages import Hint, RelayedPieces, RelayPiece, ServerInfo, decode, relay, split
 from tasuki.core.machine import Now, Ticked
 from tasuki.errors import TasukiError
@@ -36,7 +47,7 @@ SCOPE = "leader"
 RENEWED_SLACK_S = 1.0  # a question about a lease is on its way for less
 
 T = TypeVar("T")
-ClusterCommand = election.TookOver | election.EpochFenced | election.Lapsed | Publish | Relay | StartRuns
+ClusterCommand = election.TookOver | election.EpochFenced | election.Lapsed | Publish | Relay | StartRuns | NoteAssigned
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(ServerInfo).decode
 
@@ -322,11 +333,19 @@ class Cluster:
                 self._wakeups.publish_messages(pieces)
             case StartRuns():
                 self.on_start(command)
+            case NoteAssigned():
+                self._tasks.spawn(self._note(command))
             case election.TookOver() | election.Lapsed():
                 self._decide(command)
             case election.EpochFenced():
                 logger.warning("epoch %d was refused by the store, which has another one", command.epoch)
                 self._decide(command)
+
+    async def _note(self, command: NoteAssigned) -> None:
+        try:
+            await self.call(self.coordination.note_assigned, command.worker_of)
+        except TasukiError as error:
+            logger.debug("assigned runs were not noted: %s", error)
 
     def _decide(self, event: election.Event) -> None:
         if self._has_left:

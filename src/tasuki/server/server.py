@@ -431,7 +431,15 @@ class Server:
                     self._tasks.spawn(self._delete_blobs(command))
                 case events.AskEnded() | events.AskRevoked() | events.AskReady() | events.AskRouted():
                     self._tasks.spawn(self._ask(command))
-                case TookOver() | EpochFenced() | Lapsed() | events.Publish() | events.Relay() | events.StartRuns():
+                case (
+                    TookOver()
+                    | EpochFenced()
+                    | Lapsed()
+                    | events.Publish()
+                    | events.Relay()
+                    | events.StartRuns()
+                    | events.NoteAssigned()
+                ):
                     self._cluster.carry_out(command)
                 case events.Detach():
                     self._tasks.spawn(self._detach(command))

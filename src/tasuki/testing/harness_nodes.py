@@ -403,7 +403,14 @@ class ServerNode:
                     self._hang_up(command)
                 case broker_events.Query():
                     self._answer_query(command)
-                case broker_events.Publish() | broker_events.StartRuns() | TookOver() | EpochFenced() | Lapsed():
+                case (
+                    broker_events.Publish()
+                    | broker_events.StartRuns()
+                    | broker_events.NoteAssigned()
+                    | TookOver()
+                    | EpochFenced()
+                    | Lapsed()
+                ):
                     self._told(command)
                 case broker_events.LogFenced():
                     """The history has the answer of the store."""

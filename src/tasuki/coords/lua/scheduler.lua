@@ -50,3 +50,7 @@ if redis.call('HGET', KEYS[1], 'incarnation') ~= ARGV[1] then
   return 0
 end
 return redis.call('DEL', KEYS[1])
+
+-- name: clock
+-- KEYS[1] a key, whose server is asked -> {seconds, microseconds}
+return redis.call('TIME')

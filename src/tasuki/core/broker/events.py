@@ -293,6 +293,13 @@ class StartRuns(msgspec.Struct, frozen=True):
     """(job_id, attempt)"""
 
 
+class NoteAssigned(msgspec.Struct, frozen=True):
+    """Note in the coordination, for others to read, which worker each run is about to be assigned to."""
+
+    worker_of: dict[str, str]
+    """By job_id."""
+
+
 class AskEnded(msgspec.Struct, frozen=True):
     """Look up which of these watched jobs have ended; SomeEnded."""
 
@@ -329,6 +336,6 @@ Event = Opened | Received | Closed | Ticked | TurnDone | TurnFailed | JobSeen | 
 
 StoreQuestion = AskEnded | AskRevoked | AskReady | AskRouted
 """Reads beside the turns, of what this server did not hear of."""
-ClusterCommand = TookOver | EpochFenced | Lapsed | Publish | Relay | StartRuns | Detach | StoreQuestion
+ClusterCommand = TookOver | EpochFenced | Lapsed | Publish | Relay | StartRuns | NoteAssigned | Detach | StoreQuestion
 BlobCommand = ReceiveBlob | BlobPiece | SendBlob | DeleteBlobs
 Command = Send | Deliver | Hangup | Query | LogFenced | ClusterCommand | BlobCommand

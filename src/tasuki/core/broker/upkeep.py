@@ -26,7 +26,7 @@ from collections.abc import Sequence
 import msgspec
 
 from tasuki.core.broker.client_messages import ask_ends, stop_canceled
-from tasuki.core.broker.events import Command, DeleteBlobs, StartRuns
+from tasuki.core.broker.events import Command, DeleteBlobs, NoteAssigned, StartRuns
 from tasuki.core.broker.state import BrokerState
 from tasuki.core.broker.worker_messages import read_back
 from tasuki.core.cluster_messages import WorkerInfo
@@ -249,7 +249,8 @@ class Upkeep:
         planned = plan(runs, self._worker_loads(), ttl_s=state.config.lease_ttl_s)
         self._assignments = planned.assign
         server_of = {worker.worker_id: state.cluster.servers[server_id] for server_id, worker in state.cluster.workers()}
-        commands: list[Command] = []
+        assigned = {one.job_id: one.worker_id for one in planned.assign if one.worker_id}
+        commands: list[Command] = [NoteAssigned(assigned)] if assigned else []
         for worker_id, started in planned.start.items():
             if (own := state.workers.get(worker_id)) is not None:
                 if not own.resuming:

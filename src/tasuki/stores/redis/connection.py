@@ -3,12 +3,14 @@
     redis://user:password@host:6379/0        rediss:// with TLS; unix:///path?db=0
     redis+sentinel://user:password@host1:26379,host2:26379/service/0
     rediss+sentinel://… with TLS, to Sentinel and Redis alike
+    redis+cluster://user:password@host1:6379,host2:6379      rediss+cluster:// with TLS; for the coordination alone
 
 Parameters of the driver may follow as a query: ?ssl_ca_certs=…, ?sentinel_username=…&sentinel_password=… . Touches the network.
 """
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import random
 import re
@@ -21,6 +23,7 @@ import redis.asyncio
 from redis.asyncio.retry import Retry as AsyncRetry
 from redis.asyncio.sentinel import Sentinel as AsyncSentinel
 from redis.backoff import NoBackoff
+from redis.cluster import ClusterNode, RedisCluster
 from redis.retry import Retry
 from redis.sentinel import Sentinel
 
@@ -34,6 +37,7 @@ logger = logging.getLogger("tasuki.store")
 TIMEOUT_S = 10.0  # for an answer; a turn takes milliseconds
 CONNECT_TIMEOUT_S = 5.0
 SENTINEL_PORT = 26379
+REDIS_PORT = 6379
 OLDEST_VERSION = (6, 2)
 IDLE_S = 5.0  # of silence, before the listener sends a ping; after as much again it connects anew
 
@@ -54,12 +58,24 @@ _FULL = ("OOM command not allowed", "MISCONF", "No space left")
 
 def connect(url: str, timeout_s: float) -> redis.Redis:
     """Return a client with one connection, which is made by the first command, and again by the first one after it broke."""
+    if is_cluster(url):
+        raise ConfigError(f"{name_of(url)} is a cluster, whose keys are spread: it can be the coordination, not the store")
     client: redis.Redis = _client(url, timeout_s, redis.Redis, Sentinel, Retry)
     return client
 
 
+def connect_coordination(url: str, timeout_s: float) -> redis.Redis | ClusterClient:
+    """Return such a client for commands on one key each, which may be those of a cluster."""
+    return ClusterClient(url, timeout_s) if is_cluster(url) else connect(url, timeout_s)
+
+
 def connect_async(url: str, timeout_s: float) -> redis.asyncio.Redis:
-    """Return such a client for an event loop."""
+    """Return such a client for an event loop; of a cluster, whose servers pass messages on to each other, that of any server."""
+    if is_cluster(url):
+        parts = urlsplit(url)
+        login, at, hosts = parts.netloc.rpartition("@")
+        host, port = random.choice(_hosts(hosts, REDIS_PORT))  # noqa: S311 - any will do
+        url = f"{parts.scheme.removesuffix('+cluster')}://{login}{at}{_bracketed(host)}:{port}/0?{parts.query}"
     client: redis.asyncio.Redis = _client(url, timeout_s, redis.asyncio.Redis, AsyncSentinel, AsyncRetry)
     return client
 
@@ -89,6 +105,112 @@ def _client(url: str, timeout_s: float, kind: Any, sentinels: Any, retry: Any) -
         ) from None
 
 
+def is_cluster(url: str) -> bool:
+    """Return whether this is the address of a Redis Cluster."""
+    return urlsplit(url).scheme.endswith("+cluster")
+
+
+class ClusterClient:
+    """The part of `redis.Redis` that the coordination uses, on a Redis Cluster.
+
+    The driver's own client connects when it is made. This one does so at its first command, and at the first one after an error:
+    it asks the servers of the address again who has which keys.
+    """
+
+    def __init__(self, url: str, timeout_s: float) -> None:
+        parts = urlsplit(url)
+        try:
+            hosts = _hosts(parts.netloc.rpartition("@")[2], REDIS_PORT)
+        except ValueError:
+            hosts = []
+        if not all(host for host, _ in hosts) or not hosts or parts.path.strip("/") not in ("", "0"):
+            raise ConfigError(
+                f"the address of {name_of(url)} is not understood; those of a cluster look like "
+                "redis+cluster://user:password@host1:6379,host2:6379, without the number of a database: it has one"
+            )
+        self._hosts = hosts
+        self._options: dict[str, Any] = {
+            **dict(parse_qsl(parts.query)),
+            "socket_timeout": timeout_s,
+            "socket_connect_timeout": min(timeout_s, CONNECT_TIMEOUT_S),
+            "socket_keepalive": True,
+            "retry": Retry(NoBackoff(), 0),
+            "protocol": 2,
+        }
+        if parts.scheme.startswith("rediss"):
+            self._options["ssl"] = True
+        if parts.username or parts.password:
+            self._options["username"] = unquote(parts.username) if parts.username else None
+            self._options["password"] = unquote(parts.password or "")
+        self._where = name_of(url)
+        self._driver: RedisCluster | None = None
+
+    @property
+    def connection_pool(self) -> ClusterClient:
+        return self
+
+    def execute_command(self, *arguments: Any) -> Any:
+        return self._answer(lambda driver: driver.execute_command(*arguments))
+
+    def register_script(self, text: str) -> Callable[..., Any]:
+        """Return a function that runs a script on one key."""
+        sha = hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest()
+
+        def run(keys: Sequence[str], arguments: Sequence[Any]) -> Any:
+            def ask(driver: Any) -> Any:
+                try:
+                    return driver.evalsha(sha, len(keys), *keys, *arguments)
+                except redis.exceptions.NoScriptError:  # each server has its own scripts, and a new master has none
+                    return driver.eval(text, len(keys), *keys, *arguments)
+
+            return self._answer(ask)
+
+        return run
+
+    def pipeline(self, transaction: bool) -> Any:
+        assert not transaction, "keys of a cluster are spread"
+        return _ClusterPipeline(self._answer)
+
+    def disconnect(self) -> None:
+        """Close all connections; the next command asks anew who has which keys."""
+        driver, self._driver = self._driver, None
+        if driver is not None:
+            driver.close()
+
+    close = disconnect
+
+    def _answer(self, ask: Callable[[Any], Any]) -> Any:
+        try:
+            if self._driver is None:
+                nodes = [ClusterNode(host, port) for host, port in self._hosts]  # type: ignore[no-untyped-call]
+                self._driver = RedisCluster(startup_nodes=nodes, **self._options)
+            return ask(self._driver)
+        except redis.exceptions.RedisClusterException as error:  # which is no RedisError
+            raise redis.ConnectionError(str(error)) from None
+        except TypeError:  # the driver's text may quote a parameter
+            raise ConfigError(f"the address of {self._where} has a parameter that redis-py does not know") from None
+
+
+class _ClusterPipeline:
+    """Commands on one key each that are sent at once, to the servers that have the keys."""
+
+    def __init__(self, answer: Callable[[Callable[[Any], Any]], Any]) -> None:
+        self._answer = answer
+        self._commands: list[tuple[Any, ...]] = []
+
+    def execute_command(self, *arguments: Any) -> None:
+        self._commands.append(arguments)
+
+    def execute(self) -> list[Any]:
+        def ask(driver: Any) -> list[Any]:
+            with driver.pipeline() as pipeline:
+                for command in self._commands:
+                    pipeline.execute_command(*command)
+                return list(pipeline.execute())
+
+        return list(self._answer(ask))
+
+
 def _behind_sentinels(url: str, options: dict[str, Any], sentinels: Any) -> Any:
     parts = urlsplit(url)
     service, _, database = parts.path.strip("/").partition("/")
@@ -96,7 +218,7 @@ def _behind_sentinels(url: str, options: dict[str, Any], sentinels: Any) -> Any:
         raise ConfigError(f"{name_of(url)} names no service; addresses look like redis+sentinel://host:26379/service/0")
     given = dict(parse_qsl(parts.query))
     asked = {name.removeprefix("sentinel_"): given.pop(name) for name in list(given) if name.startswith("sentinel_")}
-    hosts = [_host_and_port(place) for place in parts.netloc.rpartition("@")[2].split(",")]
+    hosts = _hosts(parts.netloc.rpartition("@")[2], SENTINEL_PORT)
     options = {**options, **given}
     if parts.scheme.startswith("rediss"):
         options["ssl"] = True
@@ -108,9 +230,17 @@ def _behind_sentinels(url: str, options: dict[str, Any], sentinels: Any) -> Any:
     return found.master_for(service, db=int(database or 0), **options)
 
 
-def _host_and_port(place: str) -> tuple[str, int]:
-    host, _, port = place.rpartition(":") if ":" in place and not place.endswith("]") else (place, "", "")
-    return host.strip("[]"), int(port or SENTINEL_PORT)
+def _hosts(places: str, port: int) -> list[tuple[str, int]]:
+    """Return the hosts and ports of `a:1,[::1]:2,c`; those that name none have this port."""
+    found = []
+    for place in places.split(","):
+        host, _, given = place.rpartition(":") if ":" in place and not place.endswith("]") else (place, "", "")
+        found.append((host.strip("[]"), int(given or port)))
+    return found
+
+
+def _bracketed(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
 
 
 def name_of(url: str) -> str:
@@ -181,7 +311,7 @@ def check_settings(client: redis.Redis, url: str, *, strict: bool) -> bool:
 def clear_text_problem(url: str) -> str:
     """Return a warning about a connection to another host without TLS; empty if there is none."""
     parts = urlsplit(url)
-    hosts = [_host_and_port(place)[0] for place in parts.netloc.rpartition("@")[2].split(",")]
+    hosts = [host for host, _ in _hosts(parts.netloc.rpartition("@")[2], REDIS_PORT)]
     if parts.scheme.startswith(("rediss", "unix")) or all(not host or Address("tcp", host).loopback for host in hosts):
         return ""
     return "passwords and jobs go to another host in clear text; use rediss:// in the address"
@@ -194,7 +324,9 @@ def look_at_settings(client: redis.Redis, where: str) -> Settings:
     if version and tuple(int(part) for part in version.split(".")[:2]) < OLDEST_VERSION:
         raise ConfigError(f"{where} is version {version}; tasuki needs {'.'.join(map(str, OLDEST_VERSION))} or newer")
     if server.get("redis_mode") == "cluster":
-        raise ConfigError(f"{where} is a cluster, whose keys are spread; use a single Redis, or Sentinel")
+        raise ConfigError(
+            f"{where} is a cluster, whose keys are spread; use a single Redis, or Sentinel (as a coordination: redis+cluster://)"
+        )
     found = {
         "appendonly": _asked(lambda: client.info("persistence")).get("aof_enabled"),
         "maxmemory-policy": _asked(lambda: client.info("memory")).get("maxmemory_policy"),

@@ -413,6 +413,8 @@ class SimulatedCluster:
                 self.node.publish(self.server, split(command.hint))
             case events.StartRuns():
                 self.node.order(self.server, command)
+            case events.NoteAssigned():
+                pass
             case election.TookOver() | election.EpochFenced() | election.Lapsed():
                 self._decide(command)
 
