@@ -254,6 +254,7 @@ print(json.dumps([refused, did, "&lt;b&gt;disk" in page, seen, why["facts"]["why
 
     assert found[:5] == [[403, 403], 302, True, [False, True], "PAUSED"]
     assert "by manager since" in found[5]
+    assert "python manage.py tasuki_ops resume" in found[5]
     assert "because: <b>disk</b>" in found[5]
     assert found[6:] == [[400, 400], 302, 0, [["manager", "subject.resume"], ["manager", "subject.pause"]]]
 

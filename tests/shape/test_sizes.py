@@ -31,6 +31,8 @@ LONG_FILES: dict[str, str] = {
     "stores/memory/store.py": "each verb that changes jobs, in the model that other stores are compared with",
     "stores/redis/store.py": "each verb of the store: the arguments of its script and the decoder of its answer",
     "stores/sql/database.py": "the interface of a vendor, its statements, and the one transaction of all verbs",
+    "stores/sql/lease.py": "the walk over the index of ready jobs, and the verbs that grant from it",
+    "stores/sql/store.py": "each verb of the store, and the reads that a second connection has too",
     "testing/harness_nodes.py": "clients, workers and servers of the harness, each as its driver would be",
     "testing/sim/ablations_store.py": "one entry for each safeguard of a store",
     "testing/sim/ablations.py": "one row for each safeguard of the machines",

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from tasuki.testing.sim.checker import Checker
-from tasuki.testing.sim.history import AnyLine, DefinitionEvent, DriftedEvent, DueEvent, FiredEvent
+from tasuki.testing.sim.history import AnyLine, DefinitionEvent, DriftedEvent, DueEvent, FiredEvent, PausedEvent
 from tests.sim.history_lines import (
     HEALED,
     UNSTAMPED,
@@ -151,6 +151,11 @@ GOOD: dict[str, list[Story]] = {
             shown("renew", at=2.0, confirm_s=0.0),
             reaped(at=3.0),
         ),
+    ],
+    "I22": [
+        (PausedEvent(at=0.0, pattern="a.>"), submitted(), granted(subject="b.a")),
+        (PausedEvent(at=0.0, pattern="*"), PausedEvent(at=0.0, pattern="*", paused=False), submitted(), granted(subject="x")),
+        (PausedEvent(at=0.0, pattern="x"), submitted(), granted(subject="x.y")),
     ],
     "lease": [
         (granted(ttl_s=4.0, at=0.0), reaped(at=4.5)),
@@ -304,6 +309,10 @@ BAD: dict[str, list[Story]] = {
     ],
     "I21": [
         (granted(ttl_s=1.0, at=0.0), shown("renew", at=1.0, confirm_s=3.0), reaped(at=3.9)),
+    ],
+    "I22": [
+        (PausedEvent(at=0.0, pattern="a.>"), submitted(), granted(subject="a.b")),
+        (PausedEvent(at=0.0, pattern="*"), PausedEvent(at=0.0, pattern="a.>", paused=False), submitted(), granted(subject="x")),
     ],
     "lease": [
         (granted(ttl_s=4.0, at=0.0), reaped(at=3.9)),

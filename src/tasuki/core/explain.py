@@ -50,6 +50,8 @@ class ExplainContext(msgspec.Struct, frozen=True, kw_only=True):
     """Routing policies, the first that matches."""
     route_wait_s: float = ROUTE_WAIT_S
     pauses: Sequence[PausedPattern] = ()
+    resume: str = "tasuki resume"
+    """Command that resumes a pattern, without it."""
 
 
 def explain(job: Job, incidents: Sequence[JobIncident], context: ExplainContext) -> dict[str, Any]:
@@ -105,7 +107,7 @@ def _why_waiting(job: Job, context: ExplainContext) -> Explanation:
     if job.job_definition_id is not None and job.state is State.PENDING and context.ahead is None:
         return "PREDECESSOR", ["It replaces an earlier run of its definition, and starts when nothing of that one is left."], {}
     if (pause := pause_of(context.pauses, job.spec.subject)) is not None:
-        return _paused(pause)
+        return _paused(pause, context.resume)
     if context.trouble:
         return "TROUBLE", [f"This server gives out no job at the moment: {context.trouble}."], {"trouble": context.trouble}
     if not context.workers:
@@ -131,11 +133,11 @@ def _why_waiting(job: Job, context: ExplainContext) -> Explanation:
     return _its_turn(job, attached, context)
 
 
-def _paused(pause: PausedPattern) -> Explanation:
+def _paused(pause: PausedPattern, resume: str) -> Explanation:
     why = f" because: {pause.reason}" if pause.reason else ""
     words = f"Its subject is paused ({pause.pattern!r}) by {pause.actor} since {shown_time(pause.since)}{why}."
     facts = {"pattern": pause.pattern, "paused_by": pause.actor, "paused_since": pause.since, "pause_reason": pause.reason}
-    return "PAUSED", [f"{words} It may start after: tasuki resume '{pause.pattern}'"], facts
+    return "PAUSED", [f"{words} It may start after: {resume} '{pause.pattern}'"], facts
 
 
 def _for_one(job: Job, worker_id: str, context: ExplainContext) -> Explanation:

@@ -132,6 +132,7 @@ def explain_run(job_id: str) -> dict[str, Any]:
         start_worker="python manage.py tasuki_worker",
         run_again="python manage.py tasuki_runs rerun",
         pauses=store.paused(),
+        resume="python manage.py tasuki_ops resume",
     )
     found = explain(job, store.incidents(job_id), around)
     start = "tasuki worker --to URL", "python manage.py tasuki_worker"

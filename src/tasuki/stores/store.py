@@ -121,7 +121,7 @@ class Reader(Protocol):
 
     def ready_jobs(self, subject: str, *, limit: int = 256) -> list[str]:
         """Return ready jobs of a subject, the highest priority first; of each of its queues the `limit` oldest. Of a subject with
-        more than QUEUES_OF_SUBJECT_MAX queues, some."""
+        more than QUEUES_OF_SUBJECT_MAX queues, some. Of a paused one, none."""
 
     def ended_among(self, job_ids: Sequence[str]) -> list[str]:
         """Return the jobs that are terminal, or do not exist any more. Cheap: servers ask it in case they missed an end."""

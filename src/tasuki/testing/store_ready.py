@@ -201,6 +201,7 @@ class ReadyCases(StoreCase):
         found = [queue.subject for queue in stage.store.ready_queues().queues]
 
         assert sorted(found) == left
+        assert [subject for subject in ("a.b", "a.b.c", "a.c", "b.b", "b.b.c") if stage.store.ready_jobs(subject)] == left
         assert sorted(ids(stage.lease(limit=10))) == left
 
     def test_overlapping_pauses_hold_until_the_last_is_resumed(self, stage: Stage) -> None:

@@ -331,6 +331,8 @@ class MemoryRecords:
         return ReadyPage(queues, some[-1] if len(some) == limit else None)
 
     def ready_jobs(self, subject: str, *, limit: int = 256) -> list[str]:
+        if is_paused(self._paused, subject):
+            return []
         bands = [band for _, band in sorted(self._ready.items(), reverse=True)]
         queues = [entries[:limit] for band in bands for queue, entries in band.items() if queue.subject == subject]
         return [job_id for _, _, job_id in chain.from_iterable(queues[:QUEUES_OF_SUBJECT_MAX])]

@@ -482,7 +482,7 @@ def ready_queues(session: SqlSession, place: Any, limit: int) -> ReadyPage:
     """Walk the index of ready rows by its distinct queues, one seek each, from the highest priority down."""
     bands = [(place[0],)] if place else session.rows("band", (ABOVE_ALL_PRIORITIES,))
     behind = place[1:] if place else _BEFORE_ALL_QUEUES
-    paused = [pattern for (pattern,) in session.rows("paused_patterns")] if bands else []
+    paused = [row[0] for row in session.rows("pauses")] if bands else []  # a reader may not lock, as `paused_patterns` does
     queues: list[ReadyQueue] = []
     looked = 0
     while bands:
@@ -499,6 +499,8 @@ def ready_queues(session: SqlSession, place: Any, limit: int) -> ReadyPage:
 
 def ready_jobs(session: SqlSession, subject: str, limit: int) -> list[str]:
     """Return the oldest jobs of each queue of a subject, by a few seeks for each priority."""
+    if is_paused([row[0] for row in session.rows("pauses")], subject):
+        return []
     group, found = group_of(subject), []
     bands = session.rows("band", (ABOVE_ALL_PRIORITIES,))
     while bands:

@@ -379,6 +379,17 @@ _OF_GRANTS = (
         SimOptions(servers=3, lock_ttl_s=5.0, kinds=("coordination_cut", "coordination_lost", "pause"), faults=30),
     ),
     Ablation(
+        "pause_holds",
+        "a job of a paused subject is not granted",
+        ("I22",),
+        (
+            Replacement(memory, "is_paused", lambda _: lambda *_: False),
+            Replacement(lease, "is_paused", lambda _: lambda *_: False),
+            Replacement(lease, "unpaused", lambda _: lambda ranges, _patterns: ranges),
+        ),
+        SimOptions(tokens=False, pauses=4),
+    ),
+    Ablation(
         "retry_in_s",
         "a failed attempt may ask for the time of the next one",
         ("I12",),

@@ -14,9 +14,10 @@ import msgspec
 
 from tasuki.core.job import LEASED, READY, TERMINAL, State
 from tasuki.core.lifecycle import TAKEOVER_TIE_S
+from tasuki.core.subject import matches
 from tasuki.testing.sim import history
 
-INVARIANTS = (*(f"I{n}" for n in range(1, 22)), "lease", "credit", "liveness")
+INVARIANTS = (*(f"I{n}" for n in range(1, 23)), "lease", "credit", "liveness")
 """The invariants of docs/invariants.md; `lease`: none ends before its time; `credit`: no worker gets more than it asks for, or
 other jobs."""
 
@@ -213,6 +214,8 @@ class JobJudge(Judge):
         super().__init__(findings)
         self._leases = findings.leases
         self._latest_wall = float("-inf")
+        self._paused: dict[str, None] = {}
+        """Patterns that are paused."""
         self._led: list[tuple[float, float]] = []
         """Of the last two turns of leaders: when it was written, and how long that took."""
 
@@ -220,6 +223,7 @@ class JobJudge(Judge):
         return {
             history.SubmittedEvent: self._submitted,
             history.GrantedEvent: self._granted,
+            history.PausedEvent: self._pause,
             history.ShownEvent: self._shown,
             history.ReportedEvent: self._reported,
             history.ReapedEvent: self._reaped,
@@ -318,7 +322,7 @@ class JobJudge(Judge):
 
     def _granted(self, line: history.GrantedEvent) -> None:
         """Judge I5: one attempt more, and no other live lease. I4: of a job that is not over. I12: not before its time.
-        Credit: for what the worker asked for."""
+        I22: not of a subject that is paused. Credit: for what the worker asked for."""
         job = self.job(line.job_id)
         self.evidence["I5"] += 1
         if line.generation != job.generation:
@@ -332,6 +336,10 @@ class JobJudge(Judge):
             self.found("I5", f"attempt {line.attempt} of {line.job_id} was granted beside the live {job.lease}")
         elif line.lease_id in self._leases:
             self.found("I5", f"lease {line.lease_id} was given twice, for {line.job_id} the second time")
+        if self._paused and line.subject:
+            self.evidence["I22"] += 1
+            if (pattern := next((one for one in self._paused if matches(one, line.subject)), None)) is not None:
+                self.found("I22", f"{line.job_id} of {line.subject} was granted while {pattern} was paused")
         if not line.offered:
             self.found("credit", f"{line.worker_id} was given {line.job_id}, and does not offer its program")
         if not line.ahead:
@@ -346,6 +354,11 @@ class JobJudge(Judge):
         job.lease, job.lease_known, job.orphaned = lease, True, False
         job.attempt, job.state = line.attempt, State.ASSIGNED
         job.exists = job.existed = True
+
+    def _pause(self, line: history.PausedEvent) -> None:
+        self._paused.pop(line.pattern, None)
+        if line.paused:
+            self._paused[line.pattern] = None
 
     def _was_fetched(self, line: history.FetchedEvent) -> None:
         """Judge I12: a run that was assigned ahead is given to its worker at its time. I5: and it is the worker's still."""

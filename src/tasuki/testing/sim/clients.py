@@ -37,6 +37,9 @@ PATTERNS = ((">",), ("render.>", "job.>"), ("price.*", "render.fast"))
 """Patterns of workers; the first worker of every world takes everything, so that every job has one that fits."""
 
 
+PAUSED = (">", "render.>", "*.*", "job.>")
+"""Patterns that are paused."""
+
 PROJECT = "project"
 """The applications that write definitions and events (`project.py`)."""
 
@@ -48,15 +51,30 @@ class Operation(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     at: float
     client: str
     verb: str
-    """submit, rerun, cancel, requeue, get or watch; of the project define, edit, disable, enable, delete or emit."""
+    """submit, rerun, cancel, requeue, get, watch, pause or resume; of the project define, edit, disable, enable, delete or
+    emit."""
     specs: tuple[JobSpec, ...] = ()
     job_ids: tuple[str, ...] = ()
+    pattern: str = ""
     definition: Definition | None = None
 
 
 def draw_operations(streams: Streams, options: SimOptions) -> list[Operation]:
     """Draw all operations of the chaos phase, in any order; most are in its first two thirds."""
-    return _Drawing(streams, options).operations()
+    return _Drawing(streams, options).operations() + _draw_pauses(streams, options)
+
+
+def _draw_pauses(streams: Streams, options: SimOptions) -> list[Operation]:
+    """Draw pauses of subjects. What is still paused at the end is resumed when all is healed: a client that was cut off may have
+    said its pause again after another one resumed it."""
+    chance, found = streams.pauses, []
+    clients = [f"client-{number}" for number in range(1, (options.clients or 1) + 1)]
+    for _ in range(options.pauses):
+        at, pattern = options.chaos_s * 0.7 * chance.random(), chance.choice(PAUSED)
+        healed = [(options.chaos_s + wait_s, "resume") for wait_s in (10.0, 40.0)]
+        for moment, verb in [(at, "pause"), (at + 1.0 + 4.0 * chance.random(), "resume"), *healed]:
+            found.append(Operation(number=0, at=moment, client=chance.choice(clients), verb=verb, pattern=pattern))
+    return found
 
 
 class _Drawing:
@@ -253,6 +271,8 @@ class SimClient(SimProcess, ClientNode):
                 return Call(ticket, lambda msg_id: SubmitJobs(msg_id, specs, True, on_failed), watch=job_ids)
             case "cancel":
                 return Call(ticket, lambda msg_id: CancelJobs(msg_id, named, "not wanted any more"))
+            case "pause" | "resume" as verb:
+                return Call(ticket, lambda msg_id: Request(msg_id, verb, {"pattern": operation.pattern}))
             case verb:
                 return Call(ticket, lambda msg_id: Request(msg_id, verb, {"job_ids": named}))
 

@@ -75,6 +75,14 @@ class GrantedEvent(HistoryLine, frozen=True):
     """The worker had offered the job's program."""
     ahead: bool = False
     """The leader chose the worker, which gets the run when it fetches it; not before its time."""
+    subject: str = ""
+
+
+class PausedEvent(HistoryLine, frozen=True):
+    """A pattern of subjects was paused, or resumed."""
+
+    pattern: str
+    paused: bool = True
 
 
 class FetchedEvent(HistoryLine, frozen=True):
@@ -383,6 +391,7 @@ class EndedEvent(HistoryLine, frozen=True):
 StoreLine = (
     SubmittedEvent
     | GrantedEvent
+    | PausedEvent
     | ShownEvent
     | ReportedEvent
     | ReapedEvent

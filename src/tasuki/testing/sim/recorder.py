@@ -12,6 +12,7 @@ from operator import attrgetter
 from typing import Protocol
 
 from tasuki.core.job import TERMINAL, Job, OnDisconnect
+from tasuki.core.pauses import PauseAnswer
 from tasuki.core.store_messages import OWN_PROGRAMS, VERBS, Answers, LeaseStatus, MissingBlobs, ReportStatus, Turn
 from tasuki.errors import Conflict
 from tasuki.stores.store import Store
@@ -70,6 +71,9 @@ class Recorder:
             self._workers(turn, answers)
             if turn.cancel or turn.requeue:
                 self._orders(turn, answers)
+            for order, answer in zip(turn.pause, answers.pause, strict=True):
+                if answer is PauseAnswer.DONE:
+                    self.world.tell(history.PausedEvent(at=self.world.at, pattern=order.pattern, paused=not order.resume))
             if turn.submit or turn.rerun:
                 self._submitted(turn, answers)
             if turn.lease:
@@ -248,6 +252,7 @@ class Recorder:
                         grace_s=request.reconnect_grace_s if request.on_disconnect is OnDisconnect.KEEP else 0.0,
                         owner=request.owner,
                         offered=_is_offered(request.offer.execs, job),
+                        subject=job.spec.subject,
                     )
                 )
 

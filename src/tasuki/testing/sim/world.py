@@ -65,6 +65,8 @@ class SimOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The latency of one message on a healthy network; each message draws up to four times that."""
     policy: str | None = None
     """The routing policy of all subjects; empty: none."""
+    pauses: int = 0
+    """The number of times at which clients pause a pattern of subjects, and resume it later; they must be administrators."""
 
     def text(self) -> str:
         """Return the options as text, for people who want the same run again."""
@@ -128,6 +130,7 @@ class Streams:
         self.jitter = _stream(seed, "jitter")
         self.leases = _stream(seed, "leases")
         self.applications = _stream(seed, "applications")
+        self.pauses = _stream(seed, "pauses")
 
 
 def _stream(seed: int, concern: str) -> random.Random:

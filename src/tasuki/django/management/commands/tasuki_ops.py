@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from tasuki.core.units import shown_time
 from tasuki.django import operations
 from tasuki.django.definitions import scheduler_settings
 from tasuki.django.management.command_base import ActionCommand, actor
@@ -23,6 +24,11 @@ class Command(ActionCommand):
             "Have a worker take no new jobs until it ends, or with --off take some again. It must listen (--grpc).",
             {**_WORKER, "--off": {"action": "store_true", "help": "Take jobs again."}, **_REASON},
         ),
+        "pause": (
+            "Start no more jobs of some subjects until they are resumed; without PATTERN: list what is paused.",
+            {"pattern": {"nargs": "?", "metavar": "PATTERN"}, **_REASON},
+        ),
+        "resume": ("Start jobs of paused subjects again.", {"pattern": {"metavar": "PATTERN"}, **_REASON}),
         "degrade-leader": ("Have the leader step down, so that another one leads.", _REASON),
         "settings": (
             "Show the settings, or change them: settings set heartbeat_ttl_seconds=8 …",
@@ -54,6 +60,21 @@ class Command(ActionCommand):
     def do_drain(self, worker_id: str, off: bool, reason: str) -> None:
         operations.drain(worker_id, not off, actor=actor(), reason=reason)
         self.say({"worker_id": worker_id, "draining": not off}, f"{worker_id}: {'takes jobs again' if off else 'drains'}")
+
+    def do_pause(self, pattern: str | None, reason: str) -> None:
+        if pattern is not None:
+            self._set_paused(pattern, True, reason)
+            return
+        for one in operations.pauses():
+            self.say(msgspec.structs.asdict(one), f"{one.pattern} since {shown_time(one.since)} by {one.actor}: {one.reason}")
+
+    def do_resume(self, pattern: str, reason: str) -> None:
+        self._set_paused(pattern, False, reason)
+
+    def _set_paused(self, pattern: str, paused: bool, reason: str) -> None:
+        changed = operations.set_paused(pattern, paused, actor=actor(), reason=reason)
+        word = "paused" if paused else "resumed"
+        self.say({"pattern": pattern, "changed": changed}, f"{pattern}: {word if changed else f'was {word} before'}")
 
     def do_degrade_leader(self, reason: str) -> None:
         operations.degrade_leader(actor=actor(), reason=reason)

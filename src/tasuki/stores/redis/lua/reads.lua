@@ -162,11 +162,11 @@ reads.ready_queues = function()
 end
 
 -- ready_jobs(subject, its group, limit of each queue, limit of queues) -> job_ids
--- Reads {app}:queues:{priority}, {app}:queue and {app}:queue:{priority}:{group}:{kind}:{subject}.
+-- Reads {app}:paused, {app}:queues:{priority}, {app}:queue and {app}:queue:{priority}:{group}:{kind}:{subject}.
 
 reads.ready_jobs = function()
   local subject, group, limit, most = take(4)
-  return queues.oldest_of(subject, group, tonumber(limit), tonumber(most))
+  return queues.is_paused(subject) and {} or queues.oldest_of(subject, group, tonumber(limit), tonumber(most))
 end
 
 -- ended_among(count, job_id, …) -> the jobs that are terminal or do not exist
