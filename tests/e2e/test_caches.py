@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import subprocess
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -14,6 +16,7 @@ import pytest
 from tasuki import Client
 from tasuki.cli.output import ExitCode
 from tasuki.core.job import InputFile
+from tests.conftest import Require
 from tests.e2e.stage import SOON_S, in_background, stdout_of
 from tests.support.processes import ServerProcess, WorkerProcess, start_server, start_worker
 from tests.support.waiting import until
@@ -21,6 +24,7 @@ from tests.support.waiting import until
 pytestmark = pytest.mark.e2e
 
 MIB = 1024 * 1024
+DISK_BYTES = 96 * MIB  # of a small disk; a worker keeps 64 MiB of it free
 READ = 'read=/bin/sh -c \'cat "$0"; stat -c %h,%a "$0"\' {file}'
 LINKS = "links=/usr/bin/stat -c '%h %a %s' {file}"
 SPOIL = 'spoil=/bin/sh -c \'chmod u+w "$0"; echo spoilt > "$0"\' {file}'
@@ -36,6 +40,22 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
 def client(server: ServerProcess) -> Iterator[Client]:
     with server.client() as client:
         yield client
+
+
+@pytest.fixture
+def disk(tmp_path: Path, require: Require) -> Iterator[Path]:
+    """A small file system of its own."""
+    require("root", os.geteuid() == 0, "only root can mount a small disk")
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "tmpfs", folder], capture_output=True, text=True, check=False
+    )
+    require("mount", mounted.returncode == 0, f"a tmpfs cannot be mounted here: {mounted.stderr.strip()}")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "-l", folder], check=True)
 
 
 def worker(server: ServerProcess, folder: Path, name: str, subject: str, *arguments: str, **options: Any) -> WorkerProcess:
@@ -179,3 +199,28 @@ def test_a_worker_without_room_fails_alone_and_the_requirement_decides(
         for name, links in (("tight", 1), ("roomy", 3)):
             job = client.submit(exec="links", subject=f"room.{name}", files=[file], retries=0)
             assert stdout_of(job.result(SOON_S)).split() == [str(links), "444", str(2 * MIB)]
+
+
+def test_a_full_disk_fails_its_worker_alone_and_harms_nothing_there(server: ServerProcess, tmp_path: Path, disk: Path) -> None:
+    cache = disk / "cache"
+    filler = disk / "filler"
+    large = tmp_path / "large"
+    large.write_bytes(os.urandom(4 * MIB))
+    with worker(server, tmp_path, "roomy", "disk"), worker(server, tmp_path, "full", "disk", "--cache", str(cache)):
+        assert put(server, "small", str(assets(tmp_path, a="kept")), "--target", "disk.>") == (0, {"roomy": "OK", "full": "OK"})
+        with filler.open("wb", buffering=0) as file, contextlib.suppress(OSError):
+            while True:
+                file.write(bytes(4096))
+        command = ("big", str(large), "--target", "disk.>")
+        done = server.tasuki("cache", "put", "--json", *command, timeout=120.0)
+        told = {one["worker_id"]: one for one in json.loads(done.stdout)["workers"]}
+        assert done.returncode == ExitCode.FAILED
+        assert {name: one["status"] for name, one in told.items()} == {"roomy": "OK", "full": "FAILED"}
+        assert "DISK_FULL" in json.dumps(told["full"])
+        assert not (cache / "big").exists()
+        filler.unlink()
+        # The worker goes on, and what it had is as it was, or was evicted and is fetched again.
+        assert put(server, *command) == (0, {"roomy": "SKIPPED", "full": "OK"})
+        assert (cache / "big" / "large").read_bytes() == large.read_bytes()
+        assert put(server, "small", str(tmp_path / "assets"), "--target", "disk.>")[0] == 0
+        assert (cache / "small" / "assets" / "a").read_text() == "kept"
