@@ -168,6 +168,25 @@ def test_a_worker_that_only_misses_heartbeats_or_calls_is_not_detached(rig: Node
 
 
 @pytest.mark.soak
+def test_a_worker_that_is_frozen_for_five_seconds_goes_on_with_its_run(rig: NodeRig) -> None:
+    rig.settings(worker_detach_grace_seconds=10)
+    rig.start("leads", "n1", "--queue", "nothing")
+    rig.leader()
+    worker = rig.start("works", "n2")
+    first, job_id = worker.worker_id, running(rig, worker)
+    renewed = "SELECT lease_expires_at FROM tasuki_jobrun"
+    before = rig.rows(renewed)
+    until(lambda: rig.rows(renewed) != before, SLOW_S, "its lease was just renewed")
+
+    worker.process.signal(signal.SIGSTOP)
+    seen = rig.led_at()
+    until(lambda: rig.led_at() > seen + 5.0, SLOW_S, "the leader has worked for five seconds")
+    worker.process.signal(signal.SIGCONT)
+
+    assert ended(rig, job_id) == ("SUCCEEDED", 1, first)
+
+
+@pytest.mark.soak
 def test_frozen_workers_are_detached_and_their_runs_go_to_others(rig: NodeRig) -> None:
     rig.start("leads", "n1", "--queue", "nothing")
     rig.leader()

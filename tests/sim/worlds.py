@@ -9,7 +9,7 @@ from tasuki.core.broker.events import Event
 from tasuki.core.job import JobSpec, Outcome
 from tasuki.core.machine import Received
 from tasuki.testing.sim.clients import Operation, SimClient
-from tasuki.testing.sim.faults import KINDS, Faults, PlannedFault
+from tasuki.testing.sim.faults import DRAWN_KINDS, Faults, PlannedFault
 from tasuki.testing.sim.history import AnyLine, HistoryLine
 from tasuki.testing.sim.servers import SimServer
 from tasuki.testing.sim.system import System
@@ -27,7 +27,7 @@ class Stage:
 
     def __init__(self, options: SimOptions, seed: int = 1) -> None:
         self.lines: list[AnyLine] = []
-        self.world = World(seed, derived(seed, options, tuple(KINDS)), self.lines.append)
+        self.world = World(seed, derived(seed, options, DRAWN_KINDS), self.lines.append)
         self.system = System(self.world)
         self.lasting_attempts(0.1)
         self._faults = Faults(self.system)

@@ -67,6 +67,14 @@ def _before_its_time(fetch: Method, self: Any, holders: Any) -> None:
     fetch(self, holders)
 
 
+def _by_any_leader(_: Method) -> Method:
+    def assign(self: Any, assignments: Any, *, epoch: int) -> Any:
+        with self.turn():
+            return [self._assign(assignment, epoch) for assignment in assignments]
+
+    return assign
+
+
 # Without clocks that are set, so that fewer times come at once; with runs that last longer than the time between two of them.
 SCHEDULED = SimOptions(definitions=4, jobs=8, attempts_scale=4.0, kinds=("crash", "power", "pause", "partition", "store_lost"))
 
@@ -75,6 +83,9 @@ ASSIGNED = SimOptions(
     definitions=8, ahead_s=3.0, servers=3, jobs=4, lock_ttl_s=2.0, latency_s=0.01, faults=24,
     kinds=("crash", "power", "pause", "partition", "one_way", "hints_late", "hints_doubled", "store_slow"),
 )  # fmt: skip
+
+# Turns that are held up for longer than their leaders lead: assignments are turns of their own, which nothing else fences.
+HELD = SimOptions(definitions=8, ahead_s=3.0, servers=3, jobs=4, lock_ttl_s=2.0, faults=20, kinds=("store_held", "pause"))
 
 SCHEDULES = (
     Ablation(
@@ -136,6 +147,13 @@ SCHEDULES = (
         ("I12", "I15", "I18"),
         (Replacement(MemoryStore, "_fetch", _before_its_time),),
         ASSIGNED,
+    ),
+    Ablation(
+        "assigned_by_epoch",
+        "runs are assigned only under the latest epoch",
+        ("I8",),
+        (Replacement(MemoryStore, "assign", _by_any_leader),),
+        HELD,
     ),
     Ablation(
         "orders_by_epoch",

@@ -22,7 +22,7 @@ from msgspec.structs import replace
 
 from tasuki.errors import InvalidInput
 from tasuki.testing.sim.clients import PROJECT, Operation
-from tasuki.testing.sim.faults import KINDS, PlannedFault
+from tasuki.testing.sim.faults import DRAWN_KINDS, PlannedFault
 from tasuki.testing.sim.history import AnyLine, FaultEvent, WatchingEvent, kind_of
 from tasuki.testing.sim.run import Plan, SeedOutcome, check_plan, check_seed, plan_of
 from tasuki.testing.sim.servers import COORDINATION, STORE, MakeStore
@@ -80,7 +80,7 @@ class Tried(msgspec.Struct, frozen=True):
 
 def case_of(seed: int, options: SimOptions | None = None) -> Case:
     """Return the case of this seed, with every open option drawn from it."""
-    complete = derived(seed, options or SimOptions(), tuple(KINDS))
+    complete = derived(seed, options or SimOptions(), DRAWN_KINDS)
     return Case(seed=seed, options=complete, plan=plan_of(seed, complete))
 
 

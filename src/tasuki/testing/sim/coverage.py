@@ -33,7 +33,7 @@ from tasuki.errors import DiskFull, StaleEpoch
 from tasuki.stores.common import Retries
 from tasuki.testing.sim import history
 from tasuki.testing.sim.clients import SimClient
-from tasuki.testing.sim.faults import KINDS
+from tasuki.testing.sim.faults import DRAWN_KINDS
 from tasuki.testing.sim.network import Network
 from tasuki.testing.sim.run import SeedOutcome, check_seed
 from tasuki.testing.sim.workers import SimWorker
@@ -243,10 +243,10 @@ RARE = ("orphan resumed",)
 """Counted, but not expected: less than one in 2,000 seeds. The suite of the stores has it on each store."""
 
 EXPECTED: dict[str, str] = {
-    **{f"fault {kind}": "it happened" for kind in KINDS},
+    **{f"fault {kind}": "it happened" for kind in DRAWN_KINDS},
     **{
         f"effect {kind}": "it made a difference to somebody"
-        for kind in dict.fromkeys([*(_EFFECTS.get(k, k) for k in KINDS), "keeper", *_OF_ROLES])
+        for kind in dict.fromkeys([*(_EFFECTS.get(k, k) for k in DRAWN_KINDS), "keeper", *_OF_ROLES])
     },
     **{f"verb {verb}": "the store was asked" for verb in VERBS},
     **{f"world {name}": "a seed had such a world" for name in WORLDS},

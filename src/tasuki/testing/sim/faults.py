@@ -53,6 +53,8 @@ class FaultKind(NamedTuple):
     """Candidates for the other one; one fault in three hits everybody."""
     several: bool = False
     """Possible only where several servers work on one store."""
+    drawn: bool = True
+    """It is among those that a seed draws from; others happen only where they are named."""
 
 
 # ---------------------------------------------------------------------------------------------------- the network
@@ -356,6 +358,7 @@ KINDS: dict[str, FaultKind] = {
     "drift": FaultKind(_clocks, _drift, _drift_over, LONG, (-0.05, 0.05)),
     "drift_far": FaultKind(_workers, _drift, _drift_over, (5.0, 15.0), (-0.8, -0.5)),
     "store_slow": FaultKind(_store, _store_slow, _store_slow_over, SHORT, (0.1, 2.0)),
+    "store_held": FaultKind(_store, *_chance_of(_troubles, "held"), LONG, (0.05, 0.4), drawn=False),
     "store_lost": FaultKind(_store, *_chance_of(_troubles, "lost"), SHORT, OFTEN),
     "store_refused": FaultKind(_store, *_chance_of(_troubles, "refused"), SHORT, OFTEN),
     "store_restart": FaultKind(_store, *_counted(lambda system, _: (system.storage.troubles.down, "restart")), SHORT),
@@ -371,6 +374,8 @@ KINDS: dict[str, FaultKind] = {
     "coordination_doubled": FaultKind(_coordination, *_chance_of(_between, "doubled"), LONG, OFTEN, several=True),
     "coordination_cut": FaultKind(_servers, *_cut_off(COORDINATION), LONG, several=True),
 }
+
+DRAWN_KINDS = tuple(name for name, kind in KINDS.items() if kind.drawn)
 
 
 def draw_faults(streams: Streams, options: SimOptions) -> list[PlannedFault]:

@@ -179,7 +179,7 @@ def check_seed(
     make_store: MakeStore | None = None,
 ) -> SeedOutcome:
     """Run a seed, its open options drawn from it, under the checker: safety after every event, liveness at the end."""
-    complete = derived(seed, options or SimOptions(), tuple(faults.KINDS))
+    complete = derived(seed, options or SimOptions(), faults.DRAWN_KINDS)
     return check_plan(seed, complete, plan_of(seed, complete), observe, trace=trace, make_store=make_store)
 
 

@@ -76,6 +76,8 @@ class StoreFaults:
 
     def __init__(self) -> None:
         self.slow_s = 0.0
+        self.held = 0.0
+        """The probability that a turn is held up for seconds, while others pass: its connection stalls."""
         self.lost = 0.0
         """The probability that the answer to a commit is lost."""
         self.refused = 0.0
@@ -85,6 +87,7 @@ class StoreFaults:
         """`hard`: nothing can be written. `floor`: there is so little room that servers take no new jobs."""
 
 
+HELD_MAX_S = 4.5  # longer than a leader's lock, so that another one leads when the turn goes on; shorter than half a lease
 PAGE_QUEUES = 2  # so few jobs wait here that a walk would never have a second page
 
 
@@ -144,6 +147,9 @@ class StoreNode:
         self._try(StoreTask(server, server.life, turn, server.clock.monotonic()), 0.0)
 
     def _try(self, task: StoreTask, wait_s: float) -> None:
+        if self.troubles.held and self._chance.random() < self.troubles.held:
+            self.world.effects["store_held"] += 1
+            wait_s += HELD_MAX_S * self._chance.random()
         self.world.after(wait_s + self.latency_s(), f"{task.server.name} commits", self._commit, task)
 
     def _commit(self, task: StoreTask) -> None:
