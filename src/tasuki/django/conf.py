@@ -48,7 +48,10 @@ class ProjectSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     retention_days: float = RETENTION_DAYS
     """Days for which ended jobs are kept."""
     blobs: str = ""
-    """Place of results above 64 KiB: s3://bucket/prefix, or a folder that all nodes share. Empty: none."""
+    """Place of results above 64 KiB: s3://bucket/prefix, or a folder that all nodes share. Empty: none. Also of old logs."""
+    log_archive: str = ""
+    """Place of old logs where `blobs` is empty, in the same form. Empty: the folder tasuki-logs, on SQLite beside the file, else
+    in the project's BASE_DIR."""
     coordination: str = ""
     """redis://… for heartbeats and the election of nodes on PostgreSQL. Empty: in the database."""
     node_id: str = ""
