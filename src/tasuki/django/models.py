@@ -209,6 +209,26 @@ class LogChunk(Row):
     """The bytes, compressed by zlib."""
 
 
+class Alert(Row):
+    """A message to a receiver of alerts, kept until it was taken, and for a while after, so that it is made once."""
+
+    shown = "{0.key}"
+    id = RowIdField(primary_key=True)
+    key = NameField(max_length=255, unique=True)
+    """What happened, to what, and for whom."""
+    target = NameField(max_length=200)
+    """Name of the definition whose receiver gets it; empty: the one of everything."""
+    body = models.JSONField()
+    created_at = UnixTimeField()
+    tries = models.IntegerField(db_default=0)
+    next_at = UnixTimeField(null=True)
+    """Time of the next try; NULL: it was taken, or has no receiver any more."""
+    problem = models.TextField(db_default="")
+
+    class Meta:
+        indexes = [models.Index(fields=["next_at"], condition=Q(next_at__isnull=False), name="tasuki_alert_next")]
+
+
 class JobBlob(Row):
     """Reference of a job to a blob: an input, its result, or its archived log; written in the job's transaction, so that
     collection cannot come before."""
