@@ -115,6 +115,6 @@ print(json.dumps([why, doctor, canceled, followed, traceback, state, kept, prune
     assert followed == "begun\n"
     assert traceback.endswith("LookupError: broken\n")
     assert state == "CANCELED"
-    assert kept == {"runs": 0, "events": 0, "log_chunks": 0}
+    assert kept == {"runs": 0, "events": 0, "archived_logs": 0}
     assert pruned["runs"] == 2
     assert left == [0, 0]

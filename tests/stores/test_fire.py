@@ -695,7 +695,7 @@ def edit_around_its_times(firing: Firing, minutes: int) -> None:
 
 
 @pytest.mark.parametrize("firing", ["sqlite", "postgresql"], indirect=True)
-def test_the_leader_deletes_old_events_logs_and_notes_of_deleted_definitions(firing: Firing, monkeypatch: Any) -> None:
+def test_the_leader_deletes_old_events_and_notes_of_deleted_definitions(firing: Firing, monkeypatch: Any) -> None:
     models, using = firing._models, firing._alias
     firing.define(MINUTELY, replace(MINUTELY, id=7, name="gone"), ON_PAID)
     firing.at(0.5)
@@ -705,10 +705,6 @@ def test_the_leader_deletes_old_events_logs_and_notes_of_deleted_definitions(fir
     rows = models.Event.objects.using(using)
     rows.filter(pk__in=events[:2]).update(processed_at=T0 - 1)
     rows.filter(pk=events[3]).update(processed_at=None)
-    job = models.JobRun.objects.using(using).get(idempotency_key=d(0))
-    for days in (8, 6):
-        chunk = models.LogChunk(job=job, attempt=1, stream="stdout", offset=days, at=T0 - days * 86_400, data=b"")
-        chunk.save(using=using)
     monkeypatch.setattr(leader, "PRUNE_ROWS_MAX", 1)
 
     left = []
@@ -717,7 +713,6 @@ def test_the_leader_deletes_old_events_logs_and_notes_of_deleted_definitions(fir
         left.append(sorted(rows.values_list("pk", flat=True)))
 
     assert left == [events[1:], events[2:], events[2:]]
-    assert list(models.LogChunk.objects.using(using).values_list("offset", flat=True)) == [6]
     assert sorted(models.DefinitionState.objects.using(using).values_list("definition_id", flat=True)) == [1, 2]
 
 

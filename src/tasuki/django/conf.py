@@ -34,6 +34,30 @@ class GrpcSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """HOST:PORT at which other nodes reach this one. Empty: the address that it listens on, or the host's name."""
 
 
+class AlertTarget(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A receiver of alerts."""
+
+    url: str
+    """https://… or http://… that takes a POST."""
+    secret: str = ""
+    """Key of the signature in the header Tasuki-Signature. Empty: not signed."""
+    on: tuple[Literal["failure", "dead_letter", "late", "no_leader"], ...] = ("dead_letter", "late", "no_leader")
+    """failure: an attempt failed and is tried again; dead_letter: a run failed for good; late: a schedule was not fired."""
+    allow_private: bool = False
+    """Also at loopback, private and link-local addresses."""
+
+
+class AlertSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`TASUKI["alerts"]`: webhooks."""
+
+    everything: AlertTarget | None = None
+    """Receiver of the alerts of all runs."""
+    definitions: dict[str, AlertTarget] = {}
+    """Receivers of the alerts of single definitions, by name, besides."""
+    late_seconds: float = 60.0
+    """A definition is late so long after its time, and a leader missing so long after its lock ended."""
+
+
 class ProjectSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The keys of `TASUKI`; all have defaults."""
 
@@ -48,7 +72,12 @@ class ProjectSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     retention_days: float = RETENTION_DAYS
     """Days for which ended jobs are kept."""
     blobs: str = ""
-    """Place of results above 64 KiB: s3://bucket/prefix, or a folder that all nodes share. Empty: none."""
+    """Place of results above 64 KiB: s3://bucket/prefix, or a folder that all nodes share. Empty: none. Also of old logs."""
+    log_archive: str = ""
+    """Place of old logs where `blobs` is empty, in the same form. Empty: the folder tasuki-logs, on SQLite beside the file, else
+    in the project's BASE_DIR."""
+    alerts: AlertSettings = AlertSettings()
+    """Webhooks on failures, late schedules, and a missing leader."""
     coordination: str = ""
     """redis://… for heartbeats and the election of nodes on PostgreSQL. Empty: in the database."""
     node_id: str = ""

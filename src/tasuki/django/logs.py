@@ -1,5 +1,7 @@
 """Logs of a project's jobs as rows of the database: output of commands while they run, tracebacks of tasks.
 
+Old ones are in the archive (`log_archive`); those who read see no difference.
+
 A log never decides an outcome: what cannot be written is missing, and the job goes on.
 """
 
@@ -18,7 +20,9 @@ from typing import NamedTuple
 from django.db import Error, connections
 
 from tasuki.django.conf import project_settings
+from tasuki.django.log_archive import archived_log
 from tasuki.django.models import JobRun, LogChunk
+from tasuki.errors import TasukiError
 from tasuki.worker.attempt import Attempt
 from tasuki.worker.logs import LogFollow, ReadableLog
 
@@ -28,6 +32,7 @@ ERRORS = "errors"
 CHUNK_BYTES = 64 * 1024
 HEAD_BYTES = 1024 * 1024
 TAIL_BYTES = 64 * 1024
+ARCHIVED = 0  # in place of the id of a row: the part is in the archive
 WRITE_TIMEOUT_S = 10.0  # the end of a job waits so long for its log
 
 
@@ -49,17 +54,36 @@ def write_log(job_id: str, attempt: int, stream: str, data: bytes, offset: int =
     return row
 
 
-def read_log(job_id: str, stream: str, *, after: int = 0) -> Iterator[StoredLog]:
-    """Yield the parts of a stream of a job in the order of attempts and positions."""
-    rows = LogChunk.objects.using(project_settings().database).filter(job__idempotency_key=job_id, stream=stream, id__gt=after)
-    for row in rows.order_by("attempt", "offset", "id"):
-        yield StoredLog(row.attempt, row.offset, zlib.decompress(bytes(row.data)), row.pk)
+def read_log(job_id: str, stream: str, *, after: int = ARCHIVED - 1) -> list[StoredLog]:
+    """Return the parts of a stream of a job in the order of attempts and positions, those in the archive too.
+
+    `after`: only rows with a higher id; the row of what is archived is ARCHIVED. Raises the error of an archive that does not
+    answer.
+    """
+    alias = project_settings().database
+    rows = LogChunk.objects.using(alias).filter(job__idempotency_key=job_id, stream=stream, id__gt=after)
+    # Rows first: parts that are archived between the two looks are found twice, and never not at all.
+    found = {(row.attempt, row.offset): StoredLog(row.attempt, row.offset, _plain(row), row.pk) for row in rows.order_by("id")}
+    if after < ARCHIVED:
+        for part in archived_log(alias, job_id):
+            if part.stream == stream:
+                found.setdefault((part.attempt, part.offset), StoredLog(part.attempt, part.offset, part.data, ARCHIVED))
+    return sorted(found.values())
+
+
+def _plain(row: LogChunk) -> bytes:
+    return zlib.decompress(bytes(row.data))
 
 
 def log_bytes(job_id: str, stream: str) -> Iterator[bytes]:
     """Yield a stream of a job for people: attempts are told apart, and gaps, where output was not kept, are marked."""
     attempt, offset = None, 0
-    for part in read_log(job_id, stream):
+    try:
+        parts = read_log(job_id, stream)
+    except TasukiError as error:
+        yield f"── the archived log cannot be read now: {error.message} ──\n".encode()
+        parts = read_log(job_id, stream, after=ARCHIVED)
+    for part in parts:
         if part.attempt != attempt:
             yield f"── attempt {part.attempt} ──\n".encode() if attempt is not None else b""
             attempt, offset = part.attempt, part.offset

@@ -116,6 +116,8 @@ class JobRun(Row):
     replaced_report = models.BinaryField(null=True)
     """msgpack of the identity of a failure report whose outcome a cancel replaced, so that its repeat is still recognized."""
     log_ref = NameField(max_length=1024, db_default="")
+    """Place of the log, if not LogChunk: `blob:<sha256>` once it is archived, or what an application writes, as the address of a
+    page, which archiving leaves alone."""
 
     # Budgets and delays.
     not_before = UnixTimeField(null=True)
@@ -207,14 +209,35 @@ class LogChunk(Row):
     """The bytes, compressed by zlib."""
 
 
+class Alert(Row):
+    """A message to a receiver of alerts, kept until it was taken, and for a while after, so that it is made once."""
+
+    shown = "{0.key}"
+    id = RowIdField(primary_key=True)
+    key = NameField(max_length=255, unique=True)
+    """What happened, to what, and for whom."""
+    target = NameField(max_length=200)
+    """Name of the definition whose receiver gets it; empty: the one of everything."""
+    body = models.JSONField()
+    created_at = UnixTimeField()
+    tries = models.IntegerField(db_default=0)
+    next_at = UnixTimeField(null=True)
+    """Time of the next try; NULL: it was taken, or has no receiver any more."""
+    problem = models.TextField(db_default="")
+
+    class Meta:
+        indexes = [models.Index(fields=["next_at"], condition=Q(next_at__isnull=False), name="tasuki_alert_next")]
+
+
 class JobBlob(Row):
-    """Reference of a job to an input or result blob; written in the job's transaction, so that collection cannot come before."""
+    """Reference of a job to a blob: an input, its result, or its archived log; written in the job's transaction, so that
+    collection cannot come before."""
 
     shown = "{0.role} {0.sha256}"
     id = RowIdField(primary_key=True)
     job = models.ForeignKey(JobRun, on_delete=models.CASCADE, related_name="blobs", db_constraint=False)
     sha256 = NameField(max_length=64)
-    role = models.CharField(max_length=6, choices=[("in", "in"), ("result", "result")])
+    role = models.CharField(max_length=6, choices=[("in", "in"), ("result", "result"), ("log", "log")])
 
     class Meta:
         indexes = [models.Index(fields=["sha256"], name="tasuki_blob_sha256")]

@@ -36,11 +36,13 @@ from tasuki.core.scheduler.thresholds import Thresholds, problems_of
 from tasuki.core.store_messages import FireOrder
 from tasuki.core.worker.events import LeasesConfirmed, LeasesDenied
 from tasuki.django import standalone
+from tasuki.django.alerts import AlertLoop
 from tasuki.django.commands import check_command, command_exec, python_path
 from tasuki.django.conf import ProjectSettings, node_id, project_settings
 from tasuki.django.continuation import NodeContinuation
 from tasuki.django.definitions import scheduler_settings
 from tasuki.django.enqueueing import patterns_of
+from tasuki.django.log_archive import LogArchiver
 from tasuki.django.logs import HEAD_BYTES, TAIL_BYTES, KeptLogFollow, LogWriter
 from tasuki.django.models import ScopeEpoch
 from tasuki.doors.guest import open_guest
@@ -102,6 +104,8 @@ class NodeWorker(Worker):
         )
         self._kept_logs = self._log_follow = KeptLogFollow(self._send)
         self._log_writer = LogWriter(self._alias)
+        self._log_archiver = LogArchiver(self._alias)
+        self._alerts = AlertLoop(self._alias)
         try:
             from tasuki.django.task_backend import handle_task
 
@@ -132,7 +136,8 @@ class NodeWorker(Worker):
             return
         async with open_guest(self._make_sqlite_guest if self._is_sqlite else self._make_guest) as (url, server):
             self.url, self._server = url, server
-            beside = [self._store_logs(), self._follow_settings(server)]
+            archived = self._log_archiver.run(lambda: server.broker.epoch, lambda: self._thresholds.log_retention_days_db)
+            beside = [self._store_logs(), self._follow_settings(server), archived, self._alerts.run()]
             if self._cluster is not None:
                 self._continuation = NodeContinuation(self, server, self._cluster, self._rejoin)
                 beside.append(self._continuation.run())
@@ -157,6 +162,8 @@ class NodeWorker(Worker):
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             self._log_writer.close()
+            self._log_archiver.close()
+            self._alerts.close()
 
     def _signaled(self) -> None:
         super()._signaled()

@@ -32,13 +32,13 @@ from tasuki.django.commands import enqueue_command
 from tasuki.django.conf import ProjectSettings, project_settings
 from tasuki.django.definitions import scheduler_settings
 from tasuki.django.enqueueing import DEFAULT_QUEUE, hint_after_commit, new_id, patterns_of, project_store
+from tasuki.django.log_archive import LogArchive
 from tasuki.django.models import (
     AdminActionLog,
     Detached,
     Event,
     JobDefinition,
     JobRun,
-    LogChunk,
     SchedulerSettings,
     ScopeEpoch,
     ScopeLease,
@@ -267,17 +267,20 @@ def emit_event(event_type: str, payload: Any, *, dedupe_key: str | None = None, 
 
 
 def prune(*, days: float, logs_days: float) -> dict[str, int]:
-    """Delete jobs that ended, events that were processed, and logs that were written longer ago than so many days."""
+    """Delete jobs that ended and events that were processed longer ago than so many days, and archive the logs of others."""
     alias, store = project_settings().database, project_store()
     now = store.clock.wall()
     before = now - days * DAY_S
     events, _ = Event.objects.using(alias).filter(processed_at__lt=before).delete()
-    logs, _ = LogChunk.objects.using(alias).filter(at__lt=now - logs_days * DAY_S).delete()
-    runs = 0
+    runs = logs = 0
     # Under the epoch of whoever leads now: only rows of ended jobs are deleted, each once, whoever does it.
     while count := store.prune(before=before, epoch=store.epoch()[0]):
         runs += count
-    return {"runs": runs, "events": events, "log_chunks": logs}
+    archive, more = LogArchive(alias), True
+    while more:
+        moved, more = archive.step(days=logs_days, epoch=store.epoch()[0])
+        logs += moved
+    return {"runs": runs, "events": events, "archived_logs": logs}
 
 
 # ---------------------------------------------------------------------------------------------------- nodes

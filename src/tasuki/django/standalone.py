@@ -29,7 +29,7 @@ BUSY_TIMEOUT_S = 5.0
 CACHED_STATEMENTS = 256  # all statements in all their batch sizes; Python's default of 128 would compile some again and again
 
 MIGRATING_TABLE = "tasuki_migrating"
-SCHEMA_VERSION = 16
+SCHEMA_VERSION = 17
 OLDEST_CODE = 13  # before it, collection did not know the references of caches
 MIGRATION_POLL_S = 0.05
 COORDINATION_SCOPE = "coordination"

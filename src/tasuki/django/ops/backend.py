@@ -161,7 +161,9 @@ class ProjectBackend:
         return [describe(job, in_list=True) for job in page.jobs], page.cursor
 
     def job(self, job_id: str) -> View:
-        return describe(operations.get_run(job_id))
+        view = describe(operations.get_run(job_id))
+        rows = JobRun.objects.using(project_settings().database).filter(idempotency_key=job_id)
+        return {**view, "log_ref": rows.values_list("log_ref", flat=True).first() or ""}
 
     def explain(self, job_id: str) -> View:
         return operations.explain_run(job_id)

@@ -352,6 +352,7 @@ def job(request: HttpRequest, job_id: str) -> dict[str, Any]:
         "because": explained["because"],
         "timeline": sorted(timeline + incidents, key=lambda one: one["at"]),
         "logs": logs,
+        "log_address": address if (address := view.get("log_ref", "")).startswith(("http://", "https://")) else "",
         "find": find,
         "ended": ended,
         "has_result": ended and "result" in backend.screens and bool((view["outcome"] or {}).get("result_bytes")),

@@ -7,7 +7,7 @@ of the vendor (`statements/`); the outermost verb or turn writes counters and in
     submit             submit, cancel, requeue
     lease              lease, assign, held; the index of ready jobs
     report             start, renew, release, finish, fail; the end of an attempt
-    leader             take over, reap, skip, promote, prune
+    leader             take over, reap, skip, promote, prune, archive logs
     fire               definitions, events, and the leader's notes on them
     blobs              places of bytes, and their collection
     rows               conversion between rows and structs

@@ -1,11 +1,12 @@
-"""The verbs of the elected leader on the SQL store: take over, reap, skip, promote, prune. Each first checks the epoch."""
+"""The verbs of the leader on the SQL store: take over, reap, skip, promote, prune, archive logs. Each first checks the epoch."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
-from tasuki.core.job import TERMINAL, State
+from tasuki.core.job import TERMINAL, BlobRef, State
 from tasuki.core.lifecycle import LEASE_MARGIN_S, TAKEOVER_TIE_S, JobEvent, after, skip_outcome
 from tasuki.core.statistics import ROLLUP_DAYS
 from tasuki.core.store_messages import JobKind, ReadyQueue, Reaped
@@ -16,11 +17,12 @@ from tasuki.stores.sql.rows import JobRow, outcome_of
 LOCKED_LOOKS = 10  # for leases that others have locked, 50 ms apart; one that an application locks for longer ends at its time
 PRUNE_SCAN_MAX = 20_000  # rows that one prune looks at, some 20 ms; the next call goes on where it stopped
 _PRUNE_STEP = 1_000
-PRUNE_ROWS_MAX = 2_000  # of a project's events, parts of logs, and rollups that one prune looks at, the oldest first
+PRUNE_ROWS_MAX = 2_000  # of a project's events, and of rollups, that one prune looks at, the oldest first
 FOLD_MAX = 20_000  # counters that transactions of users left, added up by one prune, some 50 ms; the next call goes on
 DUE_SLACK_S = 5.0  # for turns of other servers that began earlier than the look that did not see them
 DUE_ALL_INTERVAL_S = 10.0  # for clocks that were set back, and locks that were held for longer
 _CLOCK_SLACK_S = 3_600.0  # ids follow the wall clock, except for the time by which it was set back
+LOG_REF_BLOB = "blob:"  # before the sha256 of the log, in `log_ref`
 _TERMINAL_NAMES = {state.value: state for state in TERMINAL}
 
 
@@ -114,7 +116,6 @@ def prune(tx: Transaction, *, before: float, epoch: int, limit: int = 256) -> in
     tx.check_epoch(epoch)
     _add_up(tx, "take_deltas", FOLD_MAX)
     tx.session.change("prune_events", (PRUNE_ROWS_MAX, before))
-    tx.session.change("prune_old_logs", (PRUNE_ROWS_MAX, tx.clock.wall()))
     tx.session.change("prune_notes")
     tx.session.change("prune_rollups", (PRUNE_ROWS_MAX, tx.clock.wall() - ROLLUP_DAYS * 86_400.0))
     found = {row_id: (group, state) for row_id, group, state in _find_old(tx, before, limit)}
@@ -132,6 +133,25 @@ def prune(tx: Transaction, *, before: float, epoch: int, limit: int = 256) -> in
     # Only pruning empties a group: its counters are deleted, those of many shards added up.
     _add_up(tx, "take_counters", session.listed(sorted({found[row_id][0] for row_id in doomed})))
     return len(doomed)
+
+
+def archive_log(tx: Transaction, row_id: int, version: int, log: BlobRef | None, chunks: Sequence[int], *, epoch: int) -> bool:
+    """Let a job refer to the blob that has its log, and delete the rows of the parts that are in it.
+
+    False, and nothing is changed: the job is another version by now, or the blob is not stored any more. Without a blob the rows
+    are those of a job that was deleted.
+    """
+    tx.check_epoch(epoch)
+    session = tx.session
+    if log is not None:
+        if not session.rows("job_to_archive", (row_id, version)) or log not in tx.stored_among([log]):
+            return False
+        session.change("forget_log", (row_id,))
+        session.change("add_log", (row_id, log.sha256))
+        session.change("set_log_ref", (row_id, f"{LOG_REF_BLOB}{log.sha256}"))
+        tx.at("archive.referred")
+    session.change("delete_log_chunks", (session.listed(list(chunks)),))
+    return True
 
 
 def _add_up(tx: Transaction, name: str, which: Any) -> None:

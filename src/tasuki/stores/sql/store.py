@@ -368,17 +368,19 @@ class SqlStore(SqlReads):
         return cls(database, clock=clock, random=random, fault=fault)
 
     @classmethod
-    def in_django(cls, alias: str = "default", *, clock: Clock | None = None) -> SqlStore:
+    def in_django(
+        cls, alias: str = "default", *, clock: Clock | None = None, fault: Callable[[str], None] | None = None
+    ) -> SqlStore:
         """Open a database of the running Django project: verbs inside `transaction.atomic()` commit or roll back with it."""
         from django.db import connections
 
         vendor = connections[alias].vendor
         if vendor == "sqlite":
-            return cls(SqliteInDjango(alias), clock=clock)
+            return cls(SqliteInDjango(alias), clock=clock, fault=fault)
         if vendor == "postgresql":
             from tasuki.stores.sql.postgres import PostgresInDjango
 
-            return cls(PostgresInDjango(alias), clock=clock)
+            return cls(PostgresInDjango(alias), clock=clock, fault=fault)
         raise ConfigError(f"the store has no statements for {vendor} (database {alias!r}); use PostgreSQL or SQLite")
 
     def turn(self, *, lasting: bool = True) -> Transaction:
@@ -415,6 +417,7 @@ class SqlStore(SqlReads):
     promote = verb(leader.promote)
     fire = verb(fire.fire)
     prune = verb(leader.prune)
+    archive_log = verb(leader.archive_log)
     place_blobs = batch_verb(blobs.place_blobs)
     blobs_stored = batch_verb(blobs.blobs_stored)
     condemn_blobs = verb(blobs.condemn_blobs)

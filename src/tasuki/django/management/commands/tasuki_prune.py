@@ -1,4 +1,4 @@
-"""`manage.py tasuki_prune`: delete what is old."""
+"""`manage.py tasuki_prune`: delete what is old, and archive old logs."""
 
 from __future__ import annotations
 
@@ -14,11 +14,13 @@ from tasuki.errors import TasukiError
 
 
 class Command(ActionCommand):
-    help = "Delete ended jobs, processed events and logs that are old, at once. The leading worker does it in small steps."
+    help = "Delete old jobs and events, and archive old logs, at once. The leading worker does it in small steps."
 
     def add_arguments(self, parser: CommandParser) -> None:
         parser.add_argument("--days", type=float, help="Jobs and events older than this. Default: TASUKI['retention_days'].")
-        parser.add_argument("--logs-days", type=float, help="Logs older than this. Default: log_retention_days_db.")
+        parser.add_argument(
+            "--logs-days", type=float, help="Logs of jobs that ended longer ago than this. Default: log_retention_days_db."
+        )
         parser.add_argument("--json", action="store_true", help="Print JSON for programs.")
 
     def handle(self, *_arguments: Any, days: float | None, logs_days: float | None, **options: Any) -> None:
@@ -30,4 +32,4 @@ class Command(ActionCommand):
             done = operations.prune(days=days, logs_days=logs_days)
         except TasukiError as error:
             raise CommandError(error.message) from error
-        self.say(done, ", ".join(f"{count} {name.replace('_', ' ')}" for name, count in done.items()) + " deleted")
+        self.say(done, f"{done['runs']} runs and {done['events']} events deleted, logs of {done['archived_logs']} runs archived")

@@ -6,7 +6,7 @@ import json
 import time
 
 from tasuki.django import operations
-from tasuki.django.logs import ERRORS, read_log
+from tasuki.django.logs import ARCHIVED, ERRORS, read_log
 from tasuki.django.management.command_base import ActionCommand, actor, shown_time
 from tasuki.server.queries import describe
 
@@ -66,7 +66,7 @@ class Command(ActionCommand):
     def do_logs(self, job_id: str, stream: str | None, follow: bool) -> None:
         operations.get_run(job_id)
         streams = [stream] if stream else ["stdout", "stderr", ERRORS]
-        after = dict.fromkeys(streams, 0)
+        after = dict.fromkeys(streams, ARCHIVED - 1)
         while True:
             ended = operations.get_run(job_id).state.terminal  # asked before the last look: nothing comes after it
             for name in streams:

@@ -535,11 +535,21 @@ DELETE FROM tasuki_event WHERE id IN (
     SELECT id FROM tasuki_event WHERE id IN (SELECT id FROM tasuki_event ORDER BY id LIMIT $1::bigint) AND processed_at < $2::float8
     FOR UPDATE SKIP LOCKED)
 
--- name: prune_old_logs
-DELETE FROM tasuki_logchunk WHERE id IN (
-    SELECT id FROM tasuki_logchunk WHERE id IN (SELECT id FROM tasuki_logchunk ORDER BY id LIMIT $1::bigint)
-    AND at < $2::float8 - 86400 * coalesce((SELECT log_retention_days_db FROM tasuki_schedulersettings WHERE id = 1), 7)
-    FOR UPDATE SKIP LOCKED)
+-- name: job_to_archive
+SELECT id FROM tasuki_jobrun WHERE id = $1::bigint AND version = $2::integer FOR UPDATE
+
+-- name: forget_log
+DELETE FROM tasuki_jobblob WHERE job_id = $1::bigint AND role = 'log'
+
+-- name: add_log
+INSERT INTO tasuki_jobblob (job_id, sha256, role) VALUES ($1::bigint, $2::text, 'log')
+
+-- name: set_log_ref
+-- An address that the application wrote stays.
+UPDATE tasuki_jobrun SET log_ref = $2::text WHERE id = $1::bigint AND (log_ref = '' OR log_ref LIKE 'blob:%')
+
+-- name: delete_log_chunks
+DELETE FROM tasuki_logchunk WHERE id = ANY($1::bigint[])
 
 -- name: prune_notes
 DELETE FROM tasuki_definitionstate WHERE definition_id IN (

@@ -381,9 +381,21 @@ DELETE FROM tasuki_logchunk WHERE job_id IN (SELECT value FROM json_each(?1))
 -- The oldest ones are looked at: all that are older than the others may be deleted, and are soon.
 DELETE FROM tasuki_event WHERE id IN (SELECT id FROM tasuki_event ORDER BY id LIMIT ?1) AND processed_at < ?2
 
--- name: prune_old_logs
-DELETE FROM tasuki_logchunk WHERE id IN (SELECT id FROM tasuki_logchunk ORDER BY id LIMIT ?1)
-    AND at < ?2 - 86400 * coalesce((SELECT log_retention_days_db FROM tasuki_schedulersettings WHERE id = 1), 7)
+-- name: job_to_archive
+SELECT id FROM tasuki_jobrun WHERE id = ?1 AND version = ?2
+
+-- name: forget_log
+DELETE FROM tasuki_jobblob WHERE job_id = ?1 AND role = 'log'
+
+-- name: add_log
+INSERT INTO tasuki_jobblob (job_id, sha256, role) VALUES (?1, ?2, 'log')
+
+-- name: set_log_ref
+-- An address that the application wrote stays.
+UPDATE tasuki_jobrun SET log_ref = ?2 WHERE id = ?1 AND (log_ref = '' OR log_ref LIKE 'blob:%')
+
+-- name: delete_log_chunks
+DELETE FROM tasuki_logchunk WHERE id IN (SELECT value FROM json_each(?1))
 
 -- name: prune_notes
 -- Of definitions that were deleted, unless a run of one still waits.

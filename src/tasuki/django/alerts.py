@@ -1,0 +1,192 @@
+"""Alerts: webhooks on failures and dead letters, schedules that are late, and a missing leader (`TASUKI["alerts"]`).
+
+What happened is read from the rows that have it anyway (incidents of jobs, notes on definitions), and becomes a row of Alert,
+whose key makes it once, whichever nodes look. So an alert outlives the node that saw the failure. Any node sends: it moves
+`next_at` of a row ahead, which one node can do, and ends it when the receiver answered 2xx. A node that dies in between leaves it
+to the next one: receivers get an alert at least once.
+
+Incidents are looked at again for SETTLED_S, because a transaction with a lower id may be committed after one with a higher.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import http.client
+import ipaddress
+import json
+import logging
+import socket
+import ssl
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+from urllib.parse import urlsplit
+
+from django.db import Error, connections
+
+from tasuki.core.backoff import Backoff
+from tasuki.django.conf import AlertSettings, AlertTarget, project_settings
+from tasuki.django.enqueueing import store_of
+from tasuki.django.models import Alert, DefinitionState, Incident, ScopeEpoch, ScopeLease
+from tasuki.errors import Forbidden, InvalidInput, TasukiError
+
+logger = logging.getLogger("tasuki.django")
+INTERVAL_S = 2.0
+SETTLED_S = 60.0
+LOOK_MAX = 500  # incidents of one look
+SEND_MAX = 20  # alerts of one step
+TIMEOUT_S = 5.0  # of each step of one request
+CLAIM_S = 30.0  # a node that took an alert and died leaves it to others after so long
+KEEP_S = 7 * 86_400.0
+SCOPE = "alerts"
+"""Row of ScopeEpoch whose epoch is the id of the last incident that is settled."""
+BACKOFF = Backoff(5.0, 3_600.0)
+SIGNATURE = "Tasuki-Signature"
+_KINDS = {"failed": "failure", "dead_lettered": "dead_letter"}
+
+
+def wanted(settings: AlertSettings) -> bool:
+    """Return whether there is a receiver."""
+    return settings.everything is not None or bool(settings.definitions)
+
+
+class Alerts:
+    """Makes and sends alerts, on the connection of the calling thread."""
+
+    def __init__(self, alias: str) -> None:
+        self._alias = alias
+        self._settings = project_settings().alerts
+
+    def step(self) -> None:
+        """Make the alerts of what happened since the last look, and send those that are due."""
+        now = store_of(self._alias).clock.wall()
+        made = [*self._of_incidents(now), *self._of_late_definitions(now), *self._of_missing_leader(now)]
+        Alert.objects.using(self._alias).bulk_create(made, ignore_conflicts=True)
+        self._settle(now)
+        self._send_due(now)
+        Alert.objects.using(self._alias).filter(next_at=None, created_at__lt=now - KEEP_S).delete()
+
+    def _make(self, kind: str, key: str, definition: str, now: float, body: dict[str, Any]) -> Iterator[Alert]:
+        targets = {definition: self._settings.definitions.get(definition), "": self._settings.everything}
+        for name, target in targets.items():
+            if target is not None and kind in target.on:
+                whole = {"kind": kind, "at": now, "definition": definition, **body}
+                yield Alert(key=f"{kind}:{key}:{name}"[:255], target=name, body=whole, created_at=now, next_at=now)
+
+    def _of_incidents(self, now: float) -> Iterator[Alert]:
+        newest = Incident.objects.using(self._alias).order_by("-id").values_list("id", flat=True).first() or 0
+        mark, _ = ScopeEpoch.objects.using(self._alias).get_or_create(scope=SCOPE, defaults={"epoch": newest, "holder": ""})
+        rows = Incident.objects.using(self._alias).filter(id__gt=mark.epoch).order_by("id")
+        for row in rows.select_related("job", "job__job_definition")[:LOOK_MAX]:
+            if row.kind not in _KINDS:
+                continue
+            of = row.job.job_definition.name if row.job.job_definition_id and row.job.job_definition else ""
+            body = {"job_id": row.job.job_id, "subject": row.job.subject, "attempt": row.attempt, "reason": row.reason[:1000]}
+            yield from self._make(_KINDS[row.kind], str(row.pk), of, now, body)
+
+    def _settle(self, now: float) -> None:
+        """Move the mark over incidents that are old enough."""
+        mark = ScopeEpoch.objects.using(self._alias).get(scope=SCOPE)
+        looked = Incident.objects.using(self._alias).filter(id__gt=mark.epoch).order_by("id")[:LOOK_MAX]
+        for row in looked:
+            if row.at.timestamp() >= now - SETTLED_S:
+                break
+            mark.epoch = row.pk
+        ScopeEpoch.objects.using(self._alias).filter(scope=SCOPE, epoch__lt=mark.epoch).update(epoch=mark.epoch)
+
+    def _of_late_definitions(self, now: float) -> Iterator[Alert]:
+        rows = DefinitionState.objects.using(self._alias).filter(next_at__lt=now - self._settings.late_seconds, problem="")
+        for row in rows.filter(definition__enabled=True).select_related("definition")[:LOOK_MAX]:
+            due = row.next_at.timestamp()
+            yield from self._make("late", f"{row.pk}:{due:.0f}", row.definition.name, now, {"due_at": due})
+
+    def _of_missing_leader(self, now: float) -> Iterator[Alert]:
+        """On PostgreSQL without Redis: the leader's lock is a row."""
+        rows = ScopeLease.objects.using(self._alias).filter(scope="leader", expires_at__lt=now - self._settings.late_seconds)
+        for row in rows:
+            yield from self._make("no_leader", str(row.epoch), "", now, {"last_leader": row.holder, "epoch": row.epoch})
+
+    def _send_due(self, now: float) -> None:
+        rows = Alert.objects.using(self._alias)
+        for row in rows.filter(next_at__lte=now).order_by("next_at", "id")[:SEND_MAX]:
+            mine = rows.filter(pk=row.pk, tries=row.tries, next_at__isnull=False)
+            if not mine.update(tries=row.tries + 1, next_at=now + CLAIM_S):
+                continue  # another node sends it
+            target = self._settings.definitions.get(row.target) if row.target else self._settings.everything
+            try:
+                if target is not None:
+                    send(target, {"id": row.pk, **row.body})
+            except (TasukiError, OSError, http.client.HTTPException) as error:
+                logger.warning("alert %s was not taken, and is sent again: %s", row.key, error)
+                rows.filter(pk=row.pk).update(next_at=now + BACKOFF.delay_s(row.tries), problem=str(error)[:1000])
+            else:
+                rows.filter(pk=row.pk).update(next_at=None, problem="")
+
+
+def send(target: AlertTarget, body: dict[str, Any]) -> None:
+    """POST a signed body to a receiver. Forbidden: its address is not a public one; OSError, InvalidInput: it did not take it."""
+    parts = urlsplit(target.url)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise InvalidInput("the address of a receiver of alerts must be https://host/path or http://host/path")
+    port = parts.port or (443 if parts.scheme == "https" else 80)
+    address = checked_address(parts.hostname, port, allow_private=target.allow_private)
+    data = json.dumps(body, ensure_ascii=False).encode()
+    headers = {"Content-Type": "application/json", "User-Agent": "tasuki"}
+    if target.secret:
+        headers[SIGNATURE] = "sha256=" + hmac.new(target.secret.encode(), data, hashlib.sha256).hexdigest()
+    link = http.client.HTTPConnection(parts.hostname, port, timeout=TIMEOUT_S)
+    plain = socket.create_connection((address, port), TIMEOUT_S)  # the address that was checked, not asked for again
+    try:
+        is_tls = parts.scheme == "https"
+        link.sock = ssl.create_default_context().wrap_socket(plain, server_hostname=parts.hostname) if is_tls else plain
+        link.request("POST", (parts.path or "/") + (f"?{parts.query}" if parts.query else ""), data, headers)
+        status = link.getresponse().status
+    finally:
+        link.close()
+        plain.close()
+    if not 200 <= status < 300:  # redirects are not followed
+        raise InvalidInput(f"the receiver answered {status}")
+
+
+def checked_address(host: str, port: int, *, allow_private: bool) -> str:
+    """Return the address of a host; Forbidden unless all that it has are public ones, or others are allowed."""
+    found = [str(one[4][0]) for one in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)]
+    for text in found:
+        address = ipaddress.ip_address(text.partition("%")[0])
+        known = getattr(address, "ipv4_mapped", None) or address
+        if not allow_private and (not known.is_global or known.is_multicast):
+            raise Forbidden(f"{host} has the address {text}, which is not public; set allow_private if that is meant")
+    return found[0]
+
+
+class AlertLoop:
+    """The alerts in a node, on a thread whose connection is open only while it looks."""
+
+    def __init__(self, alias: str) -> None:
+        self._alerts = Alerts(alias)
+        self._alias = alias
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="tasuki-alerts")
+
+    async def run(self, report: Callable[[str], None] = logger.warning) -> None:
+        """Make and send alerts until this is canceled; at once, if there is no receiver."""
+        problem = ""
+        while wanted(project_settings().alerts):
+            try:
+                await asyncio.get_running_loop().run_in_executor(self._thread, self._step)
+                problem = ""
+            except (TasukiError, Error) as error:
+                if str(error) != problem:
+                    report(f"alerts wait: {error}")
+                problem = str(error)
+            await asyncio.sleep(INTERVAL_S)
+
+    def _step(self) -> None:
+        try:
+            self._alerts.step()
+        finally:
+            connections[self._alias].close()
+
+    def close(self) -> None:
+        self._thread.shutdown(cancel_futures=True)
