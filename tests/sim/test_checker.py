@@ -68,7 +68,7 @@ def test_good_histories_are_evidence_for_everything() -> None:
     checker = Checker(whole=True).check(Model(5).history(steps=300))
 
     # The model has no delays, no schedules, no nodes, and no pauses.
-    assert sorted(set(INVARIANTS) - set(checker.evidence)) == ["I12", "I15", "I18", "I19", "I20", "I21", "I22"]
+    assert sorted(set(INVARIANTS) - set(checker.evidence)) == ["I12", "I15", "I18", "I19", "I20", "I21", "I23"]
 
 
 def test_a_history_is_the_same_when_it_was_written_to_a_file_and_read() -> None:

@@ -152,7 +152,7 @@ GOOD: dict[str, list[Story]] = {
             reaped(at=3.0),
         ),
     ],
-    "I22": [
+    "I23": [
         (PausedEvent(at=0.0, pattern="a.>"), submitted(), granted(subject="b.a")),
         (PausedEvent(at=0.0, pattern="*"), PausedEvent(at=0.0, pattern="*", paused=False), submitted(), granted(subject="x")),
         (PausedEvent(at=0.0, pattern="x"), submitted(), granted(subject="x.y")),
@@ -310,7 +310,7 @@ BAD: dict[str, list[Story]] = {
     "I21": [
         (granted(ttl_s=1.0, at=0.0), shown("renew", at=1.0, confirm_s=3.0), reaped(at=3.9)),
     ],
-    "I22": [
+    "I23": [
         (PausedEvent(at=0.0, pattern="a.>"), submitted(), granted(subject="a.b")),
         (PausedEvent(at=0.0, pattern="*"), PausedEvent(at=0.0, pattern="a.>", paused=False), submitted(), granted(subject="x")),
     ],

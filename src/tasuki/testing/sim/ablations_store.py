@@ -381,7 +381,7 @@ _OF_GRANTS = (
     Ablation(
         "pause_holds",
         "a job of a paused subject is not granted",
-        ("I22",),
+        ("I23",),
         (
             Replacement(memory, "is_paused", lambda _: lambda *_: False),
             Replacement(lease, "is_paused", lambda _: lambda *_: False),

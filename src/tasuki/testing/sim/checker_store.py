@@ -17,7 +17,8 @@ from tasuki.core.lifecycle import TAKEOVER_TIE_S
 from tasuki.core.subject import matches
 from tasuki.testing.sim import history
 
-INVARIANTS = (*(f"I{n}" for n in range(1, 23)), "lease", "credit", "liveness")
+# Without I22: what a token may do is judged by the tests of the doors with hostile peers.
+INVARIANTS = (*(f"I{n}" for n in range(1, 22)), "I23", "lease", "credit", "liveness")
 """The invariants of docs/invariants.md; `lease`: none ends before its time; `credit`: no worker gets more than it asks for, or
 other jobs."""
 
@@ -322,7 +323,7 @@ class JobJudge(Judge):
 
     def _granted(self, line: history.GrantedEvent) -> None:
         """Judge I5: one attempt more, and no other live lease. I4: of a job that is not over. I12: not before its time.
-        I22: not of a subject that is paused. Credit: for what the worker asked for."""
+        I23: not of a subject that is paused. Credit: for what the worker asked for."""
         job = self.job(line.job_id)
         self.evidence["I5"] += 1
         if line.generation != job.generation:
@@ -337,9 +338,9 @@ class JobJudge(Judge):
         elif line.lease_id in self._leases:
             self.found("I5", f"lease {line.lease_id} was given twice, for {line.job_id} the second time")
         if self._paused and line.subject:
-            self.evidence["I22"] += 1
+            self.evidence["I23"] += 1
             if (pattern := next((one for one in self._paused if matches(one, line.subject)), None)) is not None:
-                self.found("I22", f"{line.job_id} of {line.subject} was granted while {pattern} was paused")
+                self.found("I23", f"{line.job_id} of {line.subject} was granted while {pattern} was paused")
         if not line.offered:
             self.found("credit", f"{line.worker_id} was given {line.job_id}, and does not offer its program")
         if not line.ahead:
