@@ -80,14 +80,15 @@ def test_jobs_of_agents_are_shown_and_listed(agent: AgentStage, user: User) -> N
     assert "need a server" in tasuki(agent, user, "list", "--subject", "x").stderr
 
 
-def test_a_result_of_an_agent_is_waited_for_and_saved(agent: AgentStage, user: User) -> None:
+def test_a_result_of_an_agent_is_waited_for_and_saved_and_what_it_lacks_is_told(agent: AgentStage, user: User) -> None:
     running = agent.begin("kept", f"while [ ! -e {user.home}/go ]; do sleep 0.02; done; echo kept > out/kept; ln -s x out/link")
     until(lambda: agent.state("kept") == "running")
     (user.home / "go").touch()
 
     done = tasuki(agent, user, "result", "kept", "--extract", str(user.home / "unpacked"))
 
-    assert (done.returncode, (user.home / "unpacked" / "out" / "kept").read_text()) == (0, "kept\n")
+    assert (done.returncode, (user.home / "unpacked" / "out" / "kept").read_text()) == (125, "kept\n")
+    assert "job kept: 1 output is not in the result" in done.stderr
     assert running.answer().status_code == 200
 
 

@@ -268,6 +268,19 @@ def test_a_result_can_be_unpacked_or_written_to_stdout(served: Served) -> None:
     assert user.run("result", "--stdout", "unpack").stdout.startswith("PK")
 
 
+@pytest.mark.parametrize(("named", "job_id"), [("lacks", "lacks"), ("lacks-some", "lacks-some.2")], ids=["job", "array"])
+def test_a_result_says_how_many_outputs_it_lacks(served: Served, named: str, job_id: str) -> None:
+    user, _ = served
+    script = 'ln -s x "$TASUKI_OUT/link"'
+    user.run("submit", "--job-id", "lacks", "sh", "-c", script)
+    user.run("submit", "--array", "1-2", "--job-id", "lacks-some", "sh", "-c", f"[ {{i}} = 1 ] || {script}")
+
+    done = user.run("result", "-o", f"saved-{named}", named)
+
+    assert (done.returncode, done.stderr.count("not in the result")) == (125, 1)
+    assert f"job {job_id}: 1 output is not in the result" in done.stderr
+
+
 def test_the_wait_for_a_result_has_an_end(served: Served) -> None:
     user, _ = served
     user.run("submit", "--job-id", "slow", "sleep", "600")

@@ -27,6 +27,14 @@ def test_with_nothing_running_a_command_just_runs(user: User) -> None:
     assert (done.stdout, done.stderr, done.returncode) == ("hello\n", "", 0)
 
 
+def test_outputs_that_are_not_in_the_result_are_told(user: User) -> None:
+    words = ("--job-id", "lacks", "sh", "-c", 'ln -s x "$TASUKI_OUT/link"')
+    told, done = user.run_process("run", "--json", *words), user.run_process("run", *words)
+
+    assert (told.returncode, json.loads(told.stdout)["left_out"], done.returncode) == (125, 1, 125)
+    assert "1 output is not in the result" in done.stderr
+
+
 def test_the_embedded_server_leaves_after_its_last_client(user: User) -> None:
     user.run_process("run", "true")
 

@@ -64,7 +64,7 @@ def result(
     """The result of a command is a ZIP with its logs and output files, of a handler the bytes it returned, of a broadcast the
     ledger: what each worker did.
 
-    Exit 1 if the job, or one of the array's, did not succeed.
+    Exit 1 if the job, or one of the array's, did not succeed; 125 if one that succeeded has outputs that are not in its result.
     """
     if output_file == Path("-"):
         output_file, stdout = None, True
@@ -103,7 +103,9 @@ def result(
             output.show(answer, lambda: [line])
         if ended.state != "SUCCEEDED":
             output.hint(f"job {named} is {ended.state}: {ended.outcome.message or ended.outcome.error_code}")
-        return ExitCode.OK if ended.state == "SUCCEEDED" else ExitCode.FAILED
+        return check_left_out(
+            named, ended.outcome.meta.get("left_out"), ExitCode.OK if ended.state == "SUCCEEDED" else ExitCode.FAILED, output
+        )
 
     return with_client(place, work, agents=True)
 
@@ -146,10 +148,11 @@ async def _save_array(
         raise InvalidInput(f"the folder {str(folder)!r} cannot be made: {error.strerror}; name another with -o FOLDER") from None
     views = {view["job_id"]: view async for page in pages(client, {"array_id": array_id}) for view in page}
     handles = [client.job(job_id) for job_id in sorted(views, key=element_number)]
-    summary, saved, size = ArraySummary(array_id), 0, 0
+    summary, saved, size, code = ArraySummary(array_id), 0, 0, int(ExitCode.OK)
     before = sum(view["state"] in ENDED for view in views.values())
     for ended in await wait_all(client, handles, output, array_id=array_id, timeout=timeout, ended_before=before):
         summary.add_result(ended)
+        code = check_left_out(ended.job_id, ended.outcome.meta.get("left_out"), code, output)
         if has_result(ended):
             with scratch_file() as scratch:
                 target = folder / ended.job_id if unpacked else folder / f"{ended.job_id}.{_suffix(views[ended.job_id])}"
@@ -159,7 +162,7 @@ async def _save_array(
             saved += 1
     answer = {**summary.view(), "path": str(folder), "saved": saved, "size_bytes": size}
     output.show(answer, lambda: [f"{folder}  {saved} results, {shown_size(size)}", *summary.reason_lines()])
-    return ExitCode.FAILED if summary.unsuccessful else ExitCode.OK
+    return ExitCode.FAILED if summary.unsuccessful else code
 
 
 @contextmanager
@@ -285,7 +288,7 @@ class CapturedOutput:
 
 
 def check_left_out(job_id: str, left_out: object, code: int, output: Output) -> int:
-    """Say that outputs are missing from a result, and return the exit code: a success without all its outputs is none."""
+    """Say how many outputs a result lacks, and return the exit code: a success without all its outputs is none."""
     if not isinstance(left_out, int) or left_out <= 0:
         return code
     many = "1 output is" if left_out == 1 else f"{left_out} outputs are"

@@ -155,6 +155,11 @@ def test_headers_of_a_result_are_one_of_the_response_whatever_text_they_are() ->
     assert [result_headers(meta) for meta in ({}, {"headers": "none"}, {"headers": {"long": "x" * 4096}})] == [{}, {}, {}]
 
 
+def test_outputs_that_are_not_in_a_result_are_counted_in_a_header_of_the_response() -> None:
+    assert result_headers({"left_out": 3}) == {"Tasuki-Left-Out": "3"}
+    assert [result_headers({"left_out": wrong}) for wrong in (0, -1, "3", None)] == [{}, {}, {}, {}]
+
+
 def test_a_large_result_is_streamed_whole(stage: Stage, worker: Worker) -> None:
     job_id = stage.submit()
     text = "0123456789" * 300_000

@@ -199,9 +199,13 @@ async def stream(kept: AsyncExitStack, first: bytes, rest: AsyncIterator[bytes])
 
 
 def result_headers(meta: dict[str, Any]) -> dict[str, str]:
-    """Return the headers of a result as one of the response, in JSON: their names and values may be any text."""
+    """Return what the response says of a result beside its bytes: its headers in JSON, since their names and values may be any
+    text, and how many outputs are not in it."""
     text = json.dumps(found) if isinstance(found := meta.get("headers"), dict) else ""
-    return {"X-Tasuki-Headers": text} if 0 < len(text) <= RESULT_HEADERS_MAX_CHARS else {}
+    headers = {"X-Tasuki-Headers": text} if 0 < len(text) <= RESULT_HEADERS_MAX_CHARS else {}
+    if isinstance(left_out := meta.get("left_out"), int) and left_out > 0:
+        headers["Tasuki-Left-Out"] = str(left_out)
+    return headers
 
 
 def _media_type(data: bytes) -> str:
