@@ -364,7 +364,6 @@ class Server:
         if isinstance(answers, TasukiError):
             self._log_failure(answers)
         else:
-            self.statistics.turn(turn, answers, self.now().monotonic)
             self.on_turn(turn, answers)
             for lost in answers.reap:
                 text = f"the lease of attempt {lost.attempt} is over: {lost.reason}"
@@ -380,6 +379,8 @@ class Server:
             # Under load the store works while the answers are encoded: both cores are busy.
             self._pump()
             self._perform(commands)
+        if isinstance(answers, Answers):
+            self.statistics.turn(turn, answers, self.now().monotonic)
         if turn.fire and (due_s := self.broker.upkeep.until_due_s(self.now(), IDLE_TICK_S)) < IDLE_TICK_S:
             self._loop.call_later(due_s + 0.001, self.read)  # the tick was set before this turn told; timers may be 0.5 ms early
         self._fault("turn.answered")

@@ -200,7 +200,7 @@ class ReadyIndex:
                 scans[place] = self._scan(place, SUBJECTS_AT_ONCE, low, high, pattern if needs_match else None)
         while scans:
             names = list(dict.fromkeys(name for scan in scans.values() for name in scan.names))
-            names = [name for name in names if not request.leaves(name) and not is_paused(self.paused, name)]
+            names = [name for name in names if not request.leaves(name) and not (self.paused and is_paused(self.paused, name))]
             if names:
                 yield names
             else:
@@ -320,7 +320,11 @@ def _take_chosen(tx: Transaction, ready: ReadyIndex, priority: int, group: str, 
         if (job.priority, job.group) == (priority, group) and len(taken) < limit:
             found = tx.session.rows("named", (job.job_id,))
             *row, _, is_ready, _, not_after, subject = found[0] if found else (None, 0, None, None, "")
-            if is_ready == READY and not is_late(not_after, tx.clock.wall()) and not is_paused(ready.paused, subject):
+            if (
+                is_ready == READY
+                and not is_late(not_after, tx.clock.wall())
+                and not (ready.paused and is_paused(ready.paused, subject))
+            ):
                 taken.append(_grant(tx, row, group, request))
     return taken
 
@@ -334,7 +338,7 @@ def _lease_named(tx: Transaction, request: LeaseRequest, index: ReadyIndex) -> l
         if not found:
             continue
         *row, group, ready, expires_at, not_after, subject = found[0]
-        if is_late(not_after, tx.clock.wall()) or is_paused(index.paused, subject):
+        if is_late(not_after, tx.clock.wall()) or (index.paused and is_paused(index.paused, subject)):
             continue
         is_over = expires_at is not None and expires_at <= tx.clock.lease() and ready != AHEAD
         if ready == READY or (is_over and _take_from_lost(tx, job_id, request.worker_id)):
@@ -418,7 +422,7 @@ def assign(tx: Transaction, assignments: Sequence[Assignment], *, epoch: int) ->
         elif not assignment.worker_id:
             if row.is_unfetched and row.job_state is State.ASSIGNED:
                 placed.append(_taken_back(tx, row))
-        elif is_paused(paused, row.queue.subject):
+        elif paused and is_paused(paused, row.queue.subject):
             pass
         elif row.ready == AHEAD:
             grant = Grant(row.idempotency_key, row.spec, row.submitter, f"{prefix}{row.id}", row.attempt + 1, assignment.ttl_s)
@@ -490,7 +494,7 @@ def ready_queues(session: SqlSession, place: Any, limit: int) -> ReadyPage:
         rows = session.rows("queues", (priority, *behind, limit - looked))
         looked += len(rows)
         found = (ReadyQueue(subject, JobKind(kind), exec_) for _, subject, kind, exec_ in rows)
-        queues += [queue for queue in found if not is_paused(paused, queue.subject)]
+        queues += [queue for queue in found if not (paused and is_paused(paused, queue.subject))]
         if looked == limit:
             return ReadyPage(queues, (priority, *rows[-1]))
         bands, behind = session.rows("band", (priority,)), _BEFORE_ALL_QUEUES
