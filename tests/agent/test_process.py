@@ -224,7 +224,7 @@ def test_programs_hear_which_execs_there_are(tmp_path: Path) -> None:
         (["--listen", "0.0.0.0:0", "--exec", "x=/bin/true", "--no-token"], "--token-file"),
         (["--exec", "x=/bin/true", "--slots", "0"], "--slots must be 1 or more"),
         (["--exec", "x=/bin/true", "--timeout", "0"], "--timeout"),
-        (["--exec", "x=/bin/true", "--default-exec", "y"], "none of the execs"),
+        (["--exec", "x=/bin/true", "--default-exec", "y"], "must be one of the execs"),
         (["--exec", "x=/bin/true", "--tls-cert", "c"], "belong together"),
         (["--exec", "x=/bin/true", "--node", "n1\nready"], "without control characters"),
         (["--exec", "x=/bin/true", "--advertise", "http://n1:7090"], "--advertise is for those that share a registry"),

@@ -38,7 +38,7 @@ def name_of(sha256: str, generation: int) -> str:
     """Return the last part of a path or key: the hash, and the generation unless it is the first."""
     check_sha256(sha256)
     if generation < 0:
-        raise InvalidInput(f"a blob has no generation {generation}; they count from 0")
+        raise InvalidInput(f"the generation of a blob must be 0 or more, got {generation}")
     return f"{sha256}.{generation}" if generation else sha256
 
 

@@ -92,7 +92,7 @@ class RegistryOptions(NamedTuple):
             return None
         if not is_store(registry):
             shown = shown_address(registry)
-            raise ConfigError(f"--registry {shown!r} is no registry; use redis://host:6379/0 or postgresql://user@host/database")
+            raise ConfigError(f"--registry must be redis://host:6379/0 or postgresql://user@host/database, got {shown!r}")
         check_app(app, "--registry-app")
         if advertise is not None:
             places = parse_url(advertise)

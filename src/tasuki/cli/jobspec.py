@@ -39,7 +39,7 @@ def _check_exec(context: click.Context, parameter: click.Parameter, exec_: str) 
         raise click.BadParameter("it is empty; name a program, or write - for a handler's job")
     if len(exec_.split()) > 1 and not Path(exec_).exists():
         raise click.BadParameter(
-            f"{exec_[:80]!r} is no program; write it and its arguments as words of their own, without quotes"
+            f"there is no program {exec_[:80]!r}; write it and its arguments as words of their own, without quotes"
         )
     return exec_
 

@@ -194,7 +194,7 @@ def identify(token: TokenRow | None, now_wall: float) -> Identity:
     if token.expires_at is not None and token.expires_at <= now_wall:
         raise Unauthorized(f"token {token.token_id} has expired")
     if token.kind not in TOKEN_PREFIXES:
-        raise Unauthorized(f"token {token.token_id} is of kind {token.kind!r}, which cannot come in here")
+        raise Unauthorized(f"token {token.token_id} has the unknown kind {token.kind!r}; kinds are {', '.join(TOKEN_PREFIXES)}")
     name = f"token:{token.token_id}"
     incarnation = token.incarnation
     if token.worker_id and not incarnation:

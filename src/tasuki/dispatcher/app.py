@@ -235,7 +235,7 @@ class Dispatcher:
             raise refusals.unavailable(words, job_id=job_id)
         if found.silent:
             raise nobody(job_id, found.silent)
-        raise NotFound(f"there is no job {job_id} at any node that is well")
+        raise NotFound(f"no healthy node has a job {job_id}")
 
     async def _result(self, request: Request) -> Response:
         """Return the result from the registry, else from a node; `registry.py` explains the order."""

@@ -192,7 +192,7 @@ def check_result(response: httpx.Response, *statuses: int) -> None:
     """Raise Unavailable unless a 2xx response is the result that was asked for."""
     kind = response.headers.get("content-type", "").partition(";")[0].strip().lower()
     if response.status_code not in statuses or kind != ZIP_TYPE or not ETAG(response.headers.get("etag", "")):
-        raise Unavailable(f"answered {response.status_code} without a ZIP and its ETag; is this a node agent?")
+        raise Unavailable(f"the node answered {response.status_code} without a ZIP and its ETag; is it a node agent?")
 
 
 async def read_node_refusal(response: httpx.Response) -> NodeRefusal:

@@ -142,7 +142,7 @@ class DispatcherRegistry:
         """Execute a turn that no request waits for."""
         found = await self._asked(lambda records: records.ask(turn))
         if found is None:
-            raise Unavailable("the registry is away")
+            raise Unavailable("the registry does not answer; try again later")
         return found
 
     async def _asked(self, question: Callable[[RegistryQueries], Awaitable[T]]) -> T | None:

@@ -129,7 +129,7 @@ def test_a_payload_that_no_job_can_have_is_not_checked(slow: Stage) -> None:
     [
         (None, "cannot be read"),
         ("{", "is not JSON"),
-        ('{"type": "objct"}', "is no JSON Schema: .*objct"),
+        ('{"type": "objct"}', "is not a JSON Schema: .*objct"),
         ('{"$ref": "https://example.org/a.json"}', "https://example.org/a.json.*must be in the file itself"),
         ('{"properties": {"a": {"$ref": "#/$defs/missing"}}}', "/\\$defs/missing', which must be in the file itself"),
     ],

@@ -180,7 +180,7 @@ class AgentNode:
             raise NodeRefused(answer)
         job = _read(answer, NodeJob)
         if job is None:
-            raise Unavailable(f"{self.name} answered something that is no job")
+            raise Unavailable(f"the answer of {self.name} is not a job; is it a node agent of this version?")
         progress = job.progress or _Progress()
         status = NodeJobStatus(job.state, job.input or "", job.exit_code)
         return JobView(status, progress.fraction, progress.message or "", job.started_at, job.node or "", answer)
@@ -192,7 +192,7 @@ class AgentNode:
             raise NodeRefused(answer)
         listed = _read(answer, _JobList)
         if listed is None:
-            raise Unavailable(f"{self.name} answered something that is no list of jobs")
+            raise Unavailable(f"the answer of {self.name} is not a list of jobs; is it a node agent of this version?")
         return listed.jobs
 
     async def read_log(self, job_id: str, stream: str, offset: int, wait_s: float) -> LogAnswer:
@@ -203,7 +203,7 @@ class AgentNode:
                 raise NodeRefused((await transfer.read_refusal(response))[0])
             found = {name: response.headers.get(f"tasuki-{name}", "") for name in ("attempt", "offset", "cut-bytes", "end")}
             if not all(map(transfer.is_number, found.values())):
-                raise Unavailable(f"{self.name} answered something that is no log")
+                raise Unavailable(f"the answer of {self.name} is not a log; is it a node agent of this version?")
             attempt, start, cut_bytes, end = map(int, found.values())
             ended = response.headers.get("tasuki-ended") == "true"
             return LogAnswer(attempt, start, cut_bytes, end, ended, await read_body(response, LOG_PIECE_MAX_BYTES))

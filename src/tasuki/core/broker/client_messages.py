@@ -512,7 +512,7 @@ def _targets(state: BrokerState, identity: Identity, params: dict[str, Any]) -> 
         if Offer(worker.takes, worker.execs).fits(kind, exec_) and any(intersects(one, target) for one in worker.patterns)
     }
     if len(met) > TARGETS_MAX:
-        raise TooLarge(f"{target!r} meets {len(met)} workers, the limit is {TARGETS_MAX}; name fewer")
+        raise TooLarge(f"{target!r} matches {len(met)} workers, the limit is {TARGETS_MAX}; use a narrower pattern")
     return sorted(met - state.cluster.detached)
 
 

@@ -112,7 +112,7 @@ def _read_schema(path: Path, name: str) -> Any:
     except msgspec.DecodeError as error:
         raise ConfigError(f"{name} is not JSON: {error}") from None
     except jsonschema.SchemaError as error:
-        raise ConfigError(f"{name} is no JSON Schema: {error.json_path}: {error.message[:SHOWN_MAX_CHARS]}") from None
+        raise ConfigError(f"{name} is not a JSON Schema: {error.json_path}: {error.message[:SHOWN_MAX_CHARS]}") from None
     except referencing.exceptions.Unresolvable as error:
         raise ConfigError(f"{name} refers to {error.ref[:200]!r}, which must be in the file itself; put it below $defs") from None
     return schema

@@ -132,7 +132,7 @@ class HttpWorkerSession:
     def _confirm(self, heard: int) -> None:
         if not self._confirmed <= heard <= self._confirmed + len(self._kept):
             there = f"{self._confirmed} to {self._confirmed + len(self._kept)}"
-            raise OutOfTurn(f"heard={heard} is none of {there}; begin a new session")
+            raise OutOfTurn(f"heard must be {there}, got {heard}; begin a new session")
         for _ in range(heard - self._confirmed):
             self._kept_bytes -= len(self._kept.popleft())
         self._confirmed = heard

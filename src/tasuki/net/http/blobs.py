@@ -224,7 +224,7 @@ async def _md5(source: FileSource, url: BlobLink) -> str:
             await loop.run_in_executor(None, digest.update, piece)
             left -= len(piece)
     if left:
-        raise Corrupt(f"the file changed while it was sent: it has no {url.size_bytes} bytes at {url.offset} any more")
+        raise Corrupt(f"the file changed while it was sent: it ends before {url.size_bytes} bytes at offset {url.offset}")
     return base64.b64encode(digest.digest()).decode()
 
 
@@ -358,4 +358,4 @@ async def _read(source: FileSource, start: int, stop: int, progress: OnProgress)
         if progress is not None:
             progress(start)
     if start < stop:
-        raise Corrupt(f"the file changed while it was sent: it has {start} bytes, and no {stop}")
+        raise Corrupt(f"the file changed while it was sent: it has {start} bytes now, {stop} were announced")

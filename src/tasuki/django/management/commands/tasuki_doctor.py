@@ -40,7 +40,7 @@ class Command(ActionCommand):
                 word = "WARN" if one["what"].startswith("tasuki.W") else "ok  " if one["ok"] else "BAD "
                 self.stdout.write(f"{word} {one['what']}: {one['text']}")
         if not all(one["ok"] for one in found):
-            raise CommandError("something is wrong, see above")
+            raise CommandError("some checks failed; see the lines above")
 
     def _findings(self) -> Iterator[dict[str, Any]]:
         project = project_settings()
