@@ -8,6 +8,22 @@ from tests.shape.source import Module, length, modules, syntax_errors
 FILE_MAX_LINES = 800
 FILE_LONG_LINES = 500  # above this a reader wants to know why
 FUNCTION_MAX_LINES = 60  # without the docstring
+NO_BEGINNINGS = {
+    "What",
+    "Whoever",
+    "Those",
+    "That",
+    "Which",
+    "Whether",
+    "Who",
+    "Where",
+    "When",
+    "How",
+    "Whatever",
+    "They",
+    "These",
+}
+"""First words of a docstring that leave open what it is about."""
 
 # What is long, with the reason that a reader would accept. An entry that is not needed any more fails the test.
 LONG_FILES: dict[str, str] = {
@@ -88,6 +104,18 @@ def test_no_function_is_too_long() -> None:
 
 def test_every_module_says_what_it_is_for() -> None:
     assert not [module.path for module in modules() if not ast.get_docstring(module.tree)]
+
+
+def test_docstrings_begin_with_a_verb_or_name_the_thing() -> None:
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    first_words = {
+        (module.path, node.name if not isinstance(node, ast.Module) else ""): docstring.split()[0]
+        for module in modules()
+        for node in ast.walk(module.tree)
+        if isinstance(node, documented) and (docstring := ast.get_docstring(node))
+    }
+
+    assert not {place: word for place, word in first_words.items() if word in NO_BEGINNINGS}
 
 
 def test_the_limits_are_the_last_length_allowed() -> None:

@@ -320,7 +320,7 @@ class RegistryQueries:
                     assert job is not None
                     check_wanted(job)
                     waits = job
-        raise Unavailable(f"job {job_id} could not be claimed in {CLAIM_TRIES} tries, since other nodes changed its record each time; try again")
+        raise Unavailable(f"job {job_id} was not claimed in {CLAIM_TRIES} tries: other nodes changed its record; try again")
 
     # ------------------------------------------------------------------------------------------------ removing
 

@@ -68,5 +68,6 @@ def slots_of_this_machine() -> int:
 def choose_default(execs: Mapping[str, Exec], named: str | None) -> str | None:
     """Return the exec for requests that name none: --default-exec, else the only one there is."""
     if named is not None and named not in execs:
-        raise ConfigError(f"--default-exec must be one of the execs ({', '.join(sorted(execs)) or 'there are none'}), got {named[:64]!r}")
+        there = ", ".join(sorted(execs)) or "there are none"
+        raise ConfigError(f"--default-exec must be one of the execs ({there}), got {named[:64]!r}")
     return named or (next(iter(execs)) if len(execs) == 1 else None)

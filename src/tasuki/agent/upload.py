@@ -271,8 +271,8 @@ class Upload:
         source: InputSource | None = None,
         files: UploadFiles | None = None,
     ) -> None:
-        """Without a place the files are only hashed. `source`: for stored inputs. `files`: another destination, which needs no
-        source: stored inputs are there."""
+        """Take an upload. Without a place the files are only hashed. `source`: for stored inputs. `files`: another destination,
+        which needs no source: stored inputs are there."""
         self._parser = FormParser(boundary)
         self._fetches = files is None
         self._source = source

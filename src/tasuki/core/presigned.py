@@ -20,7 +20,7 @@ class BlobLink(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class BlobDownload(msgspec.Struct, omit_defaults=True):
-    """Without a link: this server gives none, GET the blob here."""
+    """Links for one blob; without them this server gives none: GET the blob here."""
 
     link: BlobLink | None = None
 

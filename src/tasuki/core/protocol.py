@@ -506,7 +506,7 @@ def check_published(message: PublishedMessage) -> None:
 
 
 class CacheStatus(enum.StrEnum):
-    """How a worker stands with the files of a CachePut. OK, SKIPPED and FAILED are final."""
+    """States of a worker's copy of the files of a CachePut. OK, SKIPPED and FAILED are final."""
 
     OK = "OK"
     """It has them all now, and had not before."""
@@ -533,7 +533,7 @@ class CachePut(msgspec.Struct, frozen=True):
 
 
 class WorkerCache(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
-    """How one worker stands with the files of a CachePut."""
+    """State of one worker's copy of the files of a CachePut."""
 
     worker_id: str
     status: CacheStatus

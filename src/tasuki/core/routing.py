@@ -88,7 +88,7 @@ def route_of(routes: Iterable[SubjectRoute], subject: str) -> SubjectRoute | Non
 
 
 class RoutingFacts(NamedTuple):
-    """What a policy wants to know of a job."""
+    """Facts of a job that a policy judges."""
 
     key: str
     """Key of sticky jobs: the job's own, else its subject."""

@@ -51,7 +51,7 @@ on_enqueued: ContextVar[Callable[[], object] | None] = ContextVar("on_enqueued",
 
 
 class _Collected:
-    """What the calls of one `enqueue_many` enqueue."""
+    """The jobs that the calls of one `enqueue_many` enqueue."""
 
     def __init__(self) -> None:
         self.jobs: list[tuple[JobSpec, Callable[[], object]]] = []

@@ -264,7 +264,7 @@ class CacheFile(Row):
 
 
 class MinuteRollup(Row):
-    """What one server counted in one minute, kept for a week; `core.statistics.decode_rollup` reads `data`."""
+    """Counts of one server in one minute, kept for a week; `core.statistics.decode_rollup` reads `data`."""
 
     shown = "{0.minute} {0.server_id}"
     id = RowIdField(primary_key=True)
@@ -414,7 +414,7 @@ class Audit(Row):
 
 
 class AdminActionLog(Audit):
-    """Who did what to which worker, run or setting, when, and why (`detail`); written in the transaction of the act."""
+    """An act of a person on a worker, run or setting, with time and reason (`detail`); written in the transaction of the act."""
 
     class Meta:
         proxy = True

@@ -57,7 +57,7 @@ class TcpLink(asyncio.Protocol):
         on_trusted: Callable[[str], None] = lambda owner: None,
         max_bytes: int = UNAUTHENTICATED_FRAME_MAX_BYTES,
     ) -> None:
-        """Without an `on_message`, `on_opened` sets the attribute."""
+        """Open a link; without an `on_message`, `on_opened` sets the attribute."""
         self.codec: str | None = None
         self.blobs = None  # blobs travel as messages
         self.peer = Peer("tcp")

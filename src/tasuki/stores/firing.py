@@ -182,7 +182,7 @@ class _Firing:
 
     @property
     def is_full(self) -> bool:
-        """Whether this turn has enough runs."""
+        """Return whether this turn has enough runs."""
         return self._planned >= RUNS_PER_TURN
 
     def look_at(self, definition: Definition, state: FiringState) -> None:

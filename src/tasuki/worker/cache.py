@@ -54,7 +54,7 @@ logger = logging.getLogger("tasuki.worker")
 
 
 class CacheConfig(msgspec.Struct, frozen=True):
-    """Where a worker keeps files of caches, and how much of them."""
+    """The place of a worker's files of caches, and its limit."""
 
     folder: Path | None = None
     """None: in its data folder."""

@@ -409,8 +409,8 @@ class BrokerState:
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing waits for the store or for a worker's answer, and no attempt runs here. Short leases are watched more
-        closely: never then."""
+        """Return whether nothing waits for the store or for a worker's answer, and no attempt runs here. False while there are
+        short leases, which are watched more closely."""
         waits = (
             len(self.builder)
             or self.looking

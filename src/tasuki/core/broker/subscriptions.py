@@ -1,4 +1,4 @@
-"""Who subscribes to what, and what became ready since each of them looked: so that nobody asks the store in vain. Pure.
+"""Patterns of the workers, and subjects that became ready since each of them looked, so that nobody asks the store in vain. Pure.
 
 Theory of operation. Leasing for a pattern with wildcards may walk over everything that waits, so a worker must not ask again and
 again for what is not there. Each queue that becomes ready is noted, under the next number, at the patterns that match it: new

@@ -1,4 +1,4 @@
-"""Whether a worker that was cut off, or that a leader detached, may go on with its runs. Pure; one `Continuation` per worker.
+"""The question of a worker that was cut off or detached, whether it may go on with its runs. Pure; one per worker.
 
 Theory of operation. Two things make a worker ask. Its leases near their deadlines, since no renewal was answered: it is cut off
 from the store. Or a leader has detached it: somebody believes that it is gone. It asks the leader and the sub-leaders, some

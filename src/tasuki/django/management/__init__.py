@@ -1,1 +1,1 @@
-"""Where Django looks for management commands."""
+"""The folder in which Django looks for management commands."""

@@ -1,4 +1,4 @@
-"""What all screens share: login, permissions, rendering, exports, headers, files.
+"""Parts that all screens share: login, permissions, rendering, exports, headers, files.
 
 The response of a screen allows no script, style or connection but those of this folder, so a job's output stays text.
 """

@@ -193,7 +193,7 @@ async def revoke(context: RequestContext) -> WorkerRevoked:
 
 
 class LeaseOptions(msgspec.Struct, kw_only=True):
-    """Without `max_jobs`: one job. With it: up to so many, as a list."""
+    """Lease one job; with `max_jobs` up to so many, as a list."""
 
     max_jobs: Annotated[int, Meta(ge=1, le=BATCH_MAX)] | None = None
 

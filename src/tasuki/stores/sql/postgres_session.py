@@ -243,7 +243,7 @@ class PostgresSession:
 
     @cached_property
     def _has_enqueue_function(self) -> bool:
-        """Whether migration 0014 was applied: not in a test suite that runs without migrations."""
+        """Return whether migration 0014 was applied: not in a test suite that runs without migrations."""
         [[found]] = self.rows("has_enqueue_function")
         return bool(found)
 
