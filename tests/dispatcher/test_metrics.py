@@ -60,6 +60,7 @@ def test_what_an_agent_counts(tmp_path: Path) -> None:
         stage.run("b", "exit 3")
         assert code_of(stage.run("a", "echo other")) == (409, "CONFLICT")
         stage.http.get("/result/a")
+        assert code_of(stage.http.get("/result/nobody")) == (404, "NOT_FOUND")
         stage.await_(stage.agent.jobs.remove_old(7.0, time.time() + 8 * DAY_S))
 
         found = figures(stage.http.get("/metrics").text)
@@ -72,6 +73,7 @@ def test_what_an_agent_counts(tmp_path: Path) -> None:
     assert found["tasuki_agent_cache_hits_total"] == 1
     assert found["tasuki_agent_refused_total{code=CONFLICT}"] == 1
     assert found["tasuki_agent_refused_total{code=PROGRAM_FAILED}"] == 1
+    assert found["tasuki_agent_refused_total{code=NOT_FOUND}"] == 1
     assert found["tasuki_agent_received_bytes_total"] >= len("echo hello" * 2 + "exit 3" + "echo other")
     assert found["tasuki_agent_sent_bytes_total"] == 3 * len(first.content)
     assert found["tasuki_agent_cleaned_jobs_total"] == 2

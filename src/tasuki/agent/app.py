@@ -173,7 +173,7 @@ class Agent:
 
     # ------------------------------------------------------------------------------------------------ the routes
 
-    def _count_refusal(self, answer: Response, code: str | None) -> None:
+    def _count_refusal(self, _method: str, _answer: Response, code: str | None) -> None:
         if code is not None:
             self._metrics.refused.labels(code).inc()
 

@@ -185,15 +185,15 @@ class GuardedServer:
         tokens: Iterable[str],
         routes: Iterable[tuple[str, str, Handler]],
         health: Handler,
-        on_post: Callable[[Response, str | None], None],
+        on_answer: Callable[[str, Response, str | None], None],
         *,
         results_end_uploads: bool = False,
     ) -> None:
-        """`who`: the process, in words. `on_post` is called with the response to each POST, and the code if it is a refusal.
-        `results_end_uploads`: not only a refusal is an EarlyResponse, but every response."""
+        """`who`: the process, in words. `on_answer` is called with the method of each request, its response, and the code of a
+        refusal. `results_end_uploads`: not only a refusal is an EarlyResponse, but every response."""
         self._who = who
         self.tokens = Tokens(tokens)
-        self._on_post = on_post
+        self._on_answer = on_answer
         self._results_end_uploads = results_end_uploads
         self._logger = logging.getLogger(f"tasuki.{who}")
         self._refusals = RefusalLog(self._logger)
@@ -237,8 +237,7 @@ class GuardedServer:
                 self._under_way -= 1
                 if not self._under_way:
                     self.idle.set()
-            if request.method == "POST":
-                self._on_post(answer, code)
+            self._on_answer(request.method, answer, code)
             may_be_early = request.method in ("POST", "PUT") and (code is not None or self._results_end_uploads)
             return EarlyResponse(answer) if may_be_early and not body_was_read(request) else answer
 

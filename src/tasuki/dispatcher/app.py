@@ -133,8 +133,9 @@ class Dispatcher:
 
     # ------------------------------------------------------------------------------------------------ runs
 
-    def _count_run(self, answer: Response, code: str | None) -> None:
-        self.metrics.runs.labels(str(answer.status_code)).inc()
+    def _count_run(self, method: str, answer: Response, _code: str | None) -> None:
+        if method == "POST":
+            self.metrics.runs.labels(str(answer.status_code)).inc()
 
     async def _run(self, request: Request) -> Response:
         job_id = check_job_id(request.path_params["job_id"])
