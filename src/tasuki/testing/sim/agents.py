@@ -23,6 +23,8 @@ from tasuki.testing.sim.world import HotLoop, SimOptions, World
 
 REQUESTS_PER_S_MAX = 10
 """Requests for one job to one node within a second: checks, questions, and as many tries as a breaker lets pass."""
+CLIENT_REQUESTS_PER_S_MAX = 30
+"""Requests of a client for all its jobs, to all nodes."""
 LATENCY_S = 0.005
 TICK_S = 0.001
 ANSWER_S = 2.0  # a question to a frozen node is given up after that
@@ -132,7 +134,7 @@ class SimAgentsClient:
         self._dropped: set[tuple[str, int]] = set()
         self._recent: dict[tuple[str, str], deque[float]] = {}
         self.busiest = 0
-        """The largest number of requests within a second."""
+        """The largest number of requests for one job to one node within a second."""
 
     def start(self, job: FailoverJob) -> None:
         self.plans[job.job_id] = FailoverPlan(job, self.nodes)
@@ -165,16 +167,21 @@ class SimAgentsClient:
                 self._dropped.add((job_id, ticket))
 
     def _send(self, job_id: str, node: str, request: Callable[..., None], *arguments: object) -> None:
-        recent = self._recent.setdefault((job_id, node), deque())
+        about = job_id or "health and capacity"
+        self.busiest = max(self.busiest, self._count((job_id, node), f"for {about} to {node}", REQUESTS_PER_S_MAX))
+        self._count(("", ""), "of one client", CLIENT_REQUESTS_PER_S_MAX)
+        delay_s = LATENCY_S * (0.5 + self._world.streams.network.random())
+        self._world.after(delay_s, f"{job_id} {request.__name__} {node}", request, *arguments)
+
+    def _count(self, key: tuple[str, str], words: str, limit: int) -> int:
+        """Count a request, and return how many there were within the last second; ViolationFound above the limit."""
+        recent = self._recent.setdefault(key, deque())
         recent.append(self._world.at)
         while recent[0] <= self._world.at - 1.0:
             recent.popleft()
-        self.busiest = max(self.busiest, len(recent))
-        if len(recent) > REQUESTS_PER_S_MAX:
-            words = f"{len(recent)} requests for {job_id or 'health and capacity'} to {node} within a second"
-            raise ViolationFound(Violation("liveness", words, self._world.at))
-        delay_s = LATENCY_S * (0.5 + self._world.streams.network.random())
-        self._world.after(delay_s, f"{job_id} {request.__name__} {node}", request, *arguments)
+        if len(recent) > limit:
+            raise ViolationFound(Violation("liveness", f"{len(recent)} requests {words} within a second", self._world.at))
+        return len(recent)
 
     def _check(self, agent: SimAgent) -> None:
         delay_s = ANSWER_S if agent.trouble == "frozen" else LATENCY_S
