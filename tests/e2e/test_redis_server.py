@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 import secrets
+import shlex
+import signal
 import subprocess
 import sys
 import time
@@ -17,7 +19,7 @@ import httpx
 import pytest
 
 from tests.e2e.stage import LEAD_TTL_S, SOON_S, leader_of
-from tests.support.processes import SOURCE, ServerProcess, start_server, start_servers
+from tests.support.processes import SOURCE, ServerProcess, start_server, start_servers, start_worker
 from tests.support.redis_service import RedisService
 from tests.support.waiting import until
 
@@ -230,6 +232,35 @@ def test_after_redis_was_killed_and_came_back_with_its_append_only_file_the_serv
             assert worker.lease()["job_id"] == "after"
             until(lambda: server.leads, SOON_S, "it leads")
         raw.client.close()
+
+
+def test_when_redis_is_emptied_the_server_warns_once_and_the_worker_keeps_what_it_has(
+    tmp_path: Path, redis_service: RedisService, redis_url: str
+) -> None:
+    gate, over, folder = tmp_path / "gate", tmp_path / "over", tmp_path / "worker"
+    script = f'echo it is done; until [ -e {gate} ]; do sleep 0.05; done; touch "{over}"'
+    raw = Raw(redis_service, redis_url)
+    with start_server(tmp_path, "--lead-ttl", str(LEAD_TTL_S), store=redis_url) as server:
+        leader_of([server])
+        words = ("--exec", f"wait=/bin/sh -c {shlex.quote(script)}", "--worker-id", "lab", "--data", str(folder))
+        with start_worker(server, *words, command=True) as worker, server.client() as client:
+            client.submit(exec="wait", job_id="kept")
+            until(lambda: client.status("kept").state == "RUNNING", SOON_S, "it runs")
+
+            server.signal(signal.SIGSTOP)
+            gate.touch()
+            until(over.exists, SOON_S, "the program has ended, and nobody hears of it")
+            raw.client.flushdb()
+            server.signal(signal.SIGCONT)
+
+            until(lambda: "the store was emptied, or set back" in server.output(), SOON_S, "it is noticed")
+            # Refused, or not taken while the worker's token was unknown: which of the two comes first is the server's business.
+            kept = until(lambda: [*folder.glob("kept-aside/kept-1/result.zip"), *folder.glob("endings/lab/*.ending")], SOON_S)
+            assert b"stdout.log" in kept[0].read_bytes()
+            until(lambda: server.led() == [1, 2], SOON_S, "it leads again, under a higher epoch")
+        assert server.output().count("the store was emptied") == 1
+        assert "Traceback" not in server.output() + worker.output()
+    raw.client.close()
 
 
 def test_a_flushed_redis_gives_no_epoch_again_that_the_database_knows(
