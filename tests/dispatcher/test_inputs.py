@@ -57,6 +57,9 @@ def test_what_is_not_what_its_name_says_is_not_stored(tmp_path: Path) -> None:
             assert code_of(await put(f"/inputs/{SHA256}", content=_in_chunks())) == (400, "INVALID_PAYLOAD")
             assert (await put(f"/inputs/{SHA256}", content=LARGE)).status_code == 201
             assert code_of(await put(f"/inputs/{SHA256}", content=b"other bytes")) == (400, "INVALID_PAYLOAD")
+            # What is stored is answered before the body is read, and stays as it is.
+            assert (await put(f"/inputs/{SHA256}", content=LARGE[:-1] + b"?")).status_code == 200
+            assert (await stage.http.get(f"/inputs/{SHA256}")).content == LARGE
 
     tell(story())
 
