@@ -194,7 +194,6 @@ class SubjectTrie(Generic[T]):
     def __init__(self) -> None:
         self._root: _TrieNode[T] = _TrieNode()
         self._cache: dict[str, tuple[T, ...]] = {}
-        self._sets: dict[str, frozenset[T]] = {}
         self._pair_count = 0
         self._next_order = 0
         self.nodes_visited = 0
@@ -214,7 +213,6 @@ class SubjectTrie(Generic[T]):
         self._next_order += 1
         self._pair_count += 1
         self._cache.clear()
-        self._sets.clear()
 
     def remove(self, pattern: str, value: T) -> None:
         """Take the pair out, and the nodes that only it needed. KeyError if it is not there."""
@@ -233,7 +231,6 @@ class SubjectTrie(Generic[T]):
             del parent.children[token]
         self._pair_count -= 1
         self._cache.clear()
-        self._sets.clear()
 
     def match(self, subject: str) -> tuple[T, ...]:
         """Return the values with a pattern that matches, each once, in the order in which they were added."""
@@ -243,16 +240,6 @@ class SubjectTrie(Generic[T]):
             if len(self._cache) >= self.CACHE_SIZE:
                 self._cache.clear()
             self._cache[subject] = found
-        return found
-
-    def match_set(self, subject: str) -> frozenset[T]:
-        """Return the values with a pattern that matches, as a set."""
-        found = self._sets.get(subject)
-        if found is None:
-            found = frozenset(self.match(subject))
-            if len(self._sets) >= self.CACHE_SIZE:
-                self._sets.clear()
-            self._sets[subject] = found
         return found
 
     def _walk(self, subject: str) -> tuple[T, ...]:
