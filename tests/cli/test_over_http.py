@@ -7,6 +7,7 @@ import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -110,8 +111,12 @@ def test_a_worker_that_is_detached_now_ends_its_program_and_the_job_waits(tasuki
     pid = user.home / "pid"
     job_id = tasuki("submit", "shell", f"echo $$ > {pid}.new; mv {pid}.new {pid}; exec sleep 600").stdout.strip()
     until(pid.exists, DEADLINE_S, "the program runs")
-    [running_job] = tasuki("status", job_id, "--json").json
-    worker_id = running_job["assigned_worker_id"]
+
+    def reported() -> dict[str, Any] | None:
+        [job] = tasuki("status", job_id, "--json").json
+        return job if job["state"] == "RUNNING" else None
+
+    worker_id = until(reported, DEADLINE_S, "its start is recorded: only then a detached worker is a loss")["assigned_worker_id"]
 
     detached = tasuki("detach", worker_id, "--now")
 

@@ -13,6 +13,7 @@ import pytest
 from tasuki.core.address import Address
 from tasuki.core.protocol import FRAME_MAX_BYTES, ErrorMessage, Heartbeat, Message, Reply
 from tasuki.errors import Unavailable
+from tasuki.event_loop import loop_factory
 from tasuki.net.tcp_link import TcpLink, connect
 from tasuki.wire.messages import encode_frame
 
@@ -41,7 +42,7 @@ async def two_ends() -> tuple[End, End]:
     return ends
 
 
-def run(test: Callable[[End, End], Any]) -> None:
+def run(test: Callable[[End, End], Any], loop: Callable[[], asyncio.AbstractEventLoop] | None = None) -> None:
     async def main() -> None:
         here, there = await two_ends()
         try:
@@ -50,7 +51,8 @@ def run(test: Callable[[End, End], Any]) -> None:
             here.link.abort("the test is over")
             there.link.abort("the test is over")
 
-    asyncio.run(main())
+    with asyncio.Runner(loop_factory=loop) as runner:
+        runner.run(main())
 
 
 def test_a_frame_type_of_a_newer_peer_is_skipped_and_its_request_answered() -> None:
@@ -114,6 +116,35 @@ def test_input_is_taken_again_only_when_every_reason_for_a_pause_is_over() -> No
         assert await there.next() == Heartbeat(1)
 
     run(test)
+
+
+def test_nothing_is_read_while_messages_wait_that_came_before_a_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    waiting: list[int] = []
+    take = TcpLink.data_received
+
+    def data_received(link: TcpLink, data: bytes) -> None:
+        waiting.append(len(link._undecoded))
+        take(link, data)
+
+    monkeypatch.setattr(TcpLink, "data_received", data_received)
+
+    async def test(here: End, there: End) -> None:
+        # Given a link that pauses after each message
+        def pause(message: Message) -> None:
+            there.link.pause_reading()
+            there.messages.put_nowait(message)
+
+        there.link.on_message = pause
+        # When far more come than one read takes
+        for number in range(1, 50_001):
+            here.link.send(Heartbeat(number))
+        for number in range(1, 21):
+            assert await there.next() == Heartbeat(number)
+            there.link.resume_reading()
+        # Then they wait at their sender
+        assert set(waiting) == {0}
+
+    run(test, loop_factory())  # asyncio's own loop reads at other moments than the product's
 
 
 def test_reply_that_no_peer_would_take_becomes_an_error_for_that_question() -> None:

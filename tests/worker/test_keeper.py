@@ -26,7 +26,7 @@ from tests.conftest import Require
 from tests.support.processes import open_files
 from tests.support.waiting import until, until_async
 from tests.worker.keeper_stage import Stage, in_s, keeper_for, play
-from tests.worker.runs import alive
+from tests.worker.runs import DEADLINE_S, alive
 
 _numbers = itertools.count(1)
 ORDINARY_SIGNALS = (1 << 31) - 1  # above them the C library has two of its own
@@ -301,6 +301,21 @@ def test_when_the_worker_is_killed_its_jobs_and_its_keeper_go(tmp_path: Path, in
     worker.communicate()
 
     until(lambda: not any(alive(pid) for pid in [*pids, keeper_pid]), what="nothing of the worker is alive")
+
+
+WITHOUT_WORKER = """
+import os, socket, sys
+from tasuki.worker.keeper.keeper import keep
+ours, theirs = socket.socketpair()
+ours.close()
+keep(theirs, sys.argv[1], os.getppid(), cgroup=False)
+"""
+
+
+def test_a_keeper_whose_worker_left_before_its_first_report_ends(incarnation: str) -> None:
+    ended = subprocess.run([sys.executable, "-c", WITHOUT_WORKER, incarnation], timeout=DEADLINE_S, check=False)
+
+    assert ended.returncode == 0
 
 
 def test_when_the_keeper_is_killed_the_worker_learns_it_and_a_sweep_ends_the_rest(stage: Stage, incarnation: str) -> None:

@@ -164,10 +164,16 @@ class TcpLink(asyncio.Protocol):
         """Withdraw a reason; reading goes on when there is no other."""
         if why in self._pauses:
             self._pauses.remove(why)
-            if not self._pauses and self.transport is not None and not self._closed:
-                self.transport.resume_reading()
-                if self._undecoded:
-                    self._loop.call_soon(self._take_all)
+            if self._undecoded:
+                self._loop.call_soon(self._read_on)
+            else:
+                self._read_on()
+
+    def _read_on(self) -> None:
+        """Take the frames that have come, then read again: who reads first has more of them after each pause."""
+        self._take_all()
+        if not self._pauses and self.transport is not None and not self._closed:
+            self.transport.resume_reading()
 
     # ------------------------------------------------------------------------------------------------ out
 

@@ -156,8 +156,8 @@ class KeeperLoop:
         self._settle(at)
 
     def _wait_ms(self) -> float | None:
-        if not self._jobs:
-            return None
+        if not self._jobs:  # abandoned while it reported: nothing would wake it any more
+            return 0.0 if self._alone else None
         due = min(self._watch_at, self._tick_at, self._tell_at, *(job.due for job in self._jobs.values()))
         return max(0.0, due - boot_time()) * 1000 + 1  # poll drops fractions: one more, and it does not wake too early
 
