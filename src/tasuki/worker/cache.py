@@ -324,7 +324,8 @@ class InputCache:
         else:
             whole = sum(entry.size_bytes for entry in put.entries)
             status = CacheStatus.OK if task.result() else CacheStatus.SKIPPED
-            told = WorkerCache(self._worker_id, status, f"added={task.result()}", whole)
+            note = f"added={task.result()}, skipped={len(put.entries) - task.result()}"
+            told = WorkerCache(self._worker_id, status, note, whole)
         self._send(CacheAck(put.msg_id, put.cache_id, [told]))
 
     def _done_bytes(self, entries: list[CacheEntry]) -> int:
