@@ -2,7 +2,7 @@
 
 import pytest
 
-from tasuki.cli.output import ExitCode, exit_code_for
+from tasuki.cli.output import CLEAR_LINE, ExitCode, Output, exit_code_for
 from tasuki.cli.run import exit_code_of
 from tasuki.core.job import Outcome, State
 from tasuki.core.protocol import JobResult
@@ -34,6 +34,19 @@ def test_an_error_has_its_exit_code(code: str, expected: int) -> None:
     error: TasukiError = Conflict("a", ["args"]) if kind is Conflict else kind("what was wrong")
 
     assert exit_code_for(error) == expected
+
+
+def test_a_transfer_is_shown_as_a_bar_on_a_terminal(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    Output().transfer("uploading", 200)(50)
+    assert capsys.readouterr().err == ""
+
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    for done_bytes, size_bytes in ((50, 200), (200, 200), (0, 0)):
+        Output().transfer("uploading", size_bytes)(done_bytes)
+    shown = capsys.readouterr().err.split(CLEAR_LINE)[1:]
+
+    assert shown[0] == f"uploading: 50B of 200B [{'#' * 6}{'.' * 18}] 25%"
+    assert [text.rpartition("[")[2] for text in shown[1:]] == [f"{'#' * 24}] 100%"] * 2
 
 
 def test_every_code_is_explained_in_the_table() -> None:

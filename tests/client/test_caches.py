@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -154,6 +154,24 @@ def test_missing_blobs_are_brought_and_workers_are_asked_until_they_are_done(mon
 
     assert put(client, monkeypatch) == {"w": OK, "x": SKIPPED}
     assert client.uploads == ["a" * 64, "b" * 64]
+
+
+def test_progress_is_told_with_what_there_is_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    client, uploads, told = FakeClient({"w": (FETCHING, "", 3)}, {"w": OK}), [], []
+    client.uploads = ["a" * 64]
+    files = [LocalFile(CacheEntry(name, name * 64, size_bytes), Path(name)) for name, size_bytes in (("a", 1), ("b", 5))]
+    monkeypatch.setattr(caches, "ASK_EVERY_S", 0.0)
+
+    def on_upload(*progress: int) -> None:
+        uploads.append(progress)
+
+    def on_workers(workers: Mapping[str, WorkerCache], size_bytes: int) -> None:
+        told.append((workers["w"].status, workers["w"].done_bytes, size_bytes))
+
+    asyncio.run(CacheUpload(client, "c", files, ">", 30.0, on_upload, on_workers).run())
+
+    assert uploads == [(5, 5)]
+    assert told == [(FETCHING, 3, 6), (OK, 0, 6)]
 
 
 def test_a_worker_that_left_is_waited_for_and_given_up_when_nothing_moves(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -128,13 +128,41 @@ def test_workers_over_tcp_and_http_get_the_files_and_jobs_are_given_links(
 
 
 def test_a_job_that_writes_into_its_input_harms_no_other_job(server: ServerProcess, client: Client, tmp_path: Path) -> None:
-    folder = assets(tmp_path, a="right")
-    with worker(server, tmp_path, "w", "spoils"):
+    folder, gate, runs = assets(tmp_path, a="right"), tmp_path / "gate", tmp_path / "runs"
+    slow = f"""slow=/bin/sh -c 'echo run >> {runs}; until [ -e {gate} ]; do sleep 0.02; done; cat "$0"' {{file}}"""
+    with worker(server, tmp_path, "w", "spoils", "--slots", "2", "--exec", slow):
         assert put(server, "spoiled", str(folder), "--target", "spoils.>") == (0, {"w": "OK"})
-        file = InputFile("a", cache=("spoiled", "assets/a"))
-        spoilt = client.submit(exec="spoil", subject="spoils.w", files=[file], retries=0).outcome(SOON_S)
-        assert spoilt.outcome.error_code == "INPUT_CHANGED"
-        assert output(client, "read", "spoils.w", file)[0].startswith("right")
+        job: dict[str, Any] = {
+            "subject": "spoils.w",
+            "files": [InputFile("a", cache=("spoiled", "assets/a"))],
+            "retries": 0,
+            "max_losses": 0,
+        }
+        reader = client.submit(exec="slow", **job)
+        until(runs.exists, SOON_S, "the other job has the file")
+        client.submit(exec="spoil", **job).result(SOON_S)  # run again with a copy of its own, as the other one
+        gate.touch()
+        assert stdout_of(reader.result(SOON_S)) == "right"
+        assert runs.read_text().split() == ["run", "run"]
+        assert reader.status().attempt == 1
+        assert output(client, "read", "spoils.w", job["files"][0])[0].startswith("right")
+
+
+@pytest.mark.parametrize("subject", ["read", "plain.read"])
+def test_a_handler_whose_input_another_one_writes_into_is_run_again(
+    server: ServerProcess, client: Client, tmp_path: Path, subject: str
+) -> None:
+    folder, gate = assets(tmp_path, a="right"), tmp_path / "gate"
+    runs = tmp_path / "gate.runs"
+    with start_worker(server, "--plain", "--worker-id", "handlers"):
+        assert put(server, subject, str(folder), "--target", subject) == (0, {"handlers": "OK"})
+        files = [InputFile("a", cache=(subject, "assets/a"))]
+        reader = client.submit(subject=subject, payload=str(gate).encode(), files=files, retries=0)
+        until(runs.exists, SOON_S, "the other job has the file")
+        client.submit(subject="spoil", files=files, retries=0).result(SOON_S)
+        gate.touch()
+        assert reader.result(SOON_S) == b"right"
+        assert [line.split()[:2] for line in runs.read_text().splitlines()] == [[reader.job_id, "1"]] * 2
 
 
 def test_a_worker_that_is_killed_at_half_goes_on_when_it_is_back(server: ServerProcess, tmp_path: Path) -> None:

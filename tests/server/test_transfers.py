@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
+import os
 import threading
+import tracemalloc
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import cast
@@ -13,16 +15,16 @@ from typing import cast
 import pytest
 
 from tasuki.blobs.blob import BlobStore
-from tasuki.blobs.folder import FolderBlobs, FolderWriter
+from tasuki.blobs.folder import FolderBlobs, FolderReader, FolderWriter
 from tasuki.blobs.s3.store import S3Blobs
 from tasuki.core.access import Identity, PeerKind
 from tasuki.core.broker.events import ReceiveBlob, SendBlob
 from tasuki.core.job import BlobRef, InputFile, Job, JobSpec, Lease, Outcome, State
-from tasuki.core.protocol import BlobGet, BlobPut, Chunk, ErrorMessage, Reply
+from tasuki.core.protocol import CHUNK_BYTES, BlobGet, BlobPut, Chunk, ErrorMessage, Message, Reply
 from tasuki.core.store_messages import BlobPlace, CachedFile
 from tasuki.errors import BlobUnavailable, ConfigError, Corrupt, InvalidInput, NotFound, ProtocolError, Unavailable
 from tasuki.server.refusal_log import RefusalLog
-from tasuki.server.transfers import UPLOADS_PER_CONNECTION_MAX, BlobTransfers, may_read
+from tasuki.server.transfers import FAN_OUT_BATCHES, READ_CHUNKS, UPLOADS_PER_CONNECTION_MAX, BlobTransfers, may_read
 from tasuki.stores.store import Reader
 from tests.server.peers import FakeConnection, shares_of
 from tests.support.s3_service import S3Service
@@ -317,6 +319,122 @@ def test_a_blob_that_was_damaged_never_comes_to_its_end(blobs: FolderBlobs) -> N
         run(blobs, work)
     assert sum(len(chunk.data) for chunk in links[0].all(Chunk)) < len(DATA)
     assert not any(chunk.last for chunk in links[0].all(Chunk))
+
+
+# ---------------------------------------------------------------------------------------------------- to several workers
+
+
+BATCH_BYTES = READ_CHUNKS * CHUNK_BYTES
+LARGE_BATCHES = 3 * FAN_OUT_BATCHES
+
+
+class CountingBlobs(FolderBlobs):
+    """A folder that counts its readers."""
+
+    opened = 0
+
+    def _open(self, sha256: str, offset: int, generation: int) -> FolderReader:
+        self.opened += 1
+        return super()._open(sha256, offset, generation)
+
+
+class Receiver(FakeConnection):
+    """A worker's connection, which hashes what comes instead of keeping it, and can stand still at `stop_at` bytes."""
+
+    def __init__(self, stop_at: int | None = None) -> None:
+        super().__init__()
+        self.digest, self.size_bytes, self.ended = hashlib.sha256(), 0, False
+        self._stop_at = stop_at
+
+    def send(self, message: Message) -> None:
+        assert isinstance(message, Chunk)
+        assert message.offset == self.size_bytes
+        self.digest.update(message.data)
+        self.size_bytes += len(message.data)
+        self.ended = message.last
+        if self._stop_at is not None and self.size_bytes >= self._stop_at:
+            self.writable.clear()
+            self._stop_at = None
+        self.changed()
+
+
+@pytest.fixture
+def large(tmp_path: Path) -> tuple[CountingBlobs, BlobRef]:
+    """A store with a file of several times what is kept for workers that are behind."""
+    blobs = CountingBlobs(tmp_path / "large", max_blob_bytes=10**9, floor_free_bytes=0)
+    return blobs, blobs.put_bytes(os.urandom(LARGE_BATCHES * BATCH_BYTES - 1))
+
+
+def put_to_workers(
+    blobs: BlobStore, ref: BlobRef, work: Callable[[Callable[[Receiver], asyncio.Task[None]]], Awaitable[None]]
+) -> None:
+    """Run `work` with a function that begins to send the file of a cache to a worker."""
+
+    async def main(transfers: BlobTransfers, _: FakeConnection) -> None:
+        command = SendBlob(1, BlobGet(9, ref.sha256, "cache:c/a"), WORKER, "w", "w-1")
+        place = BlobPlace(ref.sha256, ref.size_bytes, stored=True)
+        await work(lambda link: asyncio.create_task(transfers.send(link, True, command, place)))
+
+    run(blobs, main)
+
+
+def test_workers_that_get_a_file_of_a_cache_at_once_share_one_read(large: tuple[CountingBlobs, BlobRef]) -> None:
+    blobs, ref = large
+    links = [Receiver() for _ in range(3)]
+
+    async def work(begin: Callable[[Receiver], asyncio.Task[None]]) -> None:
+        await asyncio.gather(*map(begin, links))
+
+    put_to_workers(blobs, ref, work)
+    assert [(link.digest.hexdigest(), link.ended) for link in links] == [(ref.sha256, True)] * 3
+    assert blobs.opened == 1
+
+
+def test_a_worker_that_stands_still_holds_up_nobody_and_goes_on_by_itself(large: tuple[CountingBlobs, BlobRef]) -> None:
+    blobs, ref = large
+    others, frozen = [Receiver(), Receiver()], Receiver(stop_at=BATCH_BYTES)
+
+    async def work(begin: Callable[[Receiver], asyncio.Task[None]]) -> None:
+        tracemalloc.start()
+        try:
+            stuck = begin(frozen)
+            await asyncio.gather(*map(begin, others))
+            _, peak_bytes = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+        assert peak_bytes < (FAN_OUT_BATCHES + 4) * BATCH_BYTES
+        assert BATCH_BYTES <= frozen.size_bytes < 2 * BATCH_BYTES
+        assert blobs.opened == 1
+        frozen.writable.set()
+        await stuck
+
+    put_to_workers(blobs, ref, work)
+    assert [(link.digest.hexdigest(), link.ended) for link in (*others, frozen)] == [(ref.sha256, True)] * 3
+    assert blobs.opened == 2
+
+
+def test_of_a_damaged_file_one_read_names_the_store_and_another_at_the_same_time_is_left_to_its_worker(
+    large: tuple[CountingBlobs, BlobRef],
+) -> None:
+    blobs, ref = large
+    path = blobs.local_path(ref.sha256)
+    assert path is not None
+    with path.open("r+b") as file:
+        file.write(b"damaged")
+    first, late, again = Receiver(stop_at=2 * FAN_OUT_BATCHES * BATCH_BYTES), Receiver(), Receiver()
+
+    async def work(begin: Callable[[Receiver], asyncio.Task[None]]) -> None:
+        sending = begin(first)
+        await first.until(lambda: not first.writable.is_set())
+        await begin(late)
+        first.writable.set()
+        with pytest.raises(Corrupt, match=str(blobs.root)):
+            await sending
+        with pytest.raises(Corrupt, match=str(blobs.root)):
+            await begin(again)
+
+    put_to_workers(blobs, ref, work)
+    assert (first.ended, late.ended, again.ended) == (False, True, False)
 
 
 # ---------------------------------------------------------------------------------------------------- away

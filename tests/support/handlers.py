@@ -89,7 +89,27 @@ async def wait(job):
     return b"the gate is open"
 
 
+@worker.handler("read")
+async def read(job):
+    """Waits like `wait`, then returns its input file."""
+    await wait(job)
+    return job.files[0].read_bytes()
+
+
+@worker.handler("spoil")
+async def spoil(job):
+    """Writes into its input file, which is read-only."""
+    path = job.files[0].path
+    path.chmod(0o644)
+    path.write_bytes(b"spoilt")
+
+
 if options.plain:
+
+    @worker.handler("plain.read")
+    def plain_read(job):
+        """As `read`; runs in a child process."""
+        return asyncio.run(read(job))
 
     @worker.handler("plain.spin")
     def spin(job):

@@ -214,6 +214,20 @@ def test_a_put_says_how_far_it_is_goes_on_and_is_fetched_once(folder: CacheFolde
     running(test())
 
 
+def test_a_put_of_which_a_part_is_here_says_how_many_files_came(folder: CacheFolder, running: Any) -> None:
+    async def test() -> None:
+        stage = Stage(folder, b"new")
+        stage.transfers.may_come.set()
+        store(folder, b"old", "a")
+
+        told = await stage.put(entry_of("a", b"old"), entry_of("b", b"new"))
+        assert (told.status, told.message) == (CacheStatus.OK, "added=1, skipped=1")
+        told = await stage.put(entry_of("a", b"old"), entry_of("b", b"new"))
+        assert (told.status, told.message) == (CacheStatus.SKIPPED, "added=0, skipped=2")
+
+    running(test())
+
+
 def test_what_cannot_be_fetched_is_told_without_paths_and_the_rest_can_be_put_again(folder: CacheFolder, running: Any) -> None:
     async def test() -> None:
         stage = Stage(folder, b"abc")

@@ -76,13 +76,13 @@ def put(
 async def _put(
     client: AsyncClient, cache_id: str, paths: tuple[str, ...], target: str, timeout: float, output: Output
 ) -> PutResult:
-    def on_upload(done_bytes: int) -> None:
-        output.progress(f"uploading: {shown_size(done_bytes)}")
+    def on_upload(done_bytes: int, size_bytes: int) -> None:
+        output.transfer("uploading", size_bytes)(done_bytes)
 
-    def on_workers(workers: Mapping[str, WorkerCache]) -> None:
+    def on_workers(workers: Mapping[str, WorkerCache], size_bytes: int) -> None:
         counts = Counter(one.status for one in workers.values())
-        done_bytes = sum(one.done_bytes for one in workers.values())
-        output.progress(f"{', '.join(f'{n} {status}' for status, n in counts.items())}: {shown_size(done_bytes)}")
+        what = ", ".join(f"{n} {status}" for status, n in counts.items())
+        output.transfer(what, size_bytes * len(workers))(sum(one.done_bytes for one in workers.values()))
 
     output.progress("hashing")
     return await client.put_cache(
@@ -98,7 +98,7 @@ def _lines(result: PutResult, rows: list[WorkerCache]) -> Iterator[str]:
 
 
 def _note(one: WorkerCache) -> str:
-    return one.message if one.status is CacheStatus.FAILED else ""
+    return one.message if one.status in (CacheStatus.FAILED, CacheStatus.OK) else ""
 
 
 @command("cache list", parent=cache, examples=["tasuki cache list", "tasuki cache list --json"])

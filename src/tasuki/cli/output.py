@@ -39,6 +39,7 @@ from tasuki.errors import (
 RED, GREEN, YELLOW, CYAN = 31, 32, 33, 36
 COLOURS = {"SUCCEEDED": GREEN, "FAILED": RED, "TIMED_OUT": RED, "CANCELED": YELLOW, "SKIPPED": YELLOW, "RUNNING": CYAN}
 _WORDS = re.compile(rf"\b(?:{'|'.join(COLOURS)})\b|^tasuki: [A-Z_]+(?=:)")
+BAR_CHARS = 24
 CLEAR_LINE = "\r\033[K"
 CLEAR_SCREEN = "\033[H\033[2J"
 
@@ -118,8 +119,14 @@ class Output:
         return not self.json and not self.quiet and sys.stderr.isatty()
 
     def transfer(self, what: str, size_bytes: int) -> Callable[[int], None]:
-        """Return a function that shows how many bytes of a transfer are done."""
-        return lambda done_bytes: self.progress(f"{what}: {shown_size(done_bytes)} of {shown_size(size_bytes)}")
+        """Return a function that shows how many bytes of a transfer are done, with a bar."""
+
+        def show(done_bytes: int) -> None:
+            share = min(1.0, done_bytes / size_bytes) if size_bytes else 1.0
+            bar = ("#" * int(BAR_CHARS * share)).ljust(BAR_CHARS, ".")
+            self.progress(f"{what}: {shown_size(done_bytes)} of {shown_size(size_bytes)} [{bar}] {share:.0%}")
+
+        return show
 
     def progress(self, text: str) -> None:
         """Replace the line of progress, if there is somebody to see it."""

@@ -27,6 +27,7 @@ from tasuki.core.store_messages import CachedFile, CacheEntry, CacheSummary
 from tasuki.core.subject import check_pattern
 from tasuki.errors import InvalidInput, NotFound, ProtocolError, TasukiError
 from tasuki.net.blob_transfer import BlobClient
+from tasuki.net.streams import OnProgress
 
 ASK_WAIT_S = 2.0  # for one answer: as often as progress is told
 ASK_EVERY_S = 0.5  # while there is nobody to wait for
@@ -35,8 +36,10 @@ UPLOADS_AT_ONCE = 8
 IDLE_TIMEOUT_S = 60.0
 FINAL = (CacheStatus.OK, CacheStatus.SKIPPED, CacheStatus.FAILED)
 
-OnUpload = Callable[[int], None]
-OnWorkers = Callable[[Mapping[str, WorkerCache]], None]
+OnUpload = Callable[[int, int], None]
+"""Gets the bytes that were uploaded so far, and how many are to be."""
+OnWorkers = Callable[[Mapping[str, WorkerCache], int], None]
+"""Gets how each worker stands, and the bytes that each is to have."""
 
 
 class PutResult(msgspec.Struct, frozen=True):
@@ -165,7 +168,7 @@ class CacheCalls(ABC):
             raise ProtocolError(f"the server answered a CachePut with {type(answer).__name__}")
         return answer
 
-    async def upload(self, path: Path, ref: BlobRef, progress: OnUpload | None = None) -> None:
+    async def upload(self, path: Path, ref: BlobRef, progress: OnProgress = None) -> None:
         """Upload a file whose hash is known as a blob."""
         with await asyncio.to_thread(path.open, "rb") as file:
             await self._blobs.put(file, ref, progress)
@@ -213,7 +216,7 @@ class CacheUpload:
     ) -> None:
         self._client = client
         self._cache_id, self._target = cache_id, target
-        self._files = files
+        self._files, self._size_bytes = files, sum(file.entry.size_bytes for file in files)
         self._idle_timeout_s = idle_timeout_s
         self._on_upload, self._on_workers = on_upload, on_workers
         self._by_hash = {file.entry.sha256: file for file in files}
@@ -233,8 +236,7 @@ class CacheUpload:
                         group.create_task(self._part(number))
             except ExceptionGroup as errors:
                 raise _first(errors) from None
-        size_bytes = sum(file.entry.size_bytes for file in self._files)
-        return PutResult(self._cache_id, len(self._files), size_bytes, self._merged())
+        return PutResult(self._cache_id, len(self._files), self._size_bytes, self._merged())
 
     async def _part(self, number: int) -> None:
         async with self._slots:
@@ -247,7 +249,7 @@ class CacheUpload:
                     answers |= await self._ask_other(url, entries)
                 self._note(told, answers)
                 if self._on_workers is not None:
-                    self._on_workers(self._merged())
+                    self._on_workers(self._merged(), self._size_bytes)
                 if told != before:
                     moved_at = time.monotonic()
                 waiting = [one for one in told.values() if one.status not in FINAL]
@@ -268,7 +270,7 @@ class CacheUpload:
                 continue
             now = answers.get(worker_id) or WorkerCache(worker_id, CacheStatus.AWAY, "it left before it had all files")
             if now.status is CacheStatus.SKIPPED and before is not None:
-                now = replace(now, status=CacheStatus.OK)  # it had not all of them when this put began
+                now = replace(now, status=CacheStatus.OK, message="")  # it had not all of them when this put began
             elif now.status is CacheStatus.AWAY and before is not None:
                 now = replace(now, done_bytes=before.done_bytes)
             told[worker_id] = now
@@ -282,7 +284,8 @@ class CacheUpload:
                 other = merged.get(worker_id, one)
                 worst = min(one, other, key=lambda each: order.index(each.status))
                 done_bytes = one.done_bytes + (other.done_bytes if other is not one else 0)
-                merged[worker_id] = replace(worst, done_bytes=done_bytes)
+                is_sum = other is not one and worst.status is CacheStatus.OK
+                merged[worker_id] = replace(worst, done_bytes=done_bytes, message="" if is_sum else worst.message)
         return merged
 
     async def _ask(self, client: CacheCalls, entries: list[CacheEntry]) -> CacheAck:
@@ -294,6 +297,7 @@ class CacheUpload:
                 missing = [self._by_hash[sha256] for sha256 in error.details().get("blobs", ()) if sha256 in self._by_hash]
                 if not missing:
                     raise
+            self._uploaded |= {file.entry.sha256: 0 for file in missing}
             async with asyncio.TaskGroup() as group:
                 for file in missing:
                     group.create_task(self._upload(client, file))
@@ -302,7 +306,8 @@ class CacheUpload:
         def progress(done_bytes: int) -> None:
             self._uploaded[file.entry.sha256] = done_bytes
             if self._on_upload is not None:
-                self._on_upload(sum(self._uploaded.values()))
+                to_upload_bytes = sum(self._by_hash[sha256].entry.size_bytes for sha256 in self._uploaded)
+                self._on_upload(sum(self._uploaded.values()), to_upload_bytes)
 
         async with self._uploads:
             await client.upload(file.path, BlobRef(file.entry.sha256, file.entry.size_bytes), progress)

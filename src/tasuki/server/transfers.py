@@ -9,6 +9,10 @@ store keeps them for the uploader's next try. So of one uploader and one blob th
 next one waits until the one before it has ended, and continues behind it. An upload that has fallen silent is ended for the next
 one, because its connection may be dead without anybody having noticed.
 
+A file of a cache is read once for all workers that get it at about the same place. A worker that is too far behind, because it
+came later or has stood still, reads by itself from there on. One read verifies the file for all of them, and names a damaged
+store; workers verify what they get in any case, so further reads at the same time do without.
+
 With presigned URLs the bytes travel between the peer and the bucket. The server signs the URLs, and moves a verified upload to
 its place. Verification takes as long as reading the blob; so it goes on by itself, and the peer asks again.
 """
@@ -17,7 +21,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from itertools import islice
@@ -26,7 +31,7 @@ from typing import Any, TypeVar
 
 from msgspec.structs import replace
 
-from tasuki.blobs.blob import RESUMED_MIN_BYTES, BlobReader, BlobStore, BlobWriter
+from tasuki.blobs.blob import RESUMED_MIN_BYTES, BlobStore, BlobWriter
 from tasuki.blobs.s3.presign import S3Presign, UploadPlan
 from tasuki.core.access import PeerKind
 from tasuki.core.broker.events import ReceiveBlob, SendBlob
@@ -57,7 +62,8 @@ UPLOADS_PER_CONNECTION_MAX = 16
 QUEUED_MAX_BYTES = 8 * 1024 * 1024  # of one upload; past this the peer is not read from
 CHUNK_COST_BYTES = 1024  # what a chunk takes beside its bytes: one of a single byte is not free
 WRITE_MAX_BYTES = 2 * 1024 * 1024  # in one call on the thread, which costs as much as hashing some 100 KiB
-READ_CHUNKS = 4  # in one call on the thread
+READ_CHUNKS = 4  # a batch: read in one call on the thread
+FAN_OUT_BATCHES = 8  # kept of a file that several workers get, for those behind the first: 8 MiB
 SILENT_S = 5.0  # without a byte; then the uploader's next upload takes its place
 TURN_S = 15.0  # how long an upload waits for one before it that is not silent; less than a door waits for an answer
 PRESIGN_THREADS = 4
@@ -170,6 +176,66 @@ class _IncomingBlob:
         return (now if self.queued else self.heard_at) + SILENT_S
 
 
+# ---------------------------------------------------------------------------------------------------- downloads
+
+
+class _BlobRead:
+    """One read of a blob for all peers that get it at about the same place, in batches that are numbered from 0.
+
+    The next batch is read while the first of the peers is sent its own, and up to `keep` are kept for those behind it.
+    """
+
+    def __init__(self, chunks: Generator[bytes, None, None], threads: ThreadPoolExecutor, keep: int = 1) -> None:
+        self._chunks, self._call, self._keep = chunks, SerialCalls(threads), keep
+        self._kept: deque[list[bytes]] = deque()
+        self._begun, self._end = 0, 0
+        """Numbers of batches: whose read was begun, and that were read."""
+        self._places: dict[object, int] = {}
+        """By peer: the number of the batch that it is sent."""
+        self._start()
+
+    def _start(self) -> None:
+        self._begun += 1
+        self._reading = asyncio.get_running_loop().create_task(self._read())
+        self._reading.add_done_callback(ignore_result)
+
+    async def _read(self) -> None:
+        self._kept.append(await self._call(_some, self._chunks))
+        self._end += 1
+        if self._end > self._keep:  # nobody can begin here any more
+            oldest = max(self._end - self._keep, min(self._places.values(), default=0))
+            while self._end - len(self._kept) < oldest:
+                self._kept.popleft()
+
+    async def batch(self, peer: object, number: int) -> list[bytes] | None:
+        """Return some chunks, none at the end of the blob; None if the peer is too far behind, and has to read by itself."""
+        self._places[peer] = number
+        while number >= self._end:
+            await asyncio.shield(self._reading)
+        if number < self._end - len(self._kept):
+            return None
+        batch = self._kept[number - self._end]
+        if batch and number == self._begun - 1:  # the first peer that gets it
+            self._start()
+        return batch
+
+    def leave(self, peer: object) -> bool:
+        """Do without a peer; return whether it was the last one, with which the read ends."""
+        if self._places.pop(peer, None) is None or self._places:
+            return False
+        self._reading.cancel()
+        self._call.finally_(self._chunks.close)
+        return True
+
+
+def _some(chunks: Iterator[bytes]) -> list[bytes]:
+    """Return the next chunks; none at the end."""
+    return list(islice(chunks, READ_CHUNKS))
+
+
+# ---------------------------------------------------------------------------------------------------- transfers
+
+
 class BlobTransfers:
     """All uploads, downloads and deletions of one server. `arrived` is called, in the loop, when bytes are durable."""
 
@@ -184,6 +250,8 @@ class BlobTransfers:
         self._uploads: dict[tuple[int, int], _IncomingBlob] = {}
         self._latest: dict[tuple[str, str], _IncomingBlob] = {}
         """By key: the upload that the next one has to wait for."""
+        self._fan_outs: dict[tuple[str, int], _BlobRead] = {}
+        """By sha256 and generation: the read of a cache's file that further workers may join."""
         self._tasks = BackgroundTasks()
 
     def close(self) -> None:
@@ -332,11 +400,8 @@ class BlobTransfers:
             raise NotFound(f"job {get.job_id[:128]!r} has no blob {get.sha256} that you may read")
         if place is None:
             raise NotFound(f"blob {get.sha256} of job {get.job_id[:128]!r} is not stored any more")
-        call = SerialCalls(self._download_threads)
         try:
-            reader: BlobReader = await call.acquire(
-                methodcaller("close"), self._blobs.open, get.sha256, get.offset, place.generation
-            )
+            await self._send_chunks(link, command, place.generation)
         except NotFound as error:
             logger.warning("the store knows a blob that is not here: %s", error)
             raise BlobUnavailable(
@@ -345,25 +410,42 @@ class BlobTransfers:
             ) from None
         except OSError as error:
             raise _for_peer(error, f"blob {get.sha256} could not be read") from error
-        try:
-            await self._read(link, command, reader, call)
-        finally:
-            call.finally_(reader.close)
 
-    async def _read(self, link: Connection, command: SendBlob, reader: BlobReader, call: SerialCalls) -> None:
-        get, offset = command.get, command.get.offset
-        pieces: Iterator[bytes] = iter(reader)
-        reading = call.start(_some, pieces)
-        while some := await asyncio.wrap_future(reading):
-            reading = call.start(_some, pieces)  # while the peer gets these
-            try:
-                for piece in some:
-                    link.send(Chunk(get.msg_id, offset, piece))
-                    offset += len(piece)
-                    await link.drain()
-            except Unavailable:
-                return  # the peer left
+    async def _send_chunks(self, link: Connection, command: SendBlob, generation: int) -> None:
+        get, offset, number, peer = command.get, command.get.offset, 0, object()
+        key = (get.sha256, generation)
+        fans_out = bool(command.worker_id) and not offset and parse_cache_source(get.job_id) is not None
+        read = self._fan_outs.get(key) if fans_out else None
+        if read is None:
+            read = _BlobRead(self._chunks(*key, offset), self._download_threads, FAN_OUT_BATCHES if fans_out else 1)
+            if fans_out:
+                self._fan_outs[key] = read
+        try:
+            while (some := await read.batch(peer, number)) != []:
+                if some is None:
+                    self._leave(read, peer, key)
+                    read, number = _BlobRead(self._chunks(*key, offset, verify=False), self._download_threads), 0
+                    continue
+                number += 1
+                try:
+                    for piece in some:
+                        link.send(Chunk(get.msg_id, offset, piece))
+                        offset += len(piece)
+                        await link.drain()
+                except Unavailable:
+                    return  # the peer left
+        finally:
+            self._leave(read, peer, key)
         link.send(Chunk(get.msg_id, offset, b"", last=True))
+
+    def _chunks(self, sha256: str, generation: int, offset: int, verify: bool = True) -> Generator[bytes, None, None]:
+        with self._blobs.open(sha256, offset, generation) as reader:
+            reader.verify = verify
+            yield from reader
+
+    def _leave(self, read: _BlobRead, peer: object, key: tuple[str, int]) -> None:
+        if read.leave(peer) and self._fan_outs.get(key) is read:
+            del self._fan_outs[key]
 
     # ------------------------------------------------------------------------------------------------ deletions
 
@@ -446,11 +528,6 @@ async def _queued_chunks(queue: asyncio.Queue[Chunk | None]) -> list[Chunk | Non
 def _write_all(writer: BlobWriter, pieces: Sequence[Any]) -> None:
     for piece in pieces:
         writer.write(piece)
-
-
-def _some(pieces: Iterator[bytes]) -> list[bytes]:
-    """Return the next chunks; none at the end."""
-    return list(islice(pieces, READ_CHUNKS))
 
 
 def may_read(reader: Reader, command: SendBlob) -> bool:

@@ -19,7 +19,6 @@ import asyncio
 import contextlib
 import errno
 import fcntl
-import hashlib
 import logging
 import os
 import shutil
@@ -39,14 +38,13 @@ from tasuki.core.routing import HELD_MAX, hash_prefix
 from tasuki.core.store_messages import CacheEntry
 from tasuki.errors import DiskFull, TasukiError, discreet
 from tasuki.event_loop import BackgroundTasks
-from tasuki.worker.folder import remove_tree
+from tasuki.worker.folder import READ_ONLY, cache_mark, is_as_stored, remove_tree
 from tasuki.worker.transfers import WorkerTransfers
 
 CACHE_FOLDER = "cache"  # of the data folder
 RECOUNT_S = 30.0  # how long the size of the folder is believed: other workers may use it too
 FETCHES_AT_ONCE = 4  # as many as a server sends on one connection
 BUSY_S = 0.2  # pause while another worker of the folder fetches the same file
-MODE = 0o444
 _FICLONE = 0x40049409  # ioctl: the new file shares the blocks of the old one until one of them is written to
 _NO_LINK = frozenset({errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP})
 
@@ -93,7 +91,7 @@ class CacheFolder:
             found = path.lstat()
         except FileNotFoundError:
             return False
-        if _is_as_stored(found, ref):
+        if is_as_stored(found, ref):
             return True
         logger.warning("the cached file %s was changed; it is dropped, and fetched again", ref.sha256)
         self._drop({found.st_ino})
@@ -136,9 +134,9 @@ class CacheFolder:
 
     def keep(self, part: PartFile, ref: BlobRef) -> None:
         """Make a verified download a file of the cache, durably."""
-        part.path.chmod(MODE)
+        part.path.chmod(READ_ONLY)
         inode = part.status().st_ino
-        os.utime(part.path, ns=(time.time_ns(), _mark(ref.sha256, inode)))
+        os.utime(part.path, ns=(time.time_ns(), cache_mark(ref.sha256, inode)))
         part.sync()
         part.publish(self._path(ref.sha256))
         sync_folder(self._blobs)
@@ -226,22 +224,12 @@ def _files(folder: Path) -> Iterator[tuple[Path, os.stat_result]]:
                     yield path, found
 
 
-def _mark(sha256: str, inode: int) -> int:
-    """Return the modification time, in ns, of a file with this hash and inode: whole seconds, which every file system keeps."""
-    return int.from_bytes(hashlib.sha256(f"{sha256} {inode}".encode()).digest()[:4], "big") // 2 * 1_000_000_000
-
-
-def _is_as_stored(found: os.stat_result, ref: BlobRef) -> bool:
-    marked = found.st_mtime_ns == _mark(ref.sha256, found.st_ino)
-    return marked and found.st_mode == stat.S_IFREG | MODE and found.st_size == ref.size_bytes
-
-
 def _link(path: Path, target: Path) -> None:
     """Make `target` a file with the same bytes: of its own that shares the blocks, else a hard link, else a copy."""
     try:
         with path.open("rb") as source, target.open("xb") as copy:
             fcntl.ioctl(copy, _FICLONE, source.fileno())
-            os.fchmod(copy.fileno(), MODE)
+            os.fchmod(copy.fileno(), READ_ONLY)
             return
     except FileNotFoundError:
         raise
@@ -253,7 +241,7 @@ def _link(path: Path, target: Path) -> None:
         if error.errno not in _NO_LINK:
             raise
         shutil.copyfile(path, target)
-        target.chmod(MODE)
+        target.chmod(READ_ONLY)
 
 
 # ---------------------------------------------------------------------------------------------------- fetching
@@ -290,7 +278,7 @@ class InputCache:
                 except CacheFull as error:
                     logger.warning("job %s gets a copy of its own: %s", job_id, error.message)
                     await self._transfers.fetch(job_id, sha256, size_bytes, target)
-                    await asyncio.to_thread(target.chmod, MODE)
+                    await asyncio.to_thread(target.chmod, READ_ONLY)
                     return
 
     async def _fetch(self, ref: BlobRef, source: str) -> bool:
@@ -336,7 +324,8 @@ class InputCache:
         else:
             whole = sum(entry.size_bytes for entry in put.entries)
             status = CacheStatus.OK if task.result() else CacheStatus.SKIPPED
-            told = WorkerCache(self._worker_id, status, f"added={task.result()}", whole)
+            note = f"added={task.result()}, skipped={len(put.entries) - task.result()}"
+            told = WorkerCache(self._worker_id, status, note, whole)
         self._send(CacheAck(put.msg_id, put.cache_id, [told]))
 
     def _done_bytes(self, entries: list[CacheEntry]) -> int:

@@ -27,7 +27,7 @@ from pathlib import Path
 
 from tasuki.blobs.files import check_free, disk_full_as_error
 from tasuki.config import DISK_FLOOR_BYTES, DISK_FLOOR_INODES
-from tasuki.core.job import InputFile, check_file_name, check_job_id, check_name
+from tasuki.core.job import BlobRef, InputFile, check_file_name, check_job_id, check_name
 from tasuki.errors import Corrupt, DiskFull, InvalidInput
 from tasuki.worker.attempt import Attempt, JobRefused
 
@@ -35,6 +35,7 @@ SPARES_MAX = 64
 SPARE = ".spare-"  # no job id begins with a dot
 RECYCLED_LOG_MAX_BYTES = 256 * 1024  # truncating a larger file takes time
 FULL_BYTES = 64 * 1024  # a disk with less free space counts as full
+READ_ONLY = 0o444  # mode of an input that comes from a cache
 _BELOW = ("in", "out", "tmp", "log")
 _LOGS = frozenset({"stdout", "stderr", "progress"})
 _OWN_FOLDER, _OWN_FILE = stat.S_IFDIR | 0o700, stat.S_IFREG | 0o600
@@ -46,8 +47,8 @@ class RunFolder:
 
     def __init__(self, path: Path | str) -> None:
         self.name = str(path)
-        self._shared: dict[Path, os.stat_result] = {}
-        """Inputs that are links to files of the worker's cache, as they were at the start."""
+        self._shared: dict[Path, tuple[int, BlobRef]] = {}
+        """Inputs that are links to files of the worker's cache, with the inode."""
 
     @cached_property
     def path(self) -> Path:
@@ -57,21 +58,32 @@ class RunFolder:
     def inputs(self) -> Path:
         return self.path / "in"
 
-    def note_shared(self, path: Path) -> None:
+    def note_shared(self, path: Path, ref: BlobRef) -> None:
         """Note an input that came from the cache; one that is no link is the job's own."""
         found = path.lstat()
         if found.st_nlink > 1:
-            self._shared[path] = found
+            self._shared[path] = found.st_ino, ref
 
     def changed_input(self) -> str:
         """Return the name of a shared input that was written to, by this job or another one; "" if there is none."""
-        for path, before in self._shared.items():
+        for path, (inode, ref) in self._shared.items():
             with contextlib.suppress(FileNotFoundError):
                 found = path.lstat()
-                same = (found.st_mtime_ns, found.st_size, found.st_mode) == (before.st_mtime_ns, before.st_size, before.st_mode)
-                if found.st_ino == before.st_ino and not same:  # another inode: the job has replaced its own link
+                if found.st_ino == inode and not is_as_stored(found, ref):  # another inode: the job has replaced its own link
                     return str(path.relative_to(self.inputs))
         return ""
+
+
+def cache_mark(sha256: str, inode: int) -> int:
+    """Return the modification time, in ns, of a cached file with this hash and inode: whole seconds, which every file system
+    keeps."""
+    return int.from_bytes(hashlib.sha256(f"{sha256} {inode}".encode()).digest()[:4], "big") // 2 * 1_000_000_000
+
+
+def is_as_stored(found: os.stat_result, ref: BlobRef) -> bool:
+    """Return whether a cached file has not been written to since it was verified."""
+    is_marked = found.st_mtime_ns == cache_mark(ref.sha256, found.st_ino)
+    return is_marked and found.st_mode == stat.S_IFREG | READ_ONLY and found.st_size == ref.size_bytes
 
 
 class RunFolders:

@@ -25,7 +25,7 @@ from msgspec.structs import replace
 from tasuki.blobs.files import disk_full_as_error
 from tasuki.clocks import boot_time
 from tasuki.config import DISK_FLOOR_BYTES
-from tasuki.core.job import InputFile, Outcome, Progress
+from tasuki.core.job import BlobRef, InputFile, Outcome, Progress
 from tasuki.errors import DiskFull, KeeperLost, TasukiError, Unavailable
 from tasuki.worker.attempt import (
     Attempt,
@@ -51,7 +51,7 @@ from tasuki.worker.commands import (
     read_secrets,
 )
 from tasuki.worker.execs import Exec, base_environment
-from tasuki.worker.folder import RunFolder, RunFolders, remove_tree, verify_input
+from tasuki.worker.folder import READ_ONLY, RunFolder, RunFolders, remove_tree, verify_input
 from tasuki.worker.keeper.client import Keeper, KeptAttempt
 from tasuki.worker.keeper.keeper import LEASE_LOST_GRACE_S
 from tasuki.worker.keeper.linux import sweep
@@ -63,6 +63,7 @@ from tasuki.worker.results import Times, build_result, is_quick
 Fetch = Callable[[str, str, int, Path], Awaitable[None]]
 """`fetch(job_id, sha256, size_bytes, target)` writes an input of that job to the file `target`; the runner verifies it."""
 
+INPUT_CHANGED = "INPUT_CHANGED"
 GRACE_S = 5.0  # between TERM and KILL
 ARCHIVES_AT_ONCE = 2  # each holds up to two whole logs in memory, and more than the cores would not be faster
 _NO_INPUT = os.fsencode(os.devnull)
@@ -123,15 +124,28 @@ class CommandRunner:
     ) -> RunResult:
         """Run one attempt to its end. When this returns, no process of the attempt is alive.
 
-        `on_started` is called when the process runs, and never for an attempt that is refused.
+        `on_started` is called when the process runs, and never for an attempt that is refused. A command during which a shared
+        input was written to is run again, once, with copies of its own.
         """
+        result = await self._run(attempt, stop, on_started)
+        if result.outcome.error_code != INPUT_CHANGED:
+            return result
+        await self.cleanup(attempt)
+        try:
+            return await self._run(attempt, stop, lambda: None, own_copies=True)
+        except Unavailable as error:  # it was started, and cannot be given back
+            return RunResult(stopped_outcome(stop.result()) if stop.done() else _not_run_again(result.outcome, error))
+
+    async def _run(
+        self, attempt: Attempt, stop: asyncio.Future[StopReason], on_started: Callable[[], None], own_copies: bool = False
+    ) -> RunResult:
         if stop.done():
             return _not_begun(stop.result())
         try:
             exec_ = choose_exec(self._execs, attempt, self._may_run_any)
             quick = self.folders.is_quick(attempt)
             folder = self.folders.create(attempt) if quick else await asyncio.to_thread(self.folders.create, attempt)
-            if not await self._fetch_inputs(attempt, folder, stop):
+            if not await self._fetch_inputs(attempt, folder, stop, own_copies):
                 return _not_begun(stop.result())
             secrets = await asyncio.to_thread(read_secrets, exec_) if exec_.env_from_file else NO_SECRETS
             building = functools.partial(build_command, exec_, attempt, folder, self._environment, self._incarnation, secrets)
@@ -143,14 +157,27 @@ class CommandRunner:
         except (JobRefused, TasukiError, OSError) as error:
             return RunResult(_not_prepared(attempt, error))
 
-    async def prepare(self, attempt: Attempt, stop: asyncio.Future[StopReason]) -> RunFolder | Outcome:
+    async def prepare(self, attempt: Attempt, stop: asyncio.Future[StopReason], own_copies: bool = False) -> RunFolder | Outcome:
         """Make a folder with the inputs of a handler's attempt; return the outcome if that fails or `stop` comes first."""
         try:
             folder = await asyncio.to_thread(self.folders.create, attempt)
-            fetched = await self._fetch_inputs(attempt, folder, stop)
+            fetched = await self._fetch_inputs(attempt, folder, stop, own_copies)
             return folder if fetched else _not_begun(stop.result()).outcome
         except (JobRefused, TasukiError, OSError) as error:
             return _not_prepared(attempt, error)
+
+    async def prepare_again(
+        self, attempt: Attempt, folder: RunFolder, stop: asyncio.Future[StopReason]
+    ) -> RunFolder | Outcome | None:
+        """Make the folder anew, with copies of its own, if a shared input was written to while the handler ran; else None."""
+        changed = None if stop.done() else _changed_input(attempt, folder)
+        if changed is None:
+            return None
+        await self.cleanup(attempt)
+        try:
+            return await self.prepare(attempt, stop, own_copies=True)
+        except Unavailable as error:
+            return stopped_outcome(stop.result()) if stop.done() else _not_run_again(changed, error)
 
     async def cleanup(self, attempt: Attempt) -> None:
         """Remove the attempt's folder."""
@@ -211,24 +238,29 @@ class CommandRunner:
 
     # ------------------------------------------------------------------------------------------------ one attempt
 
-    async def _fetch_inputs(self, attempt: Attempt, folder: RunFolder, stop: asyncio.Future[StopReason]) -> bool:
+    async def _fetch_inputs(
+        self, attempt: Attempt, folder: RunFolder, stop: asyncio.Future[StopReason], own_copies: bool
+    ) -> bool:
         """Download the inputs that are blobs; return False if the attempt was stopped meanwhile."""
         blobs = [file for file in attempt.spec.files if file.data is None]
         if not blobs:
             return not stop.done()
-        return await unless_stopped(self._fetch_all(attempt.spec.job_id, blobs, folder), stop) and not stop.done()
+        fetching = self._fetch_all(attempt.spec.job_id, blobs, folder, own_copies)
+        return await unless_stopped(fetching, stop) and not stop.done()
 
-    async def _fetch_all(self, job_id: str, blobs: list[InputFile], folder: RunFolder) -> None:
+    async def _fetch_all(self, job_id: str, blobs: list[InputFile], folder: RunFolder, own_copies: bool) -> None:
         for file in blobs:
             assert file.sha256 is not None  # `RunFolders.create` has looked
             assert file.size_bytes is not None
             target = folder.inputs / file.name
-            if file.cached_as is not None and self._fetch_cached is not None:
+            if file.cached_as is not None and self._fetch_cached is not None and not own_copies:
                 await self._fetch_cached(job_id, file.sha256, file.size_bytes, target)
-                folder.note_shared(target)
+                folder.note_shared(target, BlobRef(file.sha256, file.size_bytes))
                 continue
             await self._fetch(job_id, file.sha256, file.size_bytes, target)
             await asyncio.to_thread(verify_input, target, file)
+            if file.cached_as is not None:
+                await asyncio.to_thread(target.chmod, READ_ONLY)
 
     async def _run_command(
         self,
@@ -269,9 +301,8 @@ class CommandRunner:
             outcome = ended_outcome(ended, f"exec {exec_.name!r}", command.timeout_s, command.limits)
             if outcome.error_code == "EXIT_CODE" and (shortage := self.folders.shortage()):
                 outcome = replace(outcome, message=f"{outcome.message}; {shortage}")
-            if changed := folder.changed_input():
-                message = f"its input {changed!r} is a cached file, and was changed while it ran; copy it before you write to it"
-                outcome = Outcome(exit_code=outcome.exit_code, error_code="INPUT_CHANGED", message=message)
+            if not stop.done() and (changed := _changed_input(attempt, folder)) is not None:
+                return RunResult(changed)
             outcome = redactor.outcome(judged(outcome, exec_.name, exec_.exits, rules_of(attempt.spec)))
             wall = time.time() - boot_time()
             times = Times(spawned.at + wall, ended.at + wall, ended.at - spawned.at)
@@ -357,6 +388,19 @@ class CommandRunner:
         except DiskFull as error:
             message = f"the result could not be written: {error.message}"
             return RunResult(Outcome(exit_code=outcome.exit_code, error_code=error.code, message=message))
+
+
+def _changed_input(attempt: Attempt, folder: RunFolder) -> Outcome | None:
+    """Return the outcome of an attempt during which an input that it shares with other jobs was written to; None for others."""
+    if not (name := folder.changed_input()):
+        return None
+    logger.warning("job %s: cached input %r was changed; it runs again with copies of its own", attempt.spec.job_id, name)
+    return Outcome(error_code=INPUT_CHANGED, message=f"its input {name!r} is a cached file, and was changed while it ran")
+
+
+def _not_run_again(outcome: Outcome, error: Unavailable) -> Outcome:
+    """Return the outcome of an attempt with a changed input that cannot be run again now."""
+    return replace(outcome, message=f"{outcome.message}; it could not be run again: {error.message}")
 
 
 def _not_begun(reason: StopReason) -> RunResult:

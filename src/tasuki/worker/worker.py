@@ -70,6 +70,7 @@ from tasuki.worker.cache import CACHE_FOLDER, DEFAULT_CACHE, CacheConfig, CacheF
 from tasuki.worker.commands import missing_programs
 from tasuki.worker.credentials import CredentialFile, Rotation
 from tasuki.worker.execs import Exec
+from tasuki.worker.folder import RunFolder
 from tasuki.worker.function_processes import FunctionProcesses
 from tasuki.worker.keeper.client import Keeper
 from tasuki.worker.logs import DEFAULT_CAPS, LogCaps, LogFollow
@@ -591,8 +592,8 @@ class Worker:
         active.task = self._loop.create_task(run)
         active.task.add_done_callback(functools.partial(self._report_failure, active))
 
-    async def _run_async(self, active: ActiveAttempt, handler: Handler, folder: str = "") -> None:
-        await self._end_run(active, await handler.run(_handler_job(active, folder), lambda: active.stopped))
+    async def _run_async(self, active: ActiveAttempt, handler: Handler) -> None:
+        await self._end_run(active, await handler.run(_handler_job(active, ""), lambda: active.stopped))
 
     def _progressed(self, lease_id: str, progress: Progress) -> None:
         self._machine.progressed(lease_id, progress)
@@ -608,7 +609,7 @@ class Worker:
             message = f"this worker has no handler for subject {spec.subject!r}"
             self._end(active, Outcome(error_code="NO_HANDLER", message=message, permanent=True))
             return
-        folder = ""
+        folder = None
         if spec.files:
             try:
                 prepared = await self._runner.prepare(active.attempt, stop)
@@ -618,25 +619,33 @@ class Worker:
             if isinstance(prepared, Outcome):
                 self._end(active, prepared)
                 return
-            folder = str(prepared.inputs)
+            folder = prepared
         self._machine.handler_started(active.attempt.lease_id, wall)
-        if handler.asynchronous:
-            active.stop = None  # from here on, a stop cancels this task
-            await self._run_async(active, handler, folder)
-        else:
-            await self._run_plain(active, stop, handler, folder)
+        outcome = await self._handled(active, stop, handler, folder)
+        if folder is not None and active.stopped is None:
+            again = await self._runner.prepare_again(active.attempt, folder, stop)
+            if again is not None:
+                outcome = again if isinstance(again, Outcome) else await self._handled(active, stop, handler, again)
+        await self._end_run(active, outcome)
 
-    async def _run_plain(self, active: ActiveAttempt, stop: asyncio.Future[StopReason], handler: Handler, folder: str) -> None:
+    async def _handled(
+        self, active: ActiveAttempt, stop: asyncio.Future[StopReason], handler: Handler, folder: RunFolder | None
+    ) -> Outcome:
+        job = _handler_job(active, "" if folder is None else str(folder.inputs))
+        if handler.asynchronous:
+            active.stop = None  # a stop cancels this task
+            try:
+                return await handler.run(job, lambda: active.stopped)
+            finally:
+                active.stop = stop
         assert self._function_processes is not None
-        job, limit_s = _handler_job(active, folder), handler.limit_s(active.attempt.spec)
         try:
             deadline = functools.partial(self._machine.lease_deadline, active.attempt.lease_id)
-            outcome = await self._function_processes.run(handler.name, job, limit_s, stop, deadline)
+            return await self._function_processes.run(handler.name, job, handler.limit_s(job.spec), stop, deadline)
         except Unavailable as error:
             # The processes that fork the children are gone: no plain function can run here any more.
-            outcome = Outcome(error_code=error.code, message=error.message)
             self.stop(error)
-        await self._end_run(active, outcome)
+            return Outcome(error_code=error.code, message=error.message)
 
     async def _run_command(self, active: ActiveAttempt, stop: asyncio.Future[StopReason]) -> None:
         attempt = active.attempt

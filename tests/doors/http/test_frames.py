@@ -18,6 +18,8 @@ from tasuki.core.protocol import (
     FRAMES_TYPE,
     Accepted,
     BlobPut,
+    CacheAck,
+    CachePut,
     CancelJobs,
     Claim,
     ErrorMessage,
@@ -36,7 +38,7 @@ from tasuki.core.protocol import (
     Subscribe,
     Welcome,
 )
-from tasuki.core.store_messages import Answers, Turn
+from tasuki.core.store_messages import Answers, CacheEntry, Turn
 from tasuki.doors.http.exchange import BodyBudget
 from tasuki.doors.http.frames import DECODED_ITEM_BYTES
 from tasuki.server import server as server_module
@@ -497,3 +499,60 @@ def test_a_blob_is_for_those_who_may_see_its_job(stage: Stage, blob: tuple[str, 
 
     assert [answer.status_code for answer in answers] == [404, 404, 400]
     assert stage.get(f"{path}?job_id={job_id}", stage.admin).content == data
+
+
+# ---------------------------------------------------------------------------------------------------- caches
+
+
+def test_caches_are_for_tokens_whose_scope_says_so(stage: Stage, blob: tuple[str, BlobRef, bytes]) -> None:
+    _, ref, _ = blob
+    mine, other = (stage.create_token("client", scope=[scope]) for scope in ("frames.>", "other.>"))
+    putting = CachePut(1, "scene", "frames.>", [CacheEntry("a.bin", ref.sha256, ref.size_bytes)])
+    listing, showing = Request(2, "cache.list"), Request(3, "cache.show", {"cache_id": "scene"})
+    removing = Request(4, "cache.remove", {"cache_id": "scene", "target": "frames.>"})
+    body = {"job_id": "with-cache", "subject": "frames.here", "exec": "x", "files": [{"name": "in", "cache": ["scene", "a.bin"]}]}
+
+    for token in (stage.client, other):
+        for message in (putting, removing):
+            [error] = said(post(stage, message, token=token))
+            assert isinstance(error, ErrorMessage)
+            assert error.code == "FORBIDDEN"
+    assert post(stage, putting, token=stage.create_token("worker")).status_code == 403
+    [stored] = said(post(stage, putting, token=mine))
+    assert stored == CacheAck(1, "scene", [])
+    for token in (stage.client, other):
+        listed, shown = said(post(stage, listing, showing, token=token))
+        assert isinstance(listed, Reply)
+        assert listed.body["caches"] == []
+        assert isinstance(shown, ErrorMessage)
+        assert shown.code == "NOT_FOUND"
+    assert code(stage.post("/v1/jobs", body, stage.client)) == (404, "NOT_FOUND")
+    assert stage.get(f"/v1/blobs/{ref.sha256}?job_id=cache:scene/a.bin", other).status_code == 404
+
+    listed, shown = said(post(stage, listing, showing, token=mine))
+    assert isinstance(listed, Reply)
+    assert [one["cache_id"] for one in listed.body["caches"]] == ["scene"]
+    assert isinstance(shown, Reply)
+    assert [one["name"] for one in shown.body["files"]] == ["a.bin"]
+    assert stage.post("/v1/jobs", body, mine).json()["created"]
+    assert stage.get("/v1/jobs/with-cache", mine).json()["file_hashes"] == {"in": ref.sha256}
+    [removed] = said(post(stage, removing, token=mine))
+    assert isinstance(removed, Reply)
+    assert removed.body["files"] == 1
+
+
+@pytest.mark.parametrize(
+    "file",
+    [
+        {},
+        {"cache": ["scene", "a"], "data_base64": "eA=="},
+        {"cache": ["scene"]},
+        {"cache": ["../scene", "a"]},
+        {"cache": ["scene", "../a"]},
+    ],
+    ids=str,
+)
+def test_a_file_of_a_json_job_is_inline_or_of_a_cache(stage: Stage, file: dict[str, Any]) -> None:
+    answer = stage.post("/v1/jobs", {"subject": "frames.here", "exec": "x", "files": [{"name": "in", **file}]})
+
+    assert code(answer) == (400, "INVALID_PAYLOAD")

@@ -30,10 +30,12 @@ FILTERS = ("state", "subject", "array_id", "worker_id", "text", "cursor")
 
 
 class FileBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """An input file, inline."""
+    """An input file, inline or of a cache."""
 
     name: str
-    data_base64: bytes
+    data_base64: bytes | None = None
+    cache: tuple[str, str] | None = None
+    """(cache_id, name of the file in the cache)"""
 
 
 class JobBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -97,7 +99,7 @@ def _spec(context: RequestContext, body: JobBody) -> JobSpec:
     return JobSpec(
         job_id=body.job_id or context.http.new_id(),
         payload=payload,
-        files=tuple(InputFile(name=file.name, data=file.data_base64) for file in body.files),
+        files=tuple(InputFile(name=file.name, data=file.data_base64, cache=file.cache) for file in body.files),
         args=tuple(body.args),
         permanent_exit_codes=tuple(body.permanent_exit_codes),
         retry_exit_codes=tuple(body.retry_exit_codes),
