@@ -497,3 +497,9 @@ def test_a_blob_is_for_those_who_may_see_its_job(stage: Stage, blob: tuple[str, 
 
     assert [answer.status_code for answer in answers] == [404, 404, 400]
     assert stage.get(f"{path}?job_id={job_id}", stage.admin).content == data
+
+
+def test_a_subscription_needs_a_connection_and_the_refusal_says_how_messages_are_read(stage: Stage) -> None:
+    [refusal] = said(post(stage, Request(7, "subscribe", {"pattern": "a.>", "queue": ""})))
+    assert isinstance(refusal, ErrorMessage)
+    assert (refusal.code, "GET /v1/messages?pattern=" in refusal.message) == ("INVALID", True)
