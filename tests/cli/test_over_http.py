@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -162,3 +163,23 @@ def test_https_with_a_ca_of_ones_own(tmp_path: Path, inside: Inside, require: Re
 
         assert url.startswith("https://")
         assert (done.returncode, done.stdout) == (0, "hello\n"), done.stderr
+
+
+def test_messages_are_read_asked_for_and_answered(user: User) -> None:
+    sub = user.start("sub", "far.>", "--count", "1", "--raw")
+    try:
+        assert sub.stdout is not None
+        assert sub.stderr is not None
+        assert sub.stderr.readline() == "subscribed to far.>\n"
+        user.run("pub", "far.a", "over http")
+        assert sub.stdout.readline() == "over http\n"
+        assert sub.wait(DEADLINE_S) == 0
+    finally:
+        sub.kill()
+        sub.communicate()
+    with Client(f"unix://{user.data / 'socket'}") as client, client.subscribe("far.echo") as messages:
+        answering = threading.Thread(target=lambda: client.publish(next(messages).reply_to, b"yes"))
+        answering.start()
+        assert user.run("request", "far.echo").stdout == "yes\n"
+        answering.join()
+    assert user.run("request", "far.echo").returncode == 3

@@ -13,7 +13,7 @@ from tests.support.processes import ServerProcess, start_server, start_worker
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     """A server with a worker for tests/support/handlers.py."""
-    with start_server(tmp_path_factory.mktemp("client")) as server, start_worker(server):
+    with start_server(tmp_path_factory.mktemp("client"), "--http", "127.0.0.1:0") as server, start_worker(server):
         yield server
         assert server.running, server.output()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tasuki.core.broker.worker_messages import BEGIN_WITHIN_S
+from tasuki.core.broker.events import BEGIN_WITHIN_S
 from tasuki.core.job import Progress, State
 from tasuki.core.lifecycle import LEASE_MARGIN_S, LEASE_TTL_S
 from tasuki.core.protocol import Claim, Heartbeat, HeartbeatAnswer, JobsStarted

@@ -22,6 +22,7 @@ from tasuki.core.protocol import (
     HeartbeatAnswer,
     HelloClient,
     JobResult,
+    PublishedMessage,
     Reply,
     Request,
     Results,
@@ -29,8 +30,9 @@ from tasuki.core.protocol import (
     Welcome,
 )
 from tasuki.errors import InvalidInput
-from tasuki.net.http import client_link
+from tasuki.net.http import client_link, event_streams
 from tasuki.net.http.client_link import REQUESTS_AT_ONCE, HttpClientLink
+from tasuki.net.messages import StreamedMessages
 from tests.conftest import Require
 from tests.net.odd_server import Asked, OddServer, envelope, frames, http, welcome
 from tests.net.owners import LinkOwner
@@ -68,7 +70,7 @@ def greeted(answer: Callable[[Asked], Any]) -> Callable[[Asked], Any]:
     """A server that welcomes, and then answers so."""
 
     def both(asked: Asked) -> Any:
-        return welcome(asked) if isinstance(asked.first, HelloClient) else answer(asked)
+        return welcome(asked) if asked.body and isinstance(asked.first, HelloClient) else answer(asked)
 
     return both
 
@@ -142,6 +144,92 @@ def test_no_more_requests_than_the_bound_are_under_way_and_the_rest_goes_togethe
         assert len(server.asked) == 1 + REQUESTS_AT_ONCE + 1
 
     run(greeted(late), test)
+
+
+STREAM = b"HTTP/1.1 200 X\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
+NEWS = b': subscribed\n\nevent: message\ndata: {"subject":"a.x","payload":"1","headers":{},"reply_to":"","queue":""}\n\n:\n\n'
+
+
+def chunk(text: bytes) -> bytes:
+    return b"%x\r\n%s\r\n" % (len(text), text)
+
+
+def subscribed(pattern: str) -> Request:
+    return Request(2, "subscribe", {"pattern": pattern, "queue": ""})
+
+
+def test_a_stream_that_is_cut_off_is_opened_again_and_ends_with_its_subscription(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(event_streams, "POLL_WAIT_MIN_S", 0.0)  # after which a cut is a proxy's
+
+    def answer(asked: Asked) -> bytes:
+        return STREAM + chunk(NEWS) + (b"0\r\n\r\n" if len(server_asked) < 3 else b"")
+
+    async def test(server: OddServer, owner: Owner) -> None:
+        nonlocal server_asked
+        server_asked = server.asked
+        await owner.greet()
+        owner.link.say(subscribed("a.*"))
+        assert await owner.next() == Reply(2)
+        news = StreamedMessages([PublishedMessage("a.x", b"1")], pattern="a.*")
+        assert [await owner.next() for _ in range(2)] == [news, news]  # and no second Reply
+        assert [asked.target for asked in server.asked[1:]] == ["/v1/messages?pattern=a.%2A&queue="] * 2
+        owner.link.say(Request(3, "unsubscribe", {"pattern": "a.*", "queue": ""}))
+        assert await owner.next() == Reply(3)
+        assert not owner.link._streams
+
+    server_asked: list[Asked] = []
+    run(greeted(answer), test)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"",
+        STREAM + b"0\r\n\r\n",
+        STREAM + chunk(NEWS) + b"0\r\n\r\n",  # it was cut off at once
+        STREAM + chunk(b": subscribed\n\nevent: message\ndata: {\n\n"),
+        STREAM + chunk(b": subscribed\n\nevent: message\ndata: " + bytes(8 * 1024 * 1024)),
+        envelope(503, "UNAVAILABLE"),
+        envelope(401, "UNAUTHORIZED"),
+        http(404),
+    ],
+    ids=["hung up", "empty", "cut off", "no JSON", "endless", "going down", "token revoked", "no such path"],
+)
+def test_a_stream_that_cannot_be_had_ends_the_link(answer: bytes) -> None:
+    async def test(server: OddServer, owner: Owner) -> None:
+        await owner.greet()
+        owner.link.say(subscribed("a.*"))
+        assert await owner.closed
+
+    run(greeted(lambda asked: answer), test)
+
+
+def test_a_subscription_that_is_refused_is_an_error_of_its_own() -> None:
+    async def test(server: OddServer, owner: Owner) -> None:
+        await owner.greet()
+        owner.link.say(subscribed("a.*"))
+        refusal = await owner.next()
+        assert isinstance(refusal, ErrorMessage)
+        assert (refusal.corr_id, refusal.code) == (2, "FORBIDDEN")
+        assert not owner.link.closed
+
+    run(greeted(lambda asked: envelope(403, "FORBIDDEN")), test)
+
+
+def test_a_link_with_a_stream_asks_the_server_whether_it_is_there() -> None:
+    def answer(asked: Asked) -> bytes:
+        return frames(HeartbeatAnswer(3)) if asked.body else STREAM + chunk(NEWS)
+
+    async def test(server: OddServer, owner: Owner) -> None:
+        await owner.greet()
+        owner.link.say(subscribed("a.*"))
+        assert await owner.next() == Reply(2)
+        await owner.next()
+        owner.link.say(Heartbeat(3))
+        assert await owner.next() == HeartbeatAnswer(3)
+        assert len(server.asked) == 3
+
+    run(greeted(answer), test)
 
 
 def test_a_question_that_waits_keeps_no_other_waiting() -> None:

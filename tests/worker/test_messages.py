@@ -15,11 +15,14 @@ from tests.support.processes import start_server
 from tests.support.waiting import until_async
 
 
-def test_a_worker_takes_messages_and_publishes_beside_its_jobs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("door", ["tcp", "http"])
+def test_a_worker_takes_messages_and_publishes_beside_its_jobs(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, door: str
+) -> None:
     taken: list[bytes] = []
 
-    async def main(url: str, admin: str, limited: str) -> None:
-        worker = Worker(url, token=limited, worker_id="w", data=tmp_path / "worker")
+    async def main(url: str, worker_url: str, admin: str, limited: str) -> None:
+        worker = Worker(worker_url, token=limited, worker_id="w", data=tmp_path / "worker")
 
         @worker.handler("math.square")
         async def square(job: object) -> bytes:
@@ -52,9 +55,10 @@ def test_a_worker_takes_messages_and_publishes_beside_its_jobs(tmp_path: Path, c
         worker.drain()
         await asyncio.wait_for(serving, 20)
 
-    with start_server(tmp_path / "server") as server, caplog.at_level(logging.WARNING, "tasuki.worker"):
+    with start_server(tmp_path / "server", "--http", "127.0.0.1:0") as server, caplog.at_level(logging.WARNING, "tasuki.worker"):
         limited = server.create_token("worker", scope=["math.>", "publish:done.>", "subscribe:settings.>"])
-        asyncio.run(main(server.url, server.token, limited))
+        worker_url = server.url if door == "tcp" else server.http_url
+        asyncio.run(main(server.url, worker_url, server.token, limited))
     assert "the function for messages of settings.> failed on settings.a" in caplog.text
     assert "cannot be used" in caplog.text
 

@@ -61,6 +61,7 @@ PUBLISH_MAX_BYTES = 2 * 1024 * 1024  # messages of one frame after decompression
 
 # Names of the protocol over HTTP, where frames travel in the bodies of requests and answers.
 FRAMES_PATH = "/v1/frames"
+MESSAGES_PATH = "/v1/messages"
 FRAMES_TYPE = "application/vnd.tasuki.frames"
 FRAMES_MAX = 64  # of one request
 WORKER_PATH = "/v1/worker"

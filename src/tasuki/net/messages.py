@@ -1,8 +1,8 @@
 """Publish/subscribe of a client or worker: subscriptions and their messages, requests and their answers.
 
 A message is handed to the link at the end of the loop's turn, together with others of that turn. The server sends each message
-once to a client, however many of its subscriptions match; they are told apart here. A subscription that is not iterated over fast
-enough drops what comes beyond its limits, and counts it.
+once to a client, however many of its subscriptions match; they are told apart here. Over HTTP it comes once for each pattern. A
+subscription that is not iterated over fast enough drops what comes beyond its limits, and counts it.
 """
 
 from __future__ import annotations
@@ -38,6 +38,12 @@ from tasuki.net.tcp_link import TcpLink
 
 QUEUE_MAX = 65_536  # messages of one subscription that were not taken yet
 QUEUE_MAX_BYTES = 64 * 1024 * 1024
+
+
+class StreamedMessages(DeliverMessages, frozen=True):
+    """Messages for the subscriptions of one pattern, which has a stream of its own over HTTP."""
+
+    pattern: str = ""
 
 
 class AsyncMessageSubscription:
@@ -267,8 +273,11 @@ class MessageExchange:
 
     def arrived(self, delivery: DeliverMessages) -> None:
         """Hand messages to the subscriptions that they are for."""
+        of_stream = None
+        if isinstance(delivery, StreamedMessages):
+            of_stream = self._subscriptions.get((delivery.pattern, delivery.queue), [])
         if delivery.dropped:
-            for subscription in itertools.chain(*self._subscriptions.values()):
+            for subscription in itertools.chain(*self._subscriptions.values()) if of_stream is None else of_stream:
                 subscription.dropped += delivery.dropped
         if delivery.queue:
             for item in delivery.items:
@@ -281,7 +290,7 @@ class MessageExchange:
                 if future is not None and not future.done():
                     future.set_result(item)
                 continue
-            for subscription in match(item.subject):
+            for subscription in match(item.subject) if of_stream is None else of_stream:
                 subscription.put(item)
 
     def _put_in_queue(self, queue: str, item: PublishedMessage) -> None:

@@ -556,3 +556,9 @@ def test_a_file_of_a_json_job_is_inline_or_of_a_cache(stage: Stage, file: dict[s
     answer = stage.post("/v1/jobs", {"subject": "frames.here", "exec": "x", "files": [{"name": "in", **file}]})
 
     assert code(answer) == (400, "INVALID_PAYLOAD")
+
+
+def test_a_subscription_needs_a_connection_and_the_refusal_says_how_messages_are_read(stage: Stage) -> None:
+    [refusal] = said(post(stage, Request(7, "subscribe", {"pattern": "a.>", "queue": ""})))
+    assert isinstance(refusal, ErrorMessage)
+    assert (refusal.code, "GET /v1/messages?pattern=" in refusal.message) == ("INVALID", True)

@@ -13,7 +13,6 @@ import pytest
 from tasuki import Client
 from tasuki.core.protocol import DeliverMessages, PublishedMessage
 from tasuki.doors.http.messages import EVENTS_TYPE
-from tasuki.errors import InvalidInput
 from tests.doors.http.stage import Stage
 from tests.support.waiting import until
 
@@ -103,11 +102,19 @@ def test_a_token_without_the_scope_neither_publishes_nor_reads(stage: Stage) -> 
     assert [answer.status_code for answer in answers] == [200, 403, 403, 403]
 
 
-def test_a_client_over_http_publishes_and_is_told_where_messages_are_read(stage: Stage) -> None:
+def test_a_client_over_http_publishes_and_subscribes_and_its_streams_end_with_it(stage: Stage) -> None:
+    routes = stage.server.broker.messages
     with Client(stage.url, token=stage.client) as client, events(stage, stage.client, "lib.>") as read:
-        for number in range(3):
-            client.publish("lib.a", b"%d" % number, headers={"n": str(number)})
+        with client.subscribe("lib.>") as messages, client.subscribe("lib.a", queue="g") as member:
+            assert len(routes.find("lib.a").conns) == 2
+            for number in range(3):
+                client.publish("lib.a", b"%d" % number, headers={"n": str(number)})
 
-        assert [next(read)[1]["headers"] for _ in range(3)] == [{"n": str(number)} for number in range(3)]
-        with pytest.raises(InvalidInput, match=r"GET /v1/messages"), client.subscribe("lib.>"):
-            pass
+            assert [next(read)[1]["headers"] for _ in range(3)] == [{"n": str(number)} for number in range(3)]
+            assert [next(messages).payload for _ in range(3)] == [next(member).payload for _ in range(3)] == [b"0", b"1", b"2"]
+            [conn] = routes.find("lib.a").queues["g"]
+            told = DeliverMessages([PublishedMessage("lib.a", b"3")], queue="g", dropped=4)
+            stage.server._loop.call_soon_threadsafe(stage.server._links[conn].deliver, told)
+            assert next(member).payload == b"3"
+            until(lambda: (messages.dropped, member.dropped) == (0, 4), what="the member knows what it lost")
+        until(lambda: len(routes.find("lib.a").conns) == 1 and not routes.find("lib.a").queues, what="its streams end")

@@ -21,6 +21,11 @@ from tasuki.core.store_messages import Answers, BlobPlace, ReadyPage, Turn
 from tasuki.errors import TasukiError
 
 
+# Our own workers tell a start or progress with the next heartbeat, or give the attempt back; earlier versions told nothing while
+# they fetched inputs.
+BEGIN_WITHIN_S = 300.0
+
+
 class BrokerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Settings of a server that its broker needs."""
 
@@ -56,6 +61,8 @@ class BrokerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Routing policies by pattern, the first that matches."""
     route_wait_s: float = ROUTE_WAIT_S
     """Longest wait of a routed job for a worker that is full."""
+    begin_within_s: float = BEGIN_WITHIN_S
+    """Time after which an attempt is taken back of which its worker has told neither a start nor progress."""
 
 
 class LogQuestion(msgspec.Struct, frozen=True, kw_only=True):

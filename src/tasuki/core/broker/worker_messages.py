@@ -48,9 +48,6 @@ LEASE_BATCH_MAX = 512  # jobs of one lease request: bounds a turn, and with it t
 REDELIVER_AFTER_S = 2.0  # first wait for a sign of an assignment; doubles each time
 REDELIVER_MAX = 4
 SILENT_SHARE = 2 / 3  # of the ttl; a worker beats every third of it
-# After that an attempt is taken back of which its worker has told neither a start nor progress. Our own workers tell one of them
-# with the next heartbeat, or give it back; earlier versions told nothing while they fetched inputs.
-BEGIN_WITHIN_S = 300.0
 NO_PROGRESS: Mapping[str, Progress] = {}
 
 
@@ -564,7 +561,7 @@ def redeliver(state: BrokerState, worker: WorkerSession, now: Now) -> None:
         if not delivery.acked and delivery.tries < REDELIVER_MAX and waited_s >= REDELIVER_AFTER_S * ((2 << delivery.tries) - 1):
             delivery.tries += 1
             due = True
-        if not delivery.begun and waited_s >= BEGIN_WITHIN_S:
+        if not delivery.begun and waited_s >= state.config.begin_within_s:
             worker.overdue.add(lease_id)
     if due and not worker.reading and not worker.resuming:
         read_back(state, worker)

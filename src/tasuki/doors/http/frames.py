@@ -35,7 +35,7 @@ NUMBER_MAX = 2**53
 WATCH_AT_ONCE = 256  # jobs whose rows, with results of up to 64 KiB, the store reads in one query
 GATHER_PER_JOB_S = 1e-5  # about the cost of naming a job again, which a client answered at the first end does for all others
 GATHER_MAX_S = 0.05
-NO_SUBSCRIPTIONS = "messages are read over tcp:// or tls://, or over HTTP with GET /v1/messages?pattern=…"
+NO_SUBSCRIPTIONS = f"requests have no connection of their own; read messages with GET {protocol.MESSAGES_PATH}?pattern=…"
 
 ClientQuestion = protocol.HelloClient | ClientRequest | protocol.CachePut
 

@@ -15,7 +15,7 @@ from starlette.responses import Response
 
 from tasuki.core.access import PeerKind
 from tasuki.core.job import BUDGET_MAX, PRIORITY_MAX, TIMEOUT_MAX_S
-from tasuki.core.protocol import BLOBS_PATH, FRAMES_PATH, FRAMES_TYPE, WORKER_PATH
+from tasuki.core.protocol import BLOBS_PATH, FRAMES_PATH, FRAMES_TYPE, MESSAGES_PATH, WORKER_PATH
 from tasuki.doors.http import app_jobs, app_workers, blobs, frames, messages, v1
 from tasuki.doors.http.exchange import WAIT_MAX_S
 from tasuki.wire.compression import CODECS
@@ -173,9 +173,9 @@ ROUTES: tuple[Route, ...] = (
     _get("/v1/jobs/{job_id}/explain", v1.explain),
     _get("/v1/stats", v1.stats, kinds=ADMINS, errors=()),
     # -- messages, which are stored nowhere
-    _post("/v1/messages", messages.publish, needs_body=True),
+    _post(MESSAGES_PATH, messages.publish, needs_body=True),
     _get(
-        "/v1/messages",
+        MESSAGES_PATH,
         messages.subscribe,
         media_types=(messages.EVENTS_TYPE,),
         errors=(),

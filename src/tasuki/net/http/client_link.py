@@ -7,7 +7,7 @@ answer, an unreachable server. Its owner then dials again and repeats the messag
 that was refused as a whole is an error for each message in it, and the link stays open.
 
 The ends of jobs come by long polls (`ResultPolls`): each names the jobs of several `watch` requests, and the jobs that it was not
-told of are named again by the next.
+told of are named again by the next. Messages come by streams of events (`event_streams.py`), one for each pattern.
 """
 
 from __future__ import annotations
@@ -55,6 +55,7 @@ from tasuki.errors import (
     Unauthorized,
     Unavailable,
 )
+from tasuki.net.http import event_streams
 from tasuki.net.http.base_link import (
     POLL_WAIT_MIN_S,
     POLL_WAIT_S,
@@ -66,6 +67,7 @@ from tasuki.net.http.base_link import (
     post,
     shorter_wait_s,
 )
+from tasuki.net.http.event_streams import EventStreams
 from tasuki.net.http.transport import ANSWER_S
 from tasuki.wire.messages import encode
 
@@ -303,6 +305,7 @@ class HttpClientLink(BaseHttpLink):
     ) -> None:
         super().__init__(address, on_message, on_closed, tls, timeout_s)
         self._polls = ResultPolls(self._post, self._hear, self._broken)
+        self._streams = EventStreams(self._transport, self._tasks, self._hear, self._broken)
         self._queue: deque[_QueuedFrame] = deque()
         self._flushing = False
         self._quick = 0
@@ -323,11 +326,13 @@ class HttpClientLink(BaseHttpLink):
         match message:
             case HelloClient():
                 self._greet(message)
-            case Heartbeat() if not self._unanswered:
+            case Heartbeat() if not self._unanswered and not self._streams:
                 # The next request shows whether the server is there; until then nobody needs to know.
                 self._loop.call_soon(self._hear, HeartbeatAnswer(message.msg_id))
             case Request(verb="watch", params={"job_ids": list(job_ids)}) if all(isinstance(one, str) for one in job_ids):
                 self._polls.ask(message)  # the server refuses requests of another form
+            case Request(verb=verb, params={"pattern": str(), "queue": str()}) if verb in event_streams.VERBS:
+                self._streams.ask(message)
             case _:
                 self._queue_up(message)
 

@@ -24,7 +24,7 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
-from tasuki.core import client_machine
+from tasuki.core import client_machine, store_messages
 from tasuki.core.broker import client_messages, cluster, subscriptions, upkeep, worker_messages
 from tasuki.core.broker.routes import RoutedJobs
 from tasuki.core.broker.state import Account
@@ -164,6 +164,12 @@ _OF_THE_BROKER = (
         ("I1", "liveness"),
         (Replacement(RoutedJobs, "_choose", _for_good),),
         SimOptions(servers=3, kinds=("hints_lost", "pause"), policy="round-robin"),
+    ),
+    Ablation(
+        "only_worker",
+        "a job whose subject names its only worker is granted to no other one",
+        ("credit",),
+        (Replacement(store_messages, "only_worker", _nothing),),
     ),
     Ablation(
         "poll_ends",

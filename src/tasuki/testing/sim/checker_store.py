@@ -323,7 +323,7 @@ class JobJudge(Judge):
 
     def _granted(self, line: history.GrantedEvent) -> None:
         """Judge I5: one attempt more, and no other live lease. I4: of a job that is not over. I12: not before its time.
-        I23: not of a subject that is paused. Credit: for what the worker asked for."""
+        I23: not of a subject that is paused. Credit: for what the worker asked for, and to the one that its subject names."""
         job = self.job(line.job_id)
         self.evidence["I5"] += 1
         if line.generation != job.generation:
@@ -341,6 +341,11 @@ class JobJudge(Judge):
             self.evidence["I23"] += 1
             if (pattern := next((one for one in self._paused if matches(one, line.subject)), None)) is not None:
                 self.found("I23", f"{line.job_id} of {line.subject} was granted while {pattern} was paused")
+        before, named, only = line.subject.rpartition("@")
+        if named and before[-1:] in ("", "."):
+            self.evidence["credit"] += 1
+            if only != line.worker_id:
+                self.found("credit", f"{line.job_id} of {line.subject} was granted to {line.worker_id}")
         if not line.offered:
             self.found("credit", f"{line.worker_id} was given {line.job_id}, and does not offer its program")
         if not line.ahead:

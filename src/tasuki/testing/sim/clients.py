@@ -37,6 +37,9 @@ PATTERNS = ((">",), ("render.>", "job.>"), ("price.*", "render.fast"))
 """Patterns of workers; the first worker of every world takes everything, so that every job has one that fits."""
 
 
+ROUTE_KEYS = ("", "", "", "a", "b", "c")
+"""Keys of jobs whose subjects have the policy sticky; without one the subject is the key."""
+
 PAUSED = (">", "render.>", "*.*", "job.>")
 """Patterns that are paused."""
 
@@ -80,6 +83,7 @@ def _draw_pauses(streams: Streams, options: SimOptions) -> list[Operation]:
 class _Drawing:
     def __init__(self, streams: Streams, options: SimOptions) -> None:
         self.chance = streams.load
+        self.routes = streams.routes
         self.options = options
         self.clients = [f"client-{number}" for number in range(1, (options.clients or 1) + 1)]
         self.known: list[tuple[str, JobSpec]] = []
@@ -95,7 +99,7 @@ class _Drawing:
             size = min(jobs - number, 1 if chance.random() < 0.6 else chance.randint(2, 6))
             specs = tuple(self._spec(number + place, at) for place in range(size))
             client = chance.choice(self.clients)
-            self.known += [(client, spec) for spec in specs]
+            self.known += [(client, spec) for spec in specs if "@" not in spec.subject]  # set going again, it has no not_after
             found.append(Operation(number=0, at=at, client=client, verb="submit", specs=specs))
             number += size
             if chance.random() < 0.8:
@@ -108,9 +112,14 @@ class _Drawing:
         wall = WALL_START_S + at
         not_before = wall + 3.0 * chance.random() if chance.random() < 0.15 else None
         not_after = wall + 3.0 + 8.0 * chance.random() if chance.random() < 0.12 else None
+        subject, route = chance.choice(SUBJECTS), self.routes
+        if self.known and route.random() < 0.1:  # one of a broadcast; its worker may not subscribe, or not offer the program
+            subject = f"{subject}.@worker-{route.randint(1, self.options.workers or 1)}"
+            not_after = not_after or wall + 3.0 + 8.0 * route.random()
         return JobSpec(
             job_id=f"job-{number:03}",
-            subject=chance.choice(SUBJECTS),
+            subject=subject,
+            route_key=route.choice(ROUTE_KEYS),
             exec=PROGRAMS[int(10 * chance.random())],
             payload=b"body",
             max_retries=chance.choice((0, 0, 1, 2, 3)),

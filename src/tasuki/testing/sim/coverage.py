@@ -21,6 +21,7 @@ from unittest import mock
 import msgspec
 
 from tasuki.core.broker import authentication, client_messages, cluster, worker_messages
+from tasuki.core.broker.routes import NOBODY, RoutedJobs
 from tasuki.core.broker.turn_builder import TurnBuilder
 from tasuki.core.broker.upkeep import Upkeep
 from tasuki.core.client_machine import ClientMachine
@@ -119,6 +120,15 @@ _ALL: dict[str, Probe] = {
         "the worker had left meanwhile",
         lambda given, _: bool(given[2]) and given[1].conn not in given[0].sessions,
         before=True,
+    ),
+    "taken back by a server": Probe(
+        worker_messages, "_taken_back", "its worker had not begun it at the end of its lease", lambda given, _: any(given[3])
+    ),
+    "renewal withheld": Probe(worker_messages, "_withheld", "its worker renewed it for long and did not begin it", _gives_some),
+    # routing policies
+    "left to another server": Probe(RoutedJobs, "plan", "the worker of a policy's choice is there", lambda _, plan: bool(plan[1])),
+    "passed by": Probe(
+        RoutedJobs, "_keep_choice", "the server of the chosen worker did not act", lambda given, _: given[2] == NOBODY
     ),
     # leases
     "told that it is lost": Probe(WorkerMachine, "_answered", "a heartbeat's answer", lambda given, _: bool(given[1].lost)),

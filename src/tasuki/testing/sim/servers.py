@@ -535,7 +535,8 @@ class SimServer(SimProcess, ServerNode):
         # Only one server was started with the route; the others learn it.
         policy = self.sim.options.policy if self.name.endswith("1") else ""
         routes = (SubjectRoute(">", Policy(policy)),) if policy else ()
-        self._begin(epoch, retention_s=self.sim.options.retention_s, routes=routes)
+        options = self.sim.options
+        self._begin(epoch, retention_s=options.retention_s, begin_within_s=options.begin_within_s, routes=routes)
         assert self.broker is not None
         self.broker.grpc_address = self.name
         self.broker.upkeep.ahead = FireOrder(FIRE_BATCH, self.sim.options.ahead_s or 0.0, REASSIGN_AFTER_S)

@@ -80,7 +80,7 @@ class System:
             token=self._token("worker", name),
             patterns=PATTERNS[0] if place == 0 else chance.choice(PATTERNS),
             capacity=chance.randint(1, 3),
-            ahead=chance.choice((0, 0, 1, 2)),
+            ahead=chance.choice((0, 1, 2, 4)),
             on_disconnect=OnDisconnect.KEEP if keep else OnDisconnect.STOP,
             reconnect_grace_s=3.0 if keep else 0.0,
             **asdict(OFFERS[0] if place == 0 else chance.choice(OFFERS)),

@@ -65,6 +65,8 @@ class SimOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The latency of one message on a healthy network; each message draws up to four times that."""
     policy: str | None = None
     """The routing policy of all subjects; empty: none."""
+    begin_within_s: float | None = None
+    """The time after which a server takes back what its worker has not begun."""
     pauses: int = 0
     """The number of times at which clients pause a pattern of subjects, and resume it later; they must be administrators."""
 
@@ -99,6 +101,7 @@ def derived(seed: int, options: SimOptions, kinds: tuple[str, ...]) -> SimOption
         "definitions": chance.randint(2, 4),
         "ahead_s": chance.choice((0.0, 3.0, 3.0)),
         "policy": chance.choice(("", "", "", *Policy)),
+        "begin_within_s": chance.choice((300.0, 300.0, 1.0)),
     }
     return replace(options, **{name: value for name, value in drawn.items() if getattr(options, name) is None})
 
@@ -131,6 +134,7 @@ class Streams:
         self.leases = _stream(seed, "leases")
         self.applications = _stream(seed, "applications")
         self.pauses = _stream(seed, "pauses")
+        self.routes = _stream(seed, "routes")
 
 
 def _stream(seed: int, concern: str) -> random.Random:
