@@ -14,7 +14,7 @@ import os
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -25,7 +25,6 @@ from tasuki.core.broker.events import (
     ClusterView,
     Detach,
     Elected,
-    Event,
     Hinted,
     NoteAssigned,
     Publish,
@@ -37,8 +36,7 @@ from tasuki.core.cluster_messages import Hint, RelayedPieces, RelayPiece, Server
 from tasuki.core.machine import Now, Ticked
 from tasuki.errors import TasukiError
 from tasuki.event_loop import BackgroundTasks
-from tasuki.server.roles import Roles
-from tasuki.stores.store import Reader
+from tasuki.server.roles import LocalServer, Roles
 from tasuki.stores.wakeups import Wakeups
 
 logger = logging.getLogger("tasuki.cluster")
@@ -50,20 +48,6 @@ T = TypeVar("T")
 ClusterCommand = election.TookOver | election.EpochFenced | election.Lapsed | Publish | Relay | StartRuns | NoteAssigned
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(ServerInfo).decode
-
-
-class LocalServer(Protocol):
-    """The server of this process, as its membership uses it."""
-
-    @property
-    def server_id(self) -> str: ...
-    @property
-    def info(self) -> ServerInfo: ...
-    @property
-    def broker(self) -> Broker: ...
-    def now(self) -> Now: ...
-    def tell(self, event: Event) -> None: ...
-    async def ask(self, question: Callable[[Reader], T]) -> T: ...
 
 
 class SingleServer:

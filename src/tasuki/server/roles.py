@@ -13,20 +13,24 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from tasuki.coords.coordination import LEADER, Coordination, View
 from tasuki.core import election
+from tasuki.core.broker.broker import Broker
+from tasuki.core.broker.events import Event
 from tasuki.core.cluster_messages import ServerInfo
 from tasuki.core.machine import Now, Ticked
 from tasuki.core.scheduler.sub_leader import Suspects, deference_s
 from tasuki.core.scheduler.thresholds import Thresholds
 from tasuki.errors import TasukiError
+from tasuki.stores.store import Reader
 
 logger = logging.getLogger("tasuki.cluster")
 LEADER_SCOPE = "leader"
+T = TypeVar("T")
 
 
 class NodeCaller(Protocol):
@@ -39,17 +43,31 @@ class NodeCaller(Protocol):
         """Return if the node answers."""
 
 
+class LocalServer(Protocol):
+    """The server of this process, as its membership uses it."""
+
+    @property
+    def server_id(self) -> str: ...
+    @property
+    def info(self) -> ServerInfo: ...
+    @property
+    def broker(self) -> Broker: ...
+    def now(self) -> Now: ...
+    def tell(self, event: Event) -> None: ...
+    async def ask(self, question: Callable[[Reader], T]) -> T: ...
+
+
 class NodeMember(Protocol):
     """The cluster's part of a node, as its roles use it."""
 
     coordination: Coordination
 
     @property
-    def server(self) -> Any: ...
+    def server(self) -> LocalServer: ...
     @property
     def stands(self) -> bool: ...
-    async def call(self, verb: Callable[..., Any], *arguments: Any) -> Any: ...
-    def spawn(self, work: Any) -> Any: ...
+    async def call(self, verb: Callable[..., T], *arguments: Any) -> T: ...
+    def spawn(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]: ...
     def stand_first(self, deference_s: float, *, now_free: bool = False) -> None: ...
 
 
@@ -117,11 +135,11 @@ class Roles:
     async def leave(self) -> None:
         self._decide(election.Resign())
 
-    def _look(self, work: Awaitable[None]) -> None:
+    def _look(self, work: Coroutine[Any, Any, None]) -> None:
         self._looking = True
         self._cluster.spawn(self._looked(work))
 
-    async def _looked(self, work: Awaitable[None]) -> None:
+    async def _looked(self, work: Coroutine[Any, Any, None]) -> None:
         try:
             await work
         except TasukiError as error:
@@ -133,15 +151,18 @@ class Roles:
 
     async def _judge_leader(self, leader: ServerInfo) -> None:
         """Ask a leader whose turns the store did not take lately; depose one that leaves several calls unanswered."""
-        is_alive: bool | None = False
+        is_alive: bool | None = None
         try:
-            is_alive = await self._works(leader)
-            if not is_alive:
+            if works := await self._works(leader):
+                is_alive = works
+            else:
                 registered, _ = await self._cluster.server.ask(lambda reader: reader.epoch())
                 is_alive = registered != leader.epoch  # another leads already
-        except TasukiError:  # the store: whoever cannot reach it cannot lead either
-            is_alive = None
-        if not self._suspects.answered(_term_of(leader), is_alive, self.thresholds.grpc_ping_failures):
+        except TasukiError as error:  # the store: whoever cannot reach it cannot lead either
+            logger.debug("the leader %s could not be judged: %s", leader.server_id, error)
+        finally:  # also for an error that nobody expects: else it would never be asked again
+            is_dead = self._suspects.answered(_term_of(leader), is_alive, self.thresholds.grpc_ping_failures)
+        if not is_dead:
             self._check_at = self._check_at if is_alive else 0.0
             return
         was_held = await self._cluster.call(self._cluster.coordination.release, LEADER_SCOPE, leader.server_id, leader.epoch)
@@ -173,8 +194,12 @@ class Roles:
         await asyncio.gather(*(self._judge(self._nodes[server_id]) for server_id in suspects))
 
     async def _judge(self, node: ServerInfo) -> None:
-        answers = await self._answers(node)
-        if self._suspects.answered(node.server_id, answers, self.thresholds.grpc_ping_failures):
+        answers: bool | None = None
+        try:
+            answers = await self._answers(node)
+        finally:
+            is_dead = self._suspects.answered(node.server_id, answers, self.thresholds.grpc_ping_failures)
+        if is_dead:
             if self._cluster.server.broker.epoch:
                 await self._detach(node)
         elif not answers:
@@ -225,7 +250,7 @@ class Roles:
                     logger.info("is not the sub-leader of node %s any more: %s", self.node_id, reason)
 
     async def _asked(
-        self, event: Callable[[Any, float], election.Event] | None, verb: Callable[..., Any], *arguments: Any
+        self, event: Callable[[T | None, float], election.Event] | None, verb: Callable[..., T], *arguments: Any
     ) -> None:
         asked_at, answer = self._cluster.server.now().monotonic, None
         try:
