@@ -192,6 +192,20 @@ def test_nobody_is_deposed_by_a_node_that_the_store_does_not_tell_that_this_one_
     run(scenario())
 
 
+@pytest.mark.parametrize(("node_id", "deference_s"), [("n2", 0.0), ("n1", SAME_NODE_DEFERENCE_S)])
+def test_who_has_deposed_the_leader_stands_after_sub_leaders_of_other_nodes_all_the_same(
+    node_id: str, deference_s: float
+) -> None:
+    async def scenario() -> None:
+        node = Node(Calls(Unavailable("no answer")), node_id=node_id)
+        node.met(LEADING, leader_seen_s=0.0)
+        await node.tick(15)
+
+        assert {deference for deference, now_free in node.stood if now_free} == {deference_s}
+
+    run(scenario())
+
+
 def test_a_call_that_fails_in_an_unexpected_way_does_not_end_the_watch_over_the_leader() -> None:
     async def scenario() -> None:
         calls = Calls(OSError("no such file"))

@@ -217,10 +217,12 @@ class Cluster:
             self._decide(election.Degraded())
 
     def stand_first(self, deference_s: float, *, now_free: bool = False) -> None:
-        """Let others ask for the lock for so long before this server does; `now_free`: its holder was deposed."""
+        """Let others ask for the lock for so long before this server does; `now_free`: its holder was deposed, all are told."""
         is_sooner, self._election.deference_s = deference_s < self._election.deference_s, deference_s
         if now_free or is_sooner:
             self._decide(election.LockReleased())
+        if now_free:
+            self._tell_released()
 
     async def holds_lead(self, renewed_ago_s: float) -> bool:
         """Return whether no lease that was renewed so long ago can end before it has lasted its time from now on, although the
@@ -394,9 +396,12 @@ class Cluster:
     async def _release(self, epoch: int) -> None:
         try:
             await self.call(self.coordination.release, SCOPE, self._server.server_id, epoch)
-            self._wakeups.publish(split(Hint(server_id=self._server.server_id, everything=True)))  # another may lead at once
+            self._tell_released()
         except TasukiError as error:
             logger.info("the leader's lock was not released, it ends by itself: %s", error)
+
+    def _tell_released(self) -> None:
+        self._wakeups.publish(split(Hint(server_id=self._server.server_id, everything=True)))  # another may lead at once
 
     # ------------------------------------------------------------------------------------------------ hints
 

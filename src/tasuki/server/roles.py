@@ -2,7 +2,7 @@
 
     sub-leader   holds the lock `subleader:NODE_ID`: one of the processes of each node that do not lead. It watches the leader:
                  the time since the store took a turn of it, then calls. A leader that neither works nor says that it does is
-                 deposed (its lock is released in its name), and the sub-leader asks for the lock at once.
+                 deposed (its lock is released in its name), and all are told that the lock is free.
     leader       watches the others: one without heartbeats that leaves calls unanswered is detached.
 
 `Roles` drives `core/scheduler/sub_leader.py`, and a second `Election` for the lock of the sub-leader, whose epochs nobody
@@ -106,8 +106,7 @@ class Roles:
             self._decide(election.Degraded())
         elif may_watch or self._election.asking:
             self._decide(Ticked())
-        leader_node = self._leader.node_id if self._leader is not None else ""
-        self._cluster.stand_first(deference_s(sub_leads=self.sub_leads, node_id=self.node_id, leader_node=leader_node))
+        self._cluster.stand_first(self._deference_s)
         if now.monotonic < self._check_at or self._looking:
             return
         if leads:
@@ -168,7 +167,12 @@ class Roles:
         was_held = await self._cluster.call(self._cluster.coordination.release, LEADER_SCOPE, leader.server_id, leader.epoch)
         if was_held:
             logger.warning("deposed the leader %s (epoch %d): it does not work", leader.server_id, leader.epoch)
-        self._cluster.stand_first(0.0, now_free=True)
+        self._cluster.stand_first(self._deference_s, now_free=True)
+
+    @property
+    def _deference_s(self) -> float:
+        leader_node = self._leader.node_id if self._leader is not None else ""
+        return deference_s(sub_leads=self.sub_leads, node_id=self.node_id, leader_node=leader_node)
 
     async def _works(self, leader: ServerInfo) -> bool:
         if self.caller is None or not leader.grpc_address:
