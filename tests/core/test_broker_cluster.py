@@ -330,3 +330,50 @@ def test_a_server_that_comes_later_is_told_with_the_next_heartbeat_once(role: st
     for msg_id in (41, 42):
         first.ask(conn, Heartbeat(msg_id))
     assert [answer.servers for answer in first.all(conn, HeartbeatAnswer)] == [("tcp://a:7000", "tcp://b:7000"), ()]
+
+
+def test_a_node_that_leads_takes_only_what_nobody_else_subscribes_to_and_everything_once_it_leads_no_more() -> None:
+    a = BrokerStage(shared=True, server_id="a", node_id="n1")
+    b = BrokerStage(beside=a, shared=True, server_id="b", node_id="n2")
+    own = a.worker("a", credit=8, patterns=("mail.>", "report.>"))
+    beside = a.worker("a2", patterns=("report.old",))  # has asked for nothing: it does not count
+    other = b.worker("b", credit=1, patterns=("mail.>",))
+    a.apply(ClusterView((a.broker.info, b.broker.info), frozenset()))
+    epoch = a.store.epoch()[0] + 1
+    assert a.store.take_over("a", epoch)
+    a.apply(Elected(epoch))
+    client = a.node()
+
+    # When it leads, it leaves others their jobs, also while these are busy
+    for job_id, subject in (("mail-1", "mail.x"), ("mail-2", "mail.y"), ("report", "report.old")):
+        a.ask(client, SubmitJobs(1, [JobSpec(job_id=job_id, subject=subject)]))
+    assert [grant.job_id for grant in a.grants(own)] == ["report"]
+    b.apply(Hinted(Hint(everything=True)))
+    b.turns()
+    assert [grant.job_id for grant in b.grants(other)] == ["mail-1"]
+    a.pass_time(POLL_INTERVAL_S)
+    assert [grant.job_id for grant in a.grants(own)] == ["report"]
+
+    # When it leads no more, it takes the rest
+    a.apply(Elected(0))
+    a.turns()
+    assert [grant.job_id for grant in a.grants(own)] == ["report", "mail-2"]
+    assert a.grants(beside) == []
+
+
+def test_a_node_that_leads_takes_what_others_subscribed_to_once_they_are_gone() -> None:
+    a = BrokerStage(shared=True, server_id="a", node_id="n1")
+    b = BrokerStage(beside=a, shared=True, server_id="b", node_id="n2")
+    own, _ = a.worker("a", credit=8), b.worker("b", credit=1)
+    both = ClusterView((a.broker.info, b.broker.info), frozenset())
+    a.apply(both)
+    epoch = a.store.epoch()[0] + 1
+    assert a.store.take_over("a", epoch)
+    a.apply(Elected(epoch))
+    a.ask(a.node(), SubmitJobs(1, [JobSpec(job_id="one", subject="mail.x")]))
+    assert a.grants(own) == []
+
+    # A detached worker counts as gone
+    a.apply(ClusterView(both.servers, frozenset({"b"})))
+    a.turns()
+    assert [grant.job_id for grant in a.grants(own)] == ["one"]

@@ -152,6 +152,14 @@ def test_a_program_that_is_on_a_list_is_left_to_those_who_have_it() -> None:
     assert "own: any program of its own user" in because(job(exec="ls"), own)
 
 
+def test_a_run_whose_worker_asks_whether_it_may_go_on_says_so_until_when() -> None:
+    asks = job(State.RUNNING, attempt=1, lease=lease(), confirming_until=NOW + 3.2)
+
+    assert "Its worker was detached, and asks whether it may go on" in because(asks, worker("w1", detached=True))
+    assert told(asks, worker("w1"))["facts"]["confirming_until"] == NOW + 3.2
+    assert "confirming_until" not in told(msgspec.structs.replace(asks, confirming_until=None), worker("w1"))["facts"]
+
+
 def test_the_workers_that_fit_are_detached() -> None:
     answer = told(job(), worker("w1", detached=True), worker("w2", "other.>"))
     assert "The workers that fit are detached: w1. Give one work: tasuki attach w1" in answer["because"][0]

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from redis import Redis
 
 from tests.support.django_site import DjangoSite
 from tests.support.postgres_service import PostgresService
@@ -15,6 +16,8 @@ from tests.support.waiting import until
 
 pytestmark = pytest.mark.e2e
 SLOW_S = 40.0
+TWO_TICKS_S = 2.0  # of leader_tick_seconds, by default
+LOAD_S = 6.0  # what a machine with other load may add
 
 
 @pytest.fixture(params=["database", "redis"])
@@ -74,6 +77,14 @@ def test_nodes_have_numbers_follow_settings_and_let_another_lead(site: DjangoSit
         assert sorted(worker["worker_id"] for worker in first["workers"]) == ["1", "2"]
         assert sorted(worker["node_id"] for worker in first["workers"]) == ["n1", "n2"]
         assert [worker["worker_id"] for worker in first["workers"] if worker["role"] == "leader"] == [first["leader"]]
+        [watches] = {"1", "2"} - {first["leader"]}
+        roles = {watches: "subleader", first["leader"]: "leader"}
+        until(lambda: {one["worker_id"]: one["role"] for one in status(site)["workers"]} == roles, SLOW_S, "the other watches")
+        assert "subleader" in ask(site, 'said("status")')
+        if redis_url := json.loads(site.env["SITE_TASUKI"])["coordination"]:
+            with Redis.from_url(redis_url, decode_responses=True) as client:
+                shown = {worker_id: client.hget(f"scheduler:worker:{worker_id}", "role") for worker_id in roles}
+            assert shown == roles
 
         # When settings are changed, those that cannot work are refused, and the others are in force on both
         refused, shown = ask(
@@ -83,7 +94,8 @@ def test_nodes_have_numbers_follow_settings_and_let_another_lead(site: DjangoSit
         )
         assert "heartbeat_ttl_seconds: must be more than two intervals" in refused
         assert "max_jobs_per_worker = 1\n" in shown
-        until(lambda: all("the settings have changed" in (tmp_path / f"n{n}.log").read_text() for n in (1, 2)), SLOW_S)
+        logs = [tmp_path / f"n{number}.log" for number in (1, 2)]
+        until(lambda: all("the settings have changed" in log.read_text() for log in logs), TWO_TICKS_S + LOAD_S, "two ticks")
 
         # When the leader is told to step down, the other one leads
         ask(site, 'said("degrade-leader", "--reason", "its disk is slow")')

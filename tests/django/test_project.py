@@ -134,6 +134,47 @@ def test_several_worker_processes_share_one_sqlite_file_and_end_with_the_first(t
     assert len({worker_id for _, worker_id in results}) == 2
 
 
+def test_a_worker_process_beside_the_first_one_follows_the_settings(tmp_path: Path) -> None:
+    site = DjangoSite(tmp_path)
+    site.migrate()
+    site.manage("tasuki_ops", "settings", "set", "max_jobs_per_worker=1", "leader_tick_seconds=0.2")
+    folders = [tmp_path / str(number) for number in range(2)]
+    for folder in folders:
+        folder.mkdir()
+
+    def enqueue() -> list[str]:
+        found: list[str] = site.ask(f"print(json.dumps([hold.enqueue(folder).id for folder in {list(map(str, folders))}]))")
+        return found
+
+    def running() -> int:
+        return sum((folder / "running").exists() for folder in folders)
+
+    with site.worker("--workers", "2", "--slots", "2") as worker:
+        # Given two tasks for the second process, which may run one: the first one leads, and leaves them to it
+        until(lambda: worker.output().count("connected to unix socket as") == 2, 30.0, "both processes work")
+        ids = enqueue()
+        until(running, 30.0, "a task runs")
+        for folder in folders:
+            (folder / "go").touch()
+        (one, began, ended), (other, then_began, then_ended) = site.ask(f"""
+found = [finished(hold.get_result(one)) or hold.get_result(one) for one in {ids}]
+print(json.dumps([[one.worker_ids[0], one.started_at.timestamp(), one.finished_at.timestamp()] for one in found]))
+""")
+        assert one == other
+        assert ended <= then_began or then_ended <= began, "one after the other"
+
+        # When it may run two, it does
+        site.manage("tasuki_ops", "settings", "set", "max_jobs_per_worker=0")
+        until(lambda: worker.output().count("the settings have changed") == 2, 30.0, "both know")
+        for folder in folders:
+            (folder / "go").unlink()
+            (folder / "running").unlink()
+        enqueue()
+        until(lambda: running() == 2, 30.0, "both tasks run")
+        for folder in folders:
+            (folder / "go").touch()
+
+
 def test_the_tables_of_a_project_have_their_version(migrated: DjangoSite) -> None:
     found = migrated.ask("""
 from tasuki.django.models import Schema

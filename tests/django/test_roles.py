@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 from collections.abc import Callable, Sequence
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.django.test_node_door import ProtoClient
 from tests.support.django_nodes import NodeRig, RigNode
 from tests.support.postgres_service import PostgresService
 from tests.support.waiting import until
@@ -16,6 +18,7 @@ from tests.support.waiting import until
 pytestmark = pytest.mark.e2e
 LOAD_S = 6.0  # what a machine with other load may add
 KNOWS_S = 30.0
+SLOTS = 4  # for all definitions at once: nobody gives a run back for want of a slot
 QUICK = {
     "heartbeat_interval_seconds": 0.4,
     "heartbeat_ttl_seconds": 2,
@@ -23,7 +26,25 @@ QUICK = {
     "leader_stale_seconds": 2,
     "leader_lock_ttl_seconds": 2,
     "subleader_check_seconds": 0.3,
+    "assign_ahead_seconds": 2,
 }
+EVERY_S = 2.0
+DEFINE = """
+from tasuki.django.definitions import apply
+entry = {"command_name": "probe", "default_args_json": ["say"], "schedule_type": "every_n_minutes",
+         "schedule_value": "2", "concurrency_policy": "allow"}
+apply({f"often-{n}": entry for n in range(3)}, source="test")
+"""
+NOTE_LATE_WRITES = """
+CREATE TABLE late_writes (job_id text, epoch bigint);
+CREATE FUNCTION note_late_write() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN
+    IF NEW.leader_epoch > 0 AND NEW.leader_epoch IS DISTINCT FROM OLD.leader_epoch
+        AND NEW.leader_epoch < (SELECT epoch FROM tasuki_scopeepoch WHERE scope = 'leader')
+    THEN INSERT INTO late_writes VALUES (NEW.idempotency_key, NEW.leader_epoch); END IF;
+    RETURN NEW; END $$;
+CREATE TRIGGER note_late_write BEFORE INSERT OR UPDATE ON tasuki_jobrun FOR EACH ROW EXECUTE FUNCTION note_late_write()
+"""
+"""Notes what leaders write under epochs that others have followed; a leader writes all the time."""
 
 
 def kill(rig: NodeRig, leader: RigNode) -> None:
@@ -42,6 +63,10 @@ def cut_coordination(rig: NodeRig, leader: RigNode) -> None:
     rig.cut(leader, "redis" if rig.coordination else "sql")
 
 
+def hang(rig: NodeRig, leader: RigNode) -> None:
+    rig.cut_store(leader)
+
+
 def cut_all(rig: NodeRig, leader: RigNode) -> None:
     rig.cut(leader, "all")
 
@@ -52,15 +77,19 @@ FAULTS: dict[str, Callable[[NodeRig, RigNode], None]] = {
     "frozen": freeze,
     "cut from the coordination": cut_coordination,
     "cut from all": cut_all,
+    "hung": hang,  # with Redis the same as cut from the database
 }
 
 
 def end_leaders(rig: NodeRig, faults: Sequence[str], stale_s: float) -> None:
     """Start five processes on three nodes, end the leader in one way after the other, and check who follows it."""
+    rig.rows(NOTE_LATE_WRITES)
+    rig.site.run(DEFINE)
     for name in ("n1a", "n1b", "n2a", "n2b", "n3a"):
         rig.start(name, name[:2])
     for what in faults:
         leader = rig.settled()
+        ran(rig)
         epoch, _ = rig.term()
 
         FAULTS[what](rig, leader)
@@ -74,13 +103,39 @@ def end_leaders(rig: NodeRig, faults: Sequence[str], stale_s: float) -> None:
             continue
         os.kill(leader.pid, signal.SIGCONT)
         until(lambda old=leader: not old.leads, KNOWS_S, f"{leader.name} knows that it leads no more: {what}")  # type: ignore[misc]
+        caller = {"nodeId": leader.node_id, "workerId": leader.worker_id}
+        with ProtoClient(rig.folder / "made", following.address) as client:
+            order = {"leaderEpoch": epoch, "workerId": following.worker_id, "runs": [{"jobRunId": "d1-0", "attempt": 1}]}
+            assert client.call("StartJob", caller=caller, **order)["statuses"] == ["ORDER_STATUS_STALE_EPOCH"], what
     assert [epoch for epoch, _ in rig.led()] == sorted({epoch for epoch, _ in rig.led()}), "no epoch had two leaders"
+    assert rig.rows("SELECT * FROM late_writes") == [], "whoever led before writes nothing"
+
+    # And each definition had one run for each of its times, of one attempt
+    last = ran(rig)
+    runs = rig.rows(
+        "SELECT job_definition_id, scheduled_for, attempt, state FROM tasuki_jobrun"
+        f" WHERE job_definition_id IS NOT NULL AND scheduled_for <= {last} ORDER BY 1, 2"
+    )
+    assert {(attempt, state) for _, _, attempt, state in runs} == {(1, "SUCCEEDED")}, rig.rows("SELECT * FROM tasuki_incident")
+    for number in {run[0] for run in runs}:
+        times = [at for definition, at, *_ in runs if definition == number]
+        assert times == [times[0] + EVERY_S * place for place in range(len(times))]
+        assert times[-1] == last
+
+
+def ran(rig: NodeRig) -> float:
+    """Wait until all definitions have run at a time that is to come, and return that time."""
+    [(now,)] = rig.rows("SELECT extract(epoch FROM clock_timestamp())::float8")
+    at = math.ceil(now / EVERY_S) * EVERY_S
+    done = f"SELECT count(*) FROM tasuki_jobrun WHERE scheduled_for = {at} AND state = 'SUCCEEDED'"
+    until(lambda: rig.rows(done) == [(3,)], KNOWS_S, "the definitions have run")
+    return at
 
 
 def test_another_node_leads_soon_after_a_leader_that_was_killed_or_cut_off(
     postgres: PostgresService, redis_url: str, tmp_path: Path
 ) -> None:
-    with NodeRig(tmp_path, postgres, redis_url) as rig:
+    with NodeRig(tmp_path, postgres, redis_url, slots=SLOTS, SITE_SECONDS="1") as rig:
         rig.settings(**QUICK)
         end_leaders(rig, ["killed", "cut from the database", "cut from all"], QUICK["leader_stale_seconds"])
 
@@ -91,8 +146,9 @@ def test_another_node_leads_soon_whatever_ends_the_leader_with_the_default_setti
     request: pytest.FixtureRequest, postgres: PostgresService, tmp_path: Path, coordination: str
 ) -> None:
     redis_url = request.getfixturevalue("redis_url") if coordination == "redis" else ""
-    with NodeRig(tmp_path, postgres, redis_url) as rig:
-        end_leaders(rig, list(FAULTS), 5.0)
+    faults = [what for what in FAULTS if coordination == "database" or what != "hung"]
+    with NodeRig(tmp_path, postgres, redis_url, slots=SLOTS, SITE_SECONDS="1") as rig:
+        end_leaders(rig, faults, 5.0)
 
 
 @pytest.mark.soak

@@ -304,6 +304,48 @@ def test_a_rotated_certificate_is_shown_without_a_restart_and_no_call_is_lost(
     run(scenario())
 
 
+def test_files_that_are_missing_in_a_rotation_hold_no_call_up(shared: TlsFiles, tmp_path: Path) -> None:
+    async def scenario() -> None:
+        tls = NodeTls(shared)
+        async with opened(tmp_path, Callers(tls, SHARED)) as door:
+            calls = NodeCalls(LEADER, tls, SHARED)
+            for path in (shared.cert, shared.key, shared.ca):
+                Path(path).unlink()
+
+            assert (await calls.call(door.address, "n2", pb.PingRequest(), TIMEOUT_S)).worker_id == "2"
+            await calls.close()
+
+    run(scenario())
+
+
+def test_a_node_that_could_not_call_others_does_not_start(shared: TlsFiles) -> None:
+    Path(shared.ca).unlink()
+
+    for asks in (True, False):
+        with pytest.raises(ConfigError, match=r"the CA file .*ca\.crt' cannot be read: No such file"):
+            NodeTls(shared, asks_for_certificate=asks)
+
+
+def test_probes_that_only_connect_are_not_refused(shared: TlsFiles, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG, "tasuki.server")
+
+    async def scenario() -> None:
+        async with opened(tmp_path, Callers(NodeTls(shared), SHARED)) as door:
+            host, _, port = door.address.rpartition(":")
+            for _ in range(3):
+                _, writer = await asyncio.open_connection(host, int(port))
+                writer.close()
+            await until_async(lambda: caplog.text.count("the connection was not made") == 3, what="they are gone")
+            _, writer = await asyncio.open_connection(host, int(port))
+            writer.write(b"GET / HTTP/1.1\r\n\r\n")
+            await until_async(lambda: door.refused.total(), what="no TLS is refused")
+            writer.close()
+
+            assert door.refused == {"TLS": 1}
+
+    run(scenario())
+
+
 def test_a_revocation_ends_connections_that_are_open(authority: TestAuthority, shared: TlsFiles, tmp_path: Path) -> None:
     thief = copied(authority, tmp_path / "thief", SHARED, ends_days=25)
 

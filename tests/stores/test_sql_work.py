@@ -183,3 +183,21 @@ def test_counters_are_right_when_a_group_is_pruned_and_filled_in_one_turn(store:
         stage.add("after", subject="g.x")
 
     assert store.counts() == {"g": GroupCounts(pending=2)}
+
+
+def test_the_columns_of_a_run_show_whether_its_worker_asks_whether_it_may_go_on(stage: Stage, store: SqlStore) -> None:
+    from tasuki.django.models import JobRun
+
+    def columns() -> tuple[Any, ...]:
+        names = ("continuation_state", "continuation_check_started_at", "continuation_check_deadline_at")
+        [found] = JobRun.objects.using(store._database._alias).values_list(*names)
+        return tuple(one if one is None or isinstance(one, str) else one.timestamp() for one in found)
+
+    grant, now = stage.running("a"), stage.clock.wall()
+    assert columns() == ("NONE", None, None)
+    stage.renew(grant, confirm_s=3.2)
+    assert columns() == ("CONFIRMING", pytest.approx(now), pytest.approx(now + 3.2))
+    stage.renew(grant)
+    assert columns()[0] == "CONFIRMING"
+    stage.renew(grant, confirm_s=0.0)
+    assert columns() == ("NONE", None, None)

@@ -12,7 +12,7 @@ import asyncio
 import contextlib
 import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -28,6 +28,10 @@ class CutNetwork:
         self._changed = asyncio.Event()
         self._owners: dict[int, int] = {}
         """Processes by the ports from which they connected."""
+        self._onward: dict[int, int] = {}
+        """Those ports, by the ports from which the network itself connected to the place."""
+        self._spared: set[int] = set()
+        """Ports of connections that are carried all the same."""
         self._servers: list[asyncio.Server] = []
         self._tasks: set[asyncio.Task[Any] | None] = set()
 
@@ -35,8 +39,10 @@ class CutNetwork:
         """Return a port whose connections go to this address, under this name."""
         return int(self._run(self._listen(name, host, port)))
 
-    def cut(self, pid: int, *names: str) -> None:
-        """Carry nothing between the process and these places, in either direction."""
+    def cut(self, pid: int, *names: str, spare: Iterable[int] = ()) -> None:
+        """Carry nothing between the process and these places, in either direction, but on connections that come to the place
+        from the ports `spare`."""
+        self._spared |= {self._onward[port] for port in spare if port in self._onward}
         self._run(self._change(self._cut | {(pid, name) for name in names}))
 
     def _find_owners(self) -> None:
@@ -46,6 +52,7 @@ class CutNetwork:
             self._owners |= dict.fromkeys((ports[inode] for inode in _sockets_of(pid) if inode in ports), pid)
 
     def heal(self) -> None:
+        self._spared.clear()
         self._run(self._change(set()))
 
     def _run(self, work: Any) -> Any:
@@ -67,6 +74,7 @@ class CutNetwork:
             with contextlib.suppress(OSError, asyncio.CancelledError):
                 await self._passage(end)
                 there_reader, there_writer = await asyncio.open_connection(host, port)
+                self._onward[int(there_writer.get_extra_info("sockname")[1])] = end[0]
                 await asyncio.gather(self._pump(end, reader, there_writer), self._pump(end, there_reader, writer))
             writer.close()
 
@@ -76,7 +84,7 @@ class CutNetwork:
 
     async def _passage(self, end: tuple[int, str]) -> None:
         port, name = end
-        while (self._owners.get(port, 0), name) in self._cut:
+        while port not in self._spared and (self._owners.get(port, 0), name) in self._cut:
             await self._changed.wait()
 
     async def _pump(self, end: tuple[int, str], reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

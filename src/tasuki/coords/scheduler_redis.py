@@ -2,8 +2,8 @@
 
     scheduler:worker:id_seq              number of the last worker
     scheduler:worker:{id}                HASH, gone heartbeat_ttl after the last beat of its process: node_id, pid, grpc_host,
-                                         grpc_port, role (leader, worker), last_heartbeat_ts, load, current_job_run_id, detached,
-                                         degrade_leader
+                                         grpc_port, role (leader, subleader, worker), last_heartbeat_ts, load, current_job_run_id,
+                                         detached, degrade_leader
     scheduler:leader:lock                the id of the leader; SET NX PX
     scheduler:leader:epoch               the last epoch. No TTL
     scheduler:leader:last_seen_ts        time at which the store took the last turn of a leader

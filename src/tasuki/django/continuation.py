@@ -91,15 +91,18 @@ class NodeContinuation:
                     self._worker.deny_leases((lease_id,))
 
     async def _mark(self, lease_id: str, for_s: float) -> None:
-        """Have the store show that the worker asks, so that people see it; the lease is renewed with that."""
+        """Have the store show whether the worker asks, so that people see it; the lease is renewed with that."""
         if (run := self._worker.run_of(lease_id)) is None:
             return
-        logger.info("job %s: detached; asks whether it may go on", run.job_id)
+        if for_s:
+            logger.info("job %s: detached; asks whether it may go on", run.job_id)
         claim = HeldLease(run.job_id, self._worker.worker_id, self._worker.incarnation, lease_id, run.attempt, confirm_s=for_s)
         try:
             await self._server.renew([claim])
         except TasukiError as error:
-            logger.info("job %s: that its worker asks could not be written: %s", run.job_id, error.message)
+            logger.info("job %s: whether its worker asks could not be written: %s", run.job_id, error.message)
+        if for_s:
+            self._carry_out(self.machine.marked(lease_id))
 
     def _ask(self, lease_id: str) -> None:
         nodes = [info for info in self._server.broker.cluster.servers.values() if info.epoch or info.sub_leads]

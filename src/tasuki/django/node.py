@@ -23,7 +23,7 @@ from typing import Any
 from urllib.parse import quote, urlencode
 
 import msgspec
-from django.db import connections
+from django.db import Error, connections
 
 from tasuki.blobs.open_blobs import open_blobs
 from tasuki.config import DataFolder, host_name
@@ -132,7 +132,7 @@ class NodeWorker(Worker):
         if self._guest_url:
             self.url = self._guest_url
             end_with_stdin(lambda: self.connected, grace_s=0.0)  # no other process will have this guest
-            await self._serve_beside(signals, self._store_logs())
+            await self._serve_beside(signals, self._store_logs(), self._follow_settings(None))
             return
         async with open_guest(self._make_sqlite_guest if self._is_sqlite else self._make_guest) as (url, server):
             self.url, self._server = url, server
@@ -250,14 +250,17 @@ class NodeWorker(Worker):
 
     # ------------------------------------------------------------------------------------------------ settings
 
-    async def _follow_settings(self, server: Server) -> None:
-        """Look each tick whether the settings have changed, and do as they say."""
+    async def _follow_settings(self, server: Server | None) -> None:
+        """Look each tick whether the settings have changed, and do as they say. `server`: the guest, if it is of this process."""
         self._apply_settings(server)
         while True:
             await asyncio.sleep(self._thresholds.leader_tick_seconds)
             try:
-                found = await server.ask(lambda reader: reader.thresholds())  # type: ignore[attr-defined]
-            except TasukiError as error:
+                if server is None:
+                    found = await asyncio.to_thread(_read_thresholds, self._alias)
+                else:
+                    found = await server.ask(lambda reader: reader.thresholds())  # type: ignore[attr-defined]
+            except (TasukiError, Error) as error:
                 logger.debug("the settings could not be read: %s", error)
                 continue
             if found == self._thresholds:
@@ -271,9 +274,11 @@ class NodeWorker(Worker):
             logger.info("the settings have changed")
             self._apply_settings(server)
 
-    def _apply_settings(self, server: Server) -> None:
+    def _apply_settings(self, server: Server | None) -> None:
         found = self._thresholds
         self.limit_slots(found.max_jobs_per_worker)
+        if server is None:
+            return
         upkeep = server.broker.upkeep
         upkeep.tick_s, upkeep.max_jobs = found.leader_tick_seconds, found.max_jobs_per_worker
         if self._cluster is not None:
@@ -317,6 +322,13 @@ class NodeWorker(Worker):
 
         blobs = _open_blobs(self._project, folder, config)
         return Server(config, open_store, lambda: SqlReader(SqliteReadOnly(file)), blobs)
+
+
+def _read_thresholds(alias: str) -> Thresholds:
+    try:
+        return scheduler_settings(alias).thresholds()
+    finally:
+        connections[alias].close()
 
 
 def _warn_of_end(number: int, code: int, wait_s: float) -> None:

@@ -14,7 +14,7 @@ import os
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -25,7 +25,6 @@ from tasuki.core.broker.events import (
     ClusterView,
     Detach,
     Elected,
-    Event,
     Hinted,
     NoteAssigned,
     Publish,
@@ -37,8 +36,7 @@ from tasuki.core.cluster_messages import Hint, RelayedPieces, RelayPiece, Server
 from tasuki.core.machine import Now, Ticked
 from tasuki.errors import TasukiError
 from tasuki.event_loop import BackgroundTasks
-from tasuki.server.roles import Roles
-from tasuki.stores.store import Reader
+from tasuki.server.roles import LocalServer, Roles
 from tasuki.stores.wakeups import Wakeups
 
 logger = logging.getLogger("tasuki.cluster")
@@ -50,20 +48,6 @@ T = TypeVar("T")
 ClusterCommand = election.TookOver | election.EpochFenced | election.Lapsed | Publish | Relay | StartRuns | NoteAssigned
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(ServerInfo).decode
-
-
-class LocalServer(Protocol):
-    """The server of this process, as its membership uses it."""
-
-    @property
-    def server_id(self) -> str: ...
-    @property
-    def info(self) -> ServerInfo: ...
-    @property
-    def broker(self) -> Broker: ...
-    def now(self) -> Now: ...
-    def tell(self, event: Event) -> None: ...
-    async def ask(self, question: Callable[[Reader], T]) -> T: ...
 
 
 class SingleServer:
@@ -233,10 +217,12 @@ class Cluster:
             self._decide(election.Degraded())
 
     def stand_first(self, deference_s: float, *, now_free: bool = False) -> None:
-        """Let others ask for the lock for so long before this server does; `now_free`: its holder was deposed."""
+        """Let others ask for the lock for so long before this server does; `now_free`: its holder was deposed, all are told."""
         is_sooner, self._election.deference_s = deference_s < self._election.deference_s, deference_s
         if now_free or is_sooner:
             self._decide(election.LockReleased())
+        if now_free:
+            self._tell_released()
 
     async def holds_lead(self, renewed_ago_s: float) -> bool:
         """Return whether no lease that was renewed so long ago can end before it has lasted its time from now on, although the
@@ -410,9 +396,12 @@ class Cluster:
     async def _release(self, epoch: int) -> None:
         try:
             await self.call(self.coordination.release, SCOPE, self._server.server_id, epoch)
-            self._wakeups.publish(split(Hint(server_id=self._server.server_id, everything=True)))  # another may lead at once
+            self._tell_released()
         except TasukiError as error:
             logger.info("the leader's lock was not released, it ends by itself: %s", error)
+
+    def _tell_released(self) -> None:
+        self._wakeups.publish(split(Hint(server_id=self._server.server_id, everything=True)))  # another may lead at once
 
     # ------------------------------------------------------------------------------------------------ hints
 

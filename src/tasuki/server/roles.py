@@ -2,7 +2,7 @@
 
     sub-leader   holds the lock `subleader:NODE_ID`: one of the processes of each node that do not lead. It watches the leader:
                  the time since the store took a turn of it, then calls. A leader that neither works nor says that it does is
-                 deposed (its lock is released in its name), and the sub-leader asks for the lock at once.
+                 deposed (its lock is released in its name), and all are told that the lock is free.
     leader       watches the others: one without heartbeats that leaves calls unanswered is detached.
 
 `Roles` drives `core/scheduler/sub_leader.py`, and a second `Election` for the lock of the sub-leader, whose epochs nobody
@@ -13,20 +13,24 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from tasuki.coords.coordination import LEADER, Coordination, View
 from tasuki.core import election
+from tasuki.core.broker.broker import Broker
+from tasuki.core.broker.events import Event
 from tasuki.core.cluster_messages import ServerInfo
 from tasuki.core.machine import Now, Ticked
 from tasuki.core.scheduler.sub_leader import Suspects, deference_s
 from tasuki.core.scheduler.thresholds import Thresholds
 from tasuki.errors import TasukiError
+from tasuki.stores.store import Reader
 
 logger = logging.getLogger("tasuki.cluster")
 LEADER_SCOPE = "leader"
+T = TypeVar("T")
 
 
 class NodeCaller(Protocol):
@@ -39,17 +43,31 @@ class NodeCaller(Protocol):
         """Return if the node answers."""
 
 
+class LocalServer(Protocol):
+    """The server of this process, as its membership uses it."""
+
+    @property
+    def server_id(self) -> str: ...
+    @property
+    def info(self) -> ServerInfo: ...
+    @property
+    def broker(self) -> Broker: ...
+    def now(self) -> Now: ...
+    def tell(self, event: Event) -> None: ...
+    async def ask(self, question: Callable[[Reader], T]) -> T: ...
+
+
 class NodeMember(Protocol):
     """The cluster's part of a node, as its roles use it."""
 
     coordination: Coordination
 
     @property
-    def server(self) -> Any: ...
+    def server(self) -> LocalServer: ...
     @property
     def stands(self) -> bool: ...
-    async def call(self, verb: Callable[..., Any], *arguments: Any) -> Any: ...
-    def spawn(self, work: Any) -> Any: ...
+    async def call(self, verb: Callable[..., T], *arguments: Any) -> T: ...
+    def spawn(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]: ...
     def stand_first(self, deference_s: float, *, now_free: bool = False) -> None: ...
 
 
@@ -88,8 +106,7 @@ class Roles:
             self._decide(election.Degraded())
         elif may_watch or self._election.asking:
             self._decide(Ticked())
-        leader_node = self._leader.node_id if self._leader is not None else ""
-        self._cluster.stand_first(deference_s(sub_leads=self.sub_leads, node_id=self.node_id, leader_node=leader_node))
+        self._cluster.stand_first(self._deference_s)
         if now.monotonic < self._check_at or self._looking:
             return
         if leads:
@@ -117,11 +134,11 @@ class Roles:
     async def leave(self) -> None:
         self._decide(election.Resign())
 
-    def _look(self, work: Awaitable[None]) -> None:
+    def _look(self, work: Coroutine[Any, Any, None]) -> None:
         self._looking = True
         self._cluster.spawn(self._looked(work))
 
-    async def _looked(self, work: Awaitable[None]) -> None:
+    async def _looked(self, work: Coroutine[Any, Any, None]) -> None:
         try:
             await work
         except TasukiError as error:
@@ -133,21 +150,29 @@ class Roles:
 
     async def _judge_leader(self, leader: ServerInfo) -> None:
         """Ask a leader whose turns the store did not take lately; depose one that leaves several calls unanswered."""
-        is_alive: bool | None = False
+        is_alive: bool | None = None
         try:
-            is_alive = await self._works(leader)
-            if not is_alive:
+            if works := await self._works(leader):
+                is_alive = works
+            else:
                 registered, _ = await self._cluster.server.ask(lambda reader: reader.epoch())
                 is_alive = registered != leader.epoch  # another leads already
-        except TasukiError:  # the store: whoever cannot reach it cannot lead either
-            is_alive = None
-        if not self._suspects.answered(_term_of(leader), is_alive, self.thresholds.grpc_ping_failures):
+        except TasukiError as error:  # the store: whoever cannot reach it cannot lead either
+            logger.debug("the leader %s could not be judged: %s", leader.server_id, error)
+        finally:  # also for an error that nobody expects: else it would never be asked again
+            is_dead = self._suspects.answered(_term_of(leader), is_alive, self.thresholds.grpc_ping_failures)
+        if not is_dead:
             self._check_at = self._check_at if is_alive else 0.0
             return
         was_held = await self._cluster.call(self._cluster.coordination.release, LEADER_SCOPE, leader.server_id, leader.epoch)
         if was_held:
             logger.warning("deposed the leader %s (epoch %d): it does not work", leader.server_id, leader.epoch)
-        self._cluster.stand_first(0.0, now_free=True)
+        self._cluster.stand_first(self._deference_s, now_free=True)
+
+    @property
+    def _deference_s(self) -> float:
+        leader_node = self._leader.node_id if self._leader is not None else ""
+        return deference_s(sub_leads=self.sub_leads, node_id=self.node_id, leader_node=leader_node)
 
     async def _works(self, leader: ServerInfo) -> bool:
         if self.caller is None or not leader.grpc_address:
@@ -173,8 +198,12 @@ class Roles:
         await asyncio.gather(*(self._judge(self._nodes[server_id]) for server_id in suspects))
 
     async def _judge(self, node: ServerInfo) -> None:
-        answers = await self._answers(node)
-        if self._suspects.answered(node.server_id, answers, self.thresholds.grpc_ping_failures):
+        answers: bool | None = None
+        try:
+            answers = await self._answers(node)
+        finally:
+            is_dead = self._suspects.answered(node.server_id, answers, self.thresholds.grpc_ping_failures)
+        if is_dead:
             if self._cluster.server.broker.epoch:
                 await self._detach(node)
         elif not answers:
@@ -225,7 +254,7 @@ class Roles:
                     logger.info("is not the sub-leader of node %s any more: %s", self.node_id, reason)
 
     async def _asked(
-        self, event: Callable[[Any, float], election.Event] | None, verb: Callable[..., Any], *arguments: Any
+        self, event: Callable[[T | None, float], election.Event] | None, verb: Callable[..., T], *arguments: Any
     ) -> None:
         asked_at, answer = self._cluster.server.now().monotonic, None
         try:

@@ -455,15 +455,33 @@ class LeaseCases(StoreCase):
             assert stage.job("a").confirming_until is None
             return
 
-        assert stage.job("a").confirming_until == pytest.approx(stage.clock.wall() + 30.0)
+        asked, lease = stage.job("a"), stage.job("a").lease
+        assert (asked.state, asked.attempt) == (State.RUNNING, grant.attempt)
+        assert asked.confirming_until == pytest.approx(stage.clock.wall() + 30.0)
+        assert lease is not None
+        assert lease.expires_at >= stage.clock.lease() + 30.0, "the lease lasts beyond the answer"
         stage.clock.advance(30.0)
         assert stage.reap() == []
+        assert stage.renew(grant) is LeaseStatus.GO_ON
+        assert stage.job("a").confirming_until == asked.confirming_until, "an ordinary renewal is no answer"
         assert stage.renew(grant, confirm_s=0.0) is LeaseStatus.GO_ON
         assert stage.job("a").confirming_until is None
 
         stage.renew(grant, confirm_s=1.0)
+        assert stage.renew(grant, lease_id="0" * 32, confirm_s=0.0) is LeaseStatus.LOST
+        assert stage.job("a").confirming_until is not None
         stage.fail(grant)
         stage.take("a")
+        assert stage.job("a").confirming_until is None
+
+    def test_a_run_whose_worker_never_heard_whether_it_may_go_on_is_reaped_once_its_lease_is_over(self, stage: Stage) -> None:
+        grant = stage.running("a")
+        stage.renew(grant, confirm_s=30.0)
+        stage.clock.advance(30.0 + LEASE_MARGIN_S + 1.0)
+
+        [reaped] = stage.reap()
+        assert (reaped.job_id, stage.job("a").state) == ("a", State.PENDING)
+        assert stage.take("a").attempt == grant.attempt + 1
         assert stage.job("a").confirming_until is None
 
     def test_a_renewed_lease_is_not_reaped_even_if_it_had_expired(self, stage: Stage) -> None:

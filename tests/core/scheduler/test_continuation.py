@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from tasuki.core.lifecycle import LEASE_MARGIN_S
-from tasuki.core.scheduler.continuation import SLACK_S, AskLeaders, Command, Confirming, Continuation, Deny
+from tasuki.core.scheduler.continuation import AskLeaders, Command, Confirming, Continuation, Deny
+from tasuki.core.scheduler.thresholds import QUESTIONS_SLACK_S
 
 ASKS_S = 3 * 0.3 + 0.3
 FAR = 1_000.0
@@ -26,7 +27,7 @@ def test_a_worker_that_is_cut_off_asks_three_times_before_its_deadline_and_stops
     found = looks(Continuation(), 8.0, detached=False, until=9)
 
     assert [command for _, command in found] == [AskLeaders("a")] * 3
-    assert 8.0 - ASKS_S - SLACK_S <= found[0][0] < found[-1][0] < 8.0 - 0.3
+    assert 8.0 - ASKS_S - QUESTIONS_SLACK_S <= found[0][0] < found[-1][0] < 8.0 - 0.3
 
 
 def test_a_worker_that_is_cut_off_asks_again_when_the_confirmed_deadline_nears() -> None:
@@ -39,16 +40,39 @@ def test_a_worker_that_is_cut_off_asks_again_when_the_confirmed_deadline_nears()
 
 
 def test_a_detached_worker_is_confirming_before_it_asks_and_stops_what_nobody_confirms() -> None:
-    found = looks(Continuation(), FAR, detached=True, until=9)
+    machine = Continuation()
+    assert looks(machine, FAR, detached=True, until=9) == [(0.0, Confirming("a", ASKS_S + LEASE_MARGIN_S))]
 
-    asked = [Confirming("a", ASKS_S + LEASE_MARGIN_S), *[AskLeaders("a")] * 3, Deny("a")]
-    assert [command for _, command in found] == asked
-    assert found[-1][0] <= ASKS_S + SLACK_S
+    assert machine.marked("a") == []
+    found = looks(machine, FAR, detached=True, until=9)
+    assert [command for _, command in found] == [*[AskLeaders("a")] * 3, Deny("a")]
+    assert found[-1][0] <= ASKS_S + QUESTIONS_SLACK_S
+
+
+def test_a_mark_that_is_late_holds_no_question_up_beyond_the_time_that_they_need_and_is_taken_away() -> None:
+    machine = Continuation()
+    found = looks(machine, 8.0, detached=True, until=9)
+    assert [command for _, command in found[1:]] == [*[AskLeaders("a")] * 3, Deny("a")]
+    assert 8.0 - ASKS_S - QUESTIONS_SLACK_S <= found[1][0] < found[-1][0] <= 8.0 - QUESTIONS_SLACK_S + 0.1
+
+    assert machine.marked("a") == [], "it is being stopped"
+    machine.answered("a", True)
+    assert machine.marked("a") == [Confirming("a", 0.0)]
+
+
+def test_a_worker_that_is_attached_again_before_it_was_answered_is_not_confirming_any_more() -> None:
+    machine = Continuation()
+    machine.look({"a": FAR}, detached=True, now=0.0)
+
+    assert machine.look({"a": FAR}, detached=False, now=0.1) == [Confirming("a", 0.0)]
+    assert machine.look({"a": FAR}, detached=False, now=0.2) == []
 
 
 def test_a_detached_worker_goes_on_with_what_was_confirmed_and_asks_once() -> None:
     machine = Continuation()
     machine.look({"a": FAR}, detached=True, now=0.0)
+    machine.marked("a")
+    assert machine.look({"a": FAR}, detached=True, now=0.1) == [AskLeaders("a")]
     assert machine.answered("a", True) == []
 
     assert machine.look({"a": FAR}, detached=True, now=5.0) == []

@@ -31,6 +31,9 @@ def test_a_value_out_of_its_range_is_named(name: str) -> None:
         ("leader_stale_seconds", {"leader_stale_seconds": 1.5}),
         ("subleader_check_seconds", {"subleader_check_seconds": 6.0}),
         ("reassign_after_seconds", {"reassign_after_seconds": 1.5}),
+        ("continuation_retry_count", {"continuation_retry_count": 25}),
+        ("continuation_retry_count", {"continuation_retry_interval_seconds": 2.5}),
+        ("continuation_retry_count", {"grpc_ping_timeout_seconds": 7.0}),
     ],
 )
 def test_a_combination_that_cannot_work_is_named(field: str, values: dict[str, Any]) -> None:

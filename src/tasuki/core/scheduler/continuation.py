@@ -8,6 +8,8 @@ times, and goes on if one of them has renewed the lease for it.
     detached     the run is CONFIRMING in the store from before the first question, which also extends its lease; if nobody says
                  yes, the attempt is stopped; its lease is renewed until nothing of it is left
 
+A store that takes the mark late holds the questions up, but not beyond the time that they need before the deadline.
+
 A lease that was confirmed is asked for again only if its deadline nears again.
 """
 
@@ -18,13 +20,11 @@ from collections.abc import Mapping
 import msgspec
 
 from tasuki.core.lifecycle import LEASE_MARGIN_S
-from tasuki.core.scheduler.thresholds import Thresholds
-
-SLACK_S = 0.5  # between the last answer that could come and the deadline
+from tasuki.core.scheduler.thresholds import QUESTIONS_SLACK_S, Thresholds
 
 
 class Confirming(msgspec.Struct, frozen=True):
-    """Mark this run in the store as one whose worker asks, for so long."""
+    """Mark this run in the store as one whose worker asks, for so long, and report `marked`; 0 takes the mark away."""
 
     lease_id: str
     for_s: float
@@ -60,24 +60,21 @@ class Continuation:
         self._settled: set[str] = set()
         """Leases of a detached worker that were confirmed or denied."""
 
-    @property
-    def asks_for_s(self) -> float:
-        """The time that all questions about one run take."""
-        found = self.thresholds
-        return found.continuation_retry_count * found.continuation_retry_interval_seconds + found.grpc_ping_timeout_seconds
-
     def look(self, deadlines: Mapping[str, float], *, detached: bool, now: float) -> list[Command]:
         """Return what to do for the runs with these leases and deadlines."""
         self._settled &= deadlines.keys() if detached else set()
         self._questions = {lease_id: asked for lease_id, asked in self._questions.items() if lease_id in deadlines}
         commands: list[Command] = []
+        asks_for_s = self.thresholds.questions_s
         for lease_id, deadline in deadlines.items():
-            is_cut_off = deadline - now <= self.asks_for_s + SLACK_S
+            latest_at = deadline - asks_for_s - QUESTIONS_SLACK_S
+            is_cut_off = latest_at <= now
             if not is_cut_off and not detached:
-                self._questions.pop(lease_id, None)
+                dropped = self._questions.pop(lease_id, None)
+                commands += [Confirming(lease_id, 0.0)] if dropped is not None and dropped.is_detached else []
             elif lease_id not in self._questions and (is_cut_off or lease_id not in self._settled):
-                self._questions[lease_id] = _Question(detached, now)
-                commands += [Confirming(lease_id, self.asks_for_s + LEASE_MARGIN_S)] if detached else []
+                self._questions[lease_id] = _Question(detached, latest_at)
+                commands += [Confirming(lease_id, asks_for_s + LEASE_MARGIN_S)] if detached else []
             if lease_id in self._questions:
                 commands += self._ask(lease_id, self._questions[lease_id], now)
         return commands
@@ -95,6 +92,15 @@ class Continuation:
             return []
         self._settled.add(lease_id)
         return [Deny(lease_id)]
+
+    def marked(self, lease_id: str) -> list[Command]:
+        """Ask from now on: the store shows that the worker asks, or cannot be told."""
+        question = self._questions.get(lease_id)
+        if question is None:  # it was answered before the store took the mark
+            return [Confirming(lease_id, 0.0)]
+        if not question.asked:
+            question.ask_at = 0.0
+        return []
 
     def answered(self, lease_id: str, may_go_on: bool) -> list[Command]:
         """Take the answer of a leader or a sub-leader: it has renewed the lease, or the store has another attempt by now."""

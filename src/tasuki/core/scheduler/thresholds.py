@@ -8,7 +8,7 @@ from __future__ import annotations
 import msgspec
 
 from tasuki.core.election import LOCK_TTL_MAX_S
-from tasuki.core.lifecycle import REASSIGN_AFTER_S
+from tasuki.core.lifecycle import LEASE_MARGIN_S, LEASE_TTL_S, REASSIGN_AFTER_S
 from tasuki.core.scheduler.firing import SKIP_LATE_RUNS_AFTER_MAX_S, SKIP_LATE_RUNS_AFTER_S
 
 
@@ -44,6 +44,11 @@ class Thresholds(msgspec.Struct, frozen=True, kw_only=True):
     grpc_ping_failures: int = 3
     """Calls without an answer, one after the other, before a worker is suspected."""
 
+    @property
+    def questions_s(self) -> float:
+        """The time that all questions whether one run may go on take."""
+        return self.continuation_retry_count * self.continuation_retry_interval_seconds + self.grpc_ping_timeout_seconds
+
 
 RANGES: dict[str, tuple[float, float]] = {
     "skip_late_runs_after_seconds": (0, SKIP_LATE_RUNS_AFTER_MAX_S),
@@ -63,6 +68,8 @@ RANGES: dict[str, tuple[float, float]] = {
     "grpc_ping_timeout_seconds": (0.05, 60),
     "grpc_ping_failures": (1, 100),
 }
+QUESTIONS_SLACK_S = 0.5  # between the last answer that could come and the deadline of the lease
+QUESTIONS_MAX_S = LEASE_TTL_S * 2 / 3 - LEASE_MARGIN_S - QUESTIONS_SLACK_S  # renewed every third: nobody asks who is renewed
 
 
 def problems_of(found: Thresholds) -> dict[str, str]:
@@ -92,6 +99,12 @@ def problems_of(found: Thresholds) -> dict[str, str]:
             "reassign_after_seconds",
             found.reassign_after_seconds < 2 * found.leader_tick_seconds,
             f"must be at least two ticks of the leader, {2 * found.leader_tick_seconds:g} s",
+        ),
+        (
+            "continuation_retry_count",
+            found.questions_s > QUESTIONS_MAX_S,
+            f"all questions, and the wait for the last answer, take {found.questions_s:g} s, which must be at most "
+            f"{QUESTIONS_MAX_S:g} s: between a renewal that had no answer and the deadline",
         ),
     ):
         if is_wrong:

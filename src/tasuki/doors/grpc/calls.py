@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import grpc
@@ -94,10 +93,8 @@ class NodeCalls:
     def _open(self, address: str, node_id: str) -> grpc.aio.Channel:
         if self._tls is None:
             return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
-        files = self._tls.files
-        ca, key, cert = (Path(path).read_bytes() for path in (files.ca, files.key, files.cert))
         name = (("grpc.ssl_target_name_override", self._shared_name or node_id),)
-        return grpc.aio.secure_channel(address, grpc.ssl_channel_credentials(ca, key, cert), options=(*CHANNEL_OPTIONS, *name))
+        return grpc.aio.secure_channel(address, grpc.ssl_channel_credentials(*self._tls.pem), options=(*CHANNEL_OPTIONS, *name))
 
     async def close(self) -> None:
         self._drop(len(self._channels))

@@ -62,11 +62,12 @@ class NodeTls:
         self._asks = asks_for_certificate
         self._state = files.state()
         self._problem = ""
-        self.context = self._load()
+        self._load()
         self.loaded = 1
         """Grows each time that the files are loaded."""
 
-    def _load(self) -> ssl.SSLContext:
+    def _load(self) -> None:
+        """Set `context`, of the listener, and `pem`, for calls: CA, key and certificate. ConfigError: both stay as they were."""
         files = self.files
         context = server_tls(files.cert, files.key)
         context.set_alpn_protocols(ALPN)
@@ -76,9 +77,10 @@ class NodeTls:
             if files.revoked and Path(files.revoked).exists():
                 _load_pem(context, files.revoked, "the list of revoked certificates")
                 context.verify_flags |= ssl.VERIFY_CRL_CHECK_LEAF
+        pem = _read(files.ca, "the CA file"), _read(files.key, "the key"), _read(files.cert, "the certificate")
         if warning := date_problem(files.cert, datetime.now(UTC)):
             logger.warning("%s", warning)
-        return context
+        self.context, self.pem = context, pem
 
     def reload(self) -> bool:
         """Load the files if they have changed, and return whether they were. Files that do not fit together are tried again."""
@@ -86,7 +88,7 @@ class NodeTls:
         if state == self._state:
             return False
         try:
-            self.context = self._load()
+            self._load()
         except ConfigError as error:
             if error.message != self._problem:
                 logger.warning("the certificate that was loaded before stays in use: %s", error.message)
@@ -104,7 +106,18 @@ def _load_pem(context: ssl.SSLContext, path: str, what: str) -> None:
     except ssl.SSLError as error:
         raise ConfigError(f"{what} {path!r} cannot be used: {error.reason or error}; it must be PEM") from None
     except OSError as error:
-        raise ConfigError(f"{what} {path!r} cannot be read: {error.strerror or error}") from None
+        raise _unreadable(path, what, error) from None
+
+
+def _read(path: str, what: str) -> bytes:
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise _unreadable(path, what, error) from None
+
+
+def _unreadable(path: str, what: str, error: OSError) -> ConfigError:
+    return ConfigError(f"{what} {path!r} cannot be read: {error.strerror or error}")
 
 
 class PeerConnection:
@@ -224,7 +237,7 @@ class NodeListener:
             self._on_refused(address, "CERTIFICATE", f"its certificate was refused: {error.verify_message}")
         elif isinstance(error, ssl.SSLError):
             self._on_refused(address, "TLS", f"there is no TLS with it: {error.reason or error}")
-        else:
+        elif not isinstance(error, ConnectionResetError):  # whoever hangs up was not refused: probes of the port do
             self._on_refused(address, "TLS", f"the connection ended in the handshake: {error or type(error).__name__}")
 
     def _accepted(self, sock: AcceptedSocket) -> asyncio.Protocol:

@@ -210,6 +210,8 @@ class SimulatedContinuation:
         call(worker.network, worker, server, ask, lambda said: self._heard(lease_id, said, asked_at, confirm_s))
 
     def _heard(self, lease_id: str, said: bool | None, asked_at: float, confirm_s: float) -> None:
+        if confirm_s:
+            self._carry_out(self._machine.marked(lease_id))
         if said is None or confirm_s:
             return
         if said:
