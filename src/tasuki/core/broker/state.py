@@ -299,6 +299,8 @@ class OtherServers:
 
     def hint(self, server_id: str) -> list[Command]:
         """Return the hint that was collected since the last one, if there is anything to tell and anybody to tell it to."""
+        if self.ended and all(server.node_id for server in self.servers.values()):
+            self.ended.clear()  # nodes have no clients that wait for the end of a job
         collected = self.ready or self.ended or self.canceled or self.moved or self.tokens or self.everything or self.routed
         if not collected:  # as after most turns
             return []

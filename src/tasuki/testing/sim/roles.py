@@ -1,15 +1,16 @@
 """The roles of nodes in a simulated system: sub-leaders that watch the leader, and workers that ask whether they may go on.
 
 Stands in for `server/roles.py`, `django/continuation.py` and the calls of `doors/grpc` between them, around the production
-machines (`Suspects`, `Continuation`, `Election`). Each server that does not lead is a sub-leader. A call is lost if the network
-between the two is cut, in either direction, or if whoever is called is down or paused. Calls take CALL_S: they draw no chance, so
-that seeds in which nobody asks anything are what they were. Servers and workers import this module: it knows them by their
-attributes alone.
+machines (`Suspects`, `Continuation`, `Election`). Two servers make a node. Each that does not lead watches the leader; the first
+of a node stands as its sub-leader, without the election of one. A call is lost if the network between the two is cut, in either
+direction, or if whoever is called is down or paused. Calls take CALL_S: they draw no chance, so that seeds in which nobody asks
+anything are what they were. Servers and workers import this module: it knows them by their attributes alone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from msgspec.structs import replace
@@ -18,7 +19,7 @@ from tasuki.coords.coordination import View
 from tasuki.core.cluster_messages import ServerInfo
 from tasuki.core.job import LEASED, Job, OnDisconnect
 from tasuki.core.scheduler.continuation import AskLeaders, Command, Confirming, Continuation, Deny
-from tasuki.core.scheduler.sub_leader import Suspects
+from tasuki.core.scheduler.sub_leader import Suspects, deference_s
 from tasuki.core.scheduler.thresholds import Thresholds
 from tasuki.core.store_messages import HeldLease, LeaseStatus
 from tasuki.core.worker.events import LeasesConfirmed, LeasesDenied
@@ -30,7 +31,8 @@ from tasuki.testing.sim.world import SimProcess
 CALL_S = 0.004
 TIMEOUT_S = 0.3
 FAILURES = 3
-SILENT_TTLS = 1.5  # of the leader's lock: after that a worker is detached
+SILENT_TTLS = 1.5  # of the leader's lock: after that a worker is asked
+NODE_SERVERS = 2
 COORDINATION = "coordination"
 
 
@@ -64,12 +66,14 @@ class SimulatedRoles:
         self._server = cluster.server
         self._suspects = Suspects()
         self._leader: ServerInfo | None = None
+        self._live: set[str] = set()
         self._leader_since = self._seen_at = self._leads_since = 0.0
         self._workers: dict[str, float] = {}
         """When each worker was last connected to a live server, as far as this one knows."""
 
     def met(self, view: View, servers: list[ServerInfo]) -> None:
         now = self._server.now().monotonic
+        self._live = {server.server_id for server in servers if not server.epoch}
         self._workers |= {worker.worker_id: now for server in servers for worker in server.workers}
         leader = max((one for one in servers if one.epoch), key=lambda one: one.epoch, default=None)
         if leader is not None and (self._leader is None or leader.epoch > self._leader.epoch):
@@ -83,6 +87,8 @@ class SimulatedRoles:
     # -- the leader is watched ----------------------------------------------------------------------------------------
     def tick(self) -> None:
         leader, server = self._leader, self._server
+        leader_node = _node_of(leader.server_id) if leader is not None else ""
+        self._cluster.stand_first(deference_s(sub_leads=self._sub_leads, node_id=_node_of(server.name), leader_node=leader_node))
         if server.leads:
             self._watch_workers()
         if leader is None or server.leads or leader.server_id == server.name:
@@ -108,12 +114,25 @@ class SimulatedRoles:
         self._server.sim.effects["deposed"] += 1
         self._cluster.depose(leader)
 
+    @property
+    def _sub_leads(self) -> bool:
+        """This server does not lead, and is the first such one of its node."""
+        name = self._server.name
+        node = {other for other in self._live if _node_of(other) == _node_of(name)}
+        return not self._server.leads and name == min(node | {name})
+
     def _watch_workers(self) -> None:
-        """Detach workers that no server has been connected to for long; nobody calls them here."""
-        now, node = self._server.now().monotonic, self._cluster.node
+        """Call workers that no server has been connected to for long, and detach those that leave calls unanswered."""
+        server, node = self._server, self._cluster.node
+        now = server.now().monotonic
         silent = {worker: now - at for worker, at in self._workers.items() if worker not in node.expelled}
-        for worker in [worker for worker, silent_s in silent.items() if silent_s > SILENT_TTLS * self._cluster.term.ttl_s]:
-            del self._workers[worker]
+        for worker in self._suspects.to_ask(silent, SILENT_TTLS * self._cluster.term.ttl_s):
+            call(server.network, server, node.workers[worker], _say_yes, partial(self._worker_judged, worker))
+
+    def _worker_judged(self, worker: str, answers: bool | None) -> None:
+        self._server.sim.effects["answered"] += bool(answers)
+        if self._suspects.answered(worker, bool(answers), FAILURES) and self._server.leads:
+            self._workers.pop(worker, None)
             self._cluster.expel(worker)
 
     # -- workers ask ----------------------------------------------------------------------------------------------------
@@ -149,6 +168,16 @@ class SimulatedRoles:
             return
         server.broker.upkeep.lapse()
         self._cluster.hold(epoch, lambda holds: answer(True if holds and server.leads == epoch else None))
+
+
+def _node_of(server_id: str) -> str:
+    """Return the node of a server: server-1 and server-2 are one."""
+    number = int(server_id.rpartition("-")[2])
+    return f"node-{(number + NODE_SERVERS - 1) // NODE_SERVERS}"
+
+
+def _say_yes(answer: Callable[[bool], None]) -> None:
+    answer(True)
 
 
 def _is_led(leader: ServerInfo, found: int | TasukiError) -> bool | None:

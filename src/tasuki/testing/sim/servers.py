@@ -241,6 +241,7 @@ class CoordinationNode:
         self.network = network
         self.coordination = MemoryCoordination(clock.wall)
         self.servers: list[SimServer] = []
+        self.workers: dict[str, SimProcess] = {}
         self.expelled: set[str] = set()
         """Workers that a leader has detached, and that have not come back as others."""
         self.lost = self.late = self.doubled = 0.0
@@ -453,8 +454,14 @@ class SimulatedCluster:
         self._call(
             "deposes",
             lambda: release(SCOPE, leader.server_id, leader.epoch),
-            lambda _: self._decide(election.LockReleased()),
+            lambda _: self.stand_first(0.0, now_free=True),
         )
+
+    def stand_first(self, deference_s: float, *, now_free: bool = False) -> None:
+        """Let others ask for the lock for so long before this server does; `now_free`: its holder was deposed."""
+        is_sooner, self.term.deference_s = deference_s < self.term.deference_s, deference_s
+        if now_free or is_sooner:
+            self._decide(election.LockReleased())
 
     def hold(self, epoch: int, then: Callable[[bool | None], None]) -> None:
         """Ask the coordination whether this server still has the lock of its epoch."""

@@ -63,6 +63,7 @@ class System:
         ]
         self.coordination.servers = self.servers
         self.workers = [self._worker(place, name) for place, name in enumerate(self.cast.workers)]
+        self.coordination.workers = {worker.name: worker for worker in self.workers}
         self.clients = [self._client(name) for name in self.cast.clients]
         everybody: list[SimServer | SimWorker | SimClient] = [*self.servers, *self.workers, *self.clients]
         self.processes = {process.name: process for process in everybody}
