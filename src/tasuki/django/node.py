@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote, urlencode
 
-import msgspec
 from django.db import Error, connections
 
 from tasuki.blobs.open_blobs import open_blobs
@@ -65,6 +64,8 @@ SQLITE_LOOK_S = 0.05  # between two looks whether another process has changed th
 
 class NodeWorker(Worker):
     """The worker of a node, and around it the guest that it takes its jobs from."""
+
+    _archives = False  # the outcome of a command and its log are in the database
 
     def __init__(
         self,
@@ -238,9 +239,9 @@ class NodeWorker(Worker):
         super()._end(active, outcome)
 
     async def _as_reported(self, attempt: Attempt, result: RunResult) -> RunResult:
-        """Store the rest of the log; a command of a project has no archive: its outcome and its log are in the database."""
+        """Store the rest of the log before the end is reported."""
         await self._log_writer.write(self._kept_logs.take_rest(attempt.lease_id), {attempt.lease_id: attempt})
-        return RunResult(msgspec.structs.replace(result.outcome, result=None, result_ref=None, result_sha256=None))
+        return result
 
     async def _store_logs(self) -> None:
         while True:

@@ -8,10 +8,11 @@ library only.
 
 Theory of operation. The keeper (`keeper/preforked.py`) must be the parent of each job, as it is of any program; and no job should
 wait for a fork, which takes longer the more is imported. So the warm interpreter always has one process *parked*: forked twice,
-adopted by the keeper, and waiting for a request. The next one is forked as soon as a request has come.
+adopted by the keeper, and waiting for a request. The next one is forked as soon as a request has come. While requests come faster
+than that, one go-between, which costs half as much as a job, parks several; a lock says which of them is next.
 
     warm ──fork──► go-between ──fork──► parked     waits until the go-between is gone and the keeper its parent
-      │                └─► keeper: parked (pid)     before the keeper can see it as a child
+      │                └─► keeper: parked (pid)     before the keeper can see it as a child, and for its turn
       │ ◄────────────── taken ────────────┤ ◄────── request
       └─ the next one                     │         sets itself up: session, tag, files, folder, environment
                                           └─► keeper: forked (number, pid), before the first line of user code
@@ -52,7 +53,9 @@ ADOPTION_POLL_S = 0.00005
 FORK_AGAIN_S = 0.05
 ABOVE_JOBS = 32  # the control socket is moved above the descriptors that a job is given
 _LENGTH = struct.Struct("<I")
-_TAKEN, _END = b"t", b"e"
+PARKED_MAX = 4  # processes that are parked together while requests come quickly
+QUICK_S = 0.02
+_TAKEN, _QUICK, _END = b"t", b"q", b"e"
 
 Function = Callable[[list[str]], object]
 
@@ -154,8 +157,9 @@ def serve(control: socket.socket, call: str, modules: list[str]) -> None:
     if not _alone(control):
         return
     _tell(control, "ready", round(time.monotonic() - began, 3))
-    while _alone(control) and _parked(control, function, call):
-        pass
+    turn, count = os.memfd_create("turn"), 1
+    while count and _alone(control):
+        count = _parked(control, turn, count, function, call)
 
 
 def _alone(control: socket.socket) -> bool:
@@ -174,10 +178,10 @@ def _children() -> str:
     return ", ".join(file.read_text().split()) if file.exists() else ""
 
 
-def _parked(control: socket.socket, function: Function, call: str) -> bool:
-    """Park one process, and wait until it has a request; return False if no more will come."""
+def _parked(control: socket.socket, turn: int, count: int, function: Function, call: str) -> int:
+    """Park so many processes, and wait until all are taken; return how many to park next, 0 if no request will come."""
     reading, writing = os.pipe()
-    word = b""
+    words = b""
     try:
         pid = os.fork()
     except OSError:  # no room for a process; the keeper refuses requests that wait for long
@@ -185,36 +189,52 @@ def _parked(control: socket.socket, function: Function, call: str) -> bool:
     else:
         if pid == 0:
             os.close(reading)
-            _go_between(control, writing, function, call)
+            _go_between(control, turn, count, writing, function, call)
         os.close(writing)
         os.waitpid(pid, 0)
-        word = os.read(reading, 1)
+        while word := os.read(reading, count):
+            words += word
     os.close(reading)
-    if not word:  # it was killed, or could not be forked
+    if not words:  # they were killed, or could not be forked
         time.sleep(FORK_AGAIN_S)
-    return word != _END
+    return 0 if _END in words else PARKED_MAX if words.endswith(_QUICK) else 1
 
 
-def _go_between(control: socket.socket, taken: int, function: Function, call: str) -> NoReturn:
+def _go_between(control: socket.socket, turn: int, count: int, taken: int, function: Function, call: str) -> NoReturn:
     try:
-        own = os.getpid()
-        pid = os.fork()
-        if pid == 0:
-            _park(control, taken, own, function, call)
-        _tell(control, "parked", pid)
+        own, (gone, end) = os.getpid(), os.pipe()
+        for others in reversed(range(count)):
+            pid = os.fork()
+            if pid == 0:
+                os.close(end)
+                os.read(gone, 1)  # until this process has ended, or nearly
+                os.close(gone)
+                _park(control, turn, others if count > 1 else None, taken, own, function, call)
+            _tell(control, "parked", pid)
     finally:
         os._exit(os.EX_OK)
 
 
-def _park(control: socket.socket, taken: int, parent: int, function: Function, call: str) -> NoReturn:
+def _park(
+    control: socket.socket, turn: int, others: int | None, taken: int, parent: int, function: Function, call: str
+) -> NoReturn:
+    """Wait for a request. `others` is how many wait behind this one; None if it is the only one that was parked."""
     try:
         os.setsid()
         while os.getppid() == parent:
             time.sleep(ADOPTION_POLL_S)
-        if not select.select([control], [], [], 0)[0]:  # no job waits yet
+        fcntl.lockf(turn, fcntl.LOCK_EX)  # released by the end of a process, too
+        is_quick = _waits(control, 0.0 if others is None else QUICK_S)
+        if not is_quick and others:  # one is enough again
+            os.write(taken, _TAKEN)
+            os._exit(os.EX_OK)
+        if not is_quick:
             _rehearse(function)
         request = _request(control)
-        os.write(taken, _END if request is None else _TAKEN)
+        if others is None:
+            is_quick = _waits(control, 0.0)
+        os.close(turn)
+        os.write(taken, _END if request is None else _QUICK if is_quick else _TAKEN)
         os.close(taken)
         if request is not None:
             _become_job(control, request, function, call)
@@ -222,12 +242,15 @@ def _park(control: socket.socket, taken: int, parent: int, function: Function, c
         os._exit(os.EX_OK)
 
 
+def _waits(control: socket.socket, wait_s: float) -> bool:
+    """Return whether a request is there, or comes soon."""
+    return bool(select.select([control], [], [], wait_s)[0])
+
+
 def _rehearse(function: Function) -> None:
     """Do some of what the job will do, and what the function's own `rehearse` does, if it has one: the memory that it changes is
     copied now, and not while somebody waits."""
-    variables = json.loads(json.dumps(dict(os.environ)))
-    os.environ.clear()
-    os.environ.update(variables)
+    _set_environment(json.loads(json.dumps(dict(os.environ))))
     getattr(function, "rehearse", lambda: None)()
 
 
@@ -268,8 +291,16 @@ def _set_up(request: dict[str, Any]) -> None:
         os.close(opened)
     os.chdir(request["cwd"])
     os.nice(request["nice"])
-    os.environ.clear()
-    os.environ.update(request["env"])
+    _set_environment(request["env"])
+
+
+def _set_environment(variables: dict[str, str]) -> None:
+    """Set exactly these variables. Most are as they were: each write copies some of the memory that is shared."""
+    for name in os.environ.keys() - variables.keys():
+        del os.environ[name]
+    for name, value in variables.items():
+        if os.environ.get(name) != value:
+            os.environ[name] = value
 
 
 def _reset_modules() -> None:

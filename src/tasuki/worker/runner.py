@@ -94,11 +94,12 @@ class CommandRunner:
         on_progress: Callable[[str, Progress], None] = lambda lease_id, progress: None,
         log_follow: LogFollow | None = None,
         folders: RunFolders | None = None,
+        archives: bool = True,
     ) -> None:
         """`may_run_any(attempt)` returns whether this job may run any program: the worker's own user submitted it on its own
         machine. `lease_deadline(lease_id)` returns the boot time at which the attempt must be over, None: never.
         Without a `keeper` one is forked at the first start. `folders` replaces a worker's run folders (agents). `fetch_cached`
-        is for files of caches; it has verified them."""
+        is for files of caches; it has verified them. Without `archives` a result has its outcome alone."""
         check_secrets(execs.values())
         self.folders = folders or RunFolders(data, incarnation, floor_free_bytes=floor_free_bytes)
         self._execs = execs
@@ -114,6 +115,7 @@ class CommandRunner:
         self._on_keeper_lost = on_keeper_lost
         self._on_progress = on_progress
         self._log_follow = log_follow or LogFollow(lambda piece: None)
+        self._archives = archives
         self._prepared = False
         self._swept: asyncio.Future[None] | None = None
         self._running: dict[KeptAttempt, str] = {}  # attempts that the keeper runs, with their leases
@@ -308,6 +310,8 @@ class CommandRunner:
             times = Times(spawned.at + wall, ended.at + wall, ended.at - spawned.at)
             if outcome.error_code == StopReason.LEASE_LOST:  # no server would take the result
                 return RunResult(outcome)
+            if not self._archives:
+                return RunResult(replace(outcome, meta={**outcome.meta, "duration_s": round(times.duration_s, 6)}))
             build = functools.partial(build_result, attempt, outcome, folder, logs, exec_.outputs, times, redactor)
             return await self._archive(build, outcome, is_quick(folder, logs))
 

@@ -131,6 +131,8 @@ class ActiveAttempt(msgspec.Struct):
 class Worker:
     """Runs jobs for a server. Handlers are added with `@worker.handler(subject)`, commands with `execs`."""
 
+    _archives = True  # the result of a command is an archive
+
     def __init__(
         self,
         url: str | None = None,
@@ -344,6 +346,7 @@ class Worker:
             log_caps=self._log_caps,
             on_progress=self._progressed,
             log_follow=self._log_follow,
+            archives=self._archives,
         )
         await self._runner.sweep()
         aside = None
