@@ -124,7 +124,7 @@ def test_subjects_are_paused_and_resumed_on_the_screen_of_a_server(server: Serve
 
         assert [paused.status_code, resumed.status_code] == [302, 302]
         assert "because: a test" in said
-        assert 'data-confirm="held.&gt;: Resume?' in shown
+        assert 'name="question" value="held.&gt;: Resume?' in shown
         assert client.wait(client.aio.call("paused")) == []
         audit = client.wait(client.aio.call("token.audit", limit=2))
         assert [row["action"] for row in audit] == ["subject.resume", "subject.pause"]

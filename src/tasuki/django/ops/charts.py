@@ -11,7 +11,7 @@ from django.utils.html import format_html, format_html_join
 from django.utils.safestring import SafeString
 from django.utils.translation import gettext as _
 
-from tasuki.core.statistics import ROLLUP_S
+from tasuki.core.statistics import ROLLUP_S, current_minute
 from tasuki.django.ops.backend import Backend, View
 
 SPANS = {"1h": (3_600, ROLLUP_S), "24h": (86_400, 20 * ROLLUP_S), "7d": (7 * 86_400, 120 * ROLLUP_S)}
@@ -48,9 +48,21 @@ def charts(backend: Backend, span: str) -> list[SafeString]:
             _("Delivery, slowest queue"),
             [("p50", "line", slowest("latency_p50_s")), ("p99", "warm", slowest("latency_p99_s"))],
             span,
-            _seconds,
+            shown_seconds,
         ),
     ]
+
+
+def totals(backend: Backend, span: str) -> dict[str, View]:
+    """Return the sums of each group over the last hour, day or week; of a day or a week up to a step of its chart old."""
+    length_s, step_s = SPANS[span]
+    key = f"tasuki-ops-totals:{span}"
+    found: dict[str, View] | None = cache.get(key)
+    if found is None:
+        until = current_minute(time.time()) + ROLLUP_S
+        found = next((period["groups"] for period in backend.statistics(until - length_s, until, length_s, GROUPS)), {})
+        cache.set(key, found, ASK_INTERVAL_S if span == "1h" else step_s)
+    return found
 
 
 def _periods(backend: Backend, since: int, until: int, step_s: int) -> dict[int, View]:
@@ -73,8 +85,9 @@ def _number(value: float) -> str:
     return f"{value:,.0f}" if value >= 10 or value == int(value) else f"{value:.1f}"
 
 
-def _seconds(value: float) -> str:
-    return f"{value * 1000:.0f} ms" if value < 1 else f"{value:.1f} s"
+def shown_seconds(value: float) -> str:
+    """Return a latency as people read it."""
+    return f"{value * 1000:.{int(value < 0.01)}f} ms" if value < 1 else f"{value:.1f} s"
 
 
 def _chart(
@@ -86,8 +99,8 @@ def _chart(
     """Draw some series over the same time; a step without a value is a gap."""
     highest = max((value for _name, _kind, values in series for value in values if value is not None), default=0.0)
     top = highest or 1.0
-    latest = [next((value for value in reversed(values) if value is not None), 0.0) for _name, _colour, values in series]
-    said = ", ".join(f"{name} {shown(last)}" for (name, _colour, _values), last in zip(series, latest, strict=True))
+    latest = [next((shown(value) for value in reversed(values) if value is not None), "–") for _name, _colour, values in series]
+    said = ", ".join(f"{name} {last}" for (name, _colour, _values), last in zip(series, latest, strict=True))
     lines = format_html_join(
         "\n",
         '<path class="series {}" d="{}"><title>{}</title></path>',
@@ -96,7 +109,7 @@ def _chart(
     names = format_html_join(
         " · ",
         '<span class="key {}">{}</span> {}',
-        ((colour, name, shown(last)) for (name, colour, _values), last in zip(series, latest, strict=True)),
+        ((colour, name, last) for (name, colour, _values), last in zip(series, latest, strict=True)),
     )
     return format_html(
         "<figure><figcaption><strong>{title}</strong> {names}</figcaption>"
