@@ -364,7 +364,7 @@ class Server:
         if isinstance(answers, TasukiError):
             self._log_failure(answers)
         else:
-            self.statistics.turn(turn, answers, self.now().monotonic)
+            self.statistics.turn(turn, answers, self.now())
             self.on_turn(turn, answers)
             for lost in answers.reap:
                 text = f"the lease of attempt {lost.attempt} is over: {lost.reason}"
