@@ -66,7 +66,7 @@ print(json.dumps([waiting, task, listed, of_queue, why, canceled, shown, again, 
     assert f"job {task!r} is PENDING, not ended" in again
     assert rerun == f"{waiting}: PENDING\n"
     assert "there is no job 'nobody' in this project" in refused[0]
-    assert "state 'GONE' is none of PENDING" in refused[1]
+    assert "state must be one of PENDING" in refused[1]
     assert "BAD  workers: none runs; start one with: python manage.py tasuki_worker" in doctor
     assert "commands for jobs: daily_report, probe" in doctor
     assert re.search(r"waits for 36\d\d s", late)

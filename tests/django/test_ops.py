@@ -38,6 +38,13 @@ def post(browser, address, **values):
     token = re.search(rb'name="csrfmiddlewaretoken" value="(\\w+)"', page.content).group(1).decode()
     return browser.post(address, {**values, "csrfmiddlewaretoken": token})
 
+def said(response):
+    from urllib.parse import parse_qs, urlsplit
+    from django.core import signing
+    from tasuki.django.ops.screens import DONE_SALT
+    place = urlsplit(response.headers["Location"])
+    return place.path + ": " + signing.loads(parse_qs(place.query)["done"][0], salt=DONE_SALT)
+
 anonymous, nobody = Client(), user("nobody")
 viewer = user("viewer", "view_jobrun")
 operator = user("operator", "view_jobrun", "change_jobrun")
@@ -115,7 +122,7 @@ listed = [operator.get("/ops/jobs/", values) for values in (
 exported = json.loads(operator.get("/ops/jobs/?format=json").content)
 csv = operator.get("/ops/jobs/?format=csv").content.decode().splitlines()
 print(json.dumps([
-    canceled.headers["Location"], states, again.headers["Location"], page,
+    said(canceled), states, said(again), page,
     [(one.status_code, one.content.decode()) for one in bad],
     [(one.status_code, job_id in one.content.decode(), other in one.content.decode()) for one in listed],
     [one["job_id"] for one in exported], csv[0].split(",")[:2], len(csv), job_id, other,
@@ -124,13 +131,13 @@ print(json.dumps([
     )
     location, states, again, page, bad, listed, exported, head, lines, job_id, other, unknown = found
 
-    assert location == "/ops/jobs/?done=Canceled%3A+2.+Being+stopped%3A+0."
+    assert location == "/ops/jobs/: Canceled: 2. Being stopped: 0."
     assert states == ["CANCELED", "CANCELED"]
-    assert again == f"/ops/jobs/{job_id}/?done=Run+again%3A+1."
+    assert again == f"/ops/jobs/{job_id}/: Run again: 1."
     assert "<td>operator</td>" in page
     assert "not today" in page
     assert "python manage.py tasuki_worker" in page
-    for (status, text), says in zip(bad, ("no job was chosen", "is none of cancel, rerun", "not ended"), strict=True):
+    for (status, text), says in zip(bad, ("no job was chosen", "action must be one of cancel, rerun", "not ended"), strict=True):
         assert (status, says in text) == (400, True)
     assert listed[:3] == [[200, False, True], [200, False, True], [200, True, False]]
     assert [status for status, _, _ in listed[3:]] == [400, 400, 400]
@@ -142,15 +149,15 @@ def test_definitions_events_and_settings_are_changed_by_those_who_may(migrated: 
     found = ask(
         migrated,
         """
-fields = {"name": "nightly", "type": "time", "command_name": "daily_report", "schedule_type": "daily_at",
+fields = {"name": "nightly", "command_name": "daily_report", "kind": "daily_at",
           "time_zone": "Europe/Berlin", "queue": "default", "max_retries": 3, "retry_backoff_seconds": 10,
           "concurrency_policy": "forbid", "enabled": "on"}
 address = f"/ops/definitions/{nightly.pk}/"
-wrong = post(admin, address, **fields, schedule_value="25:00")
-refused = post(operator, address, **fields, schedule_value="03:30").status_code
-saved = post(admin, address, **fields, schedule_value="03:30").status_code
+wrong = post(admin, address, **fields, at="25:00")
+refused = post(operator, address, **fields, at="03:30").status_code
+saved = post(admin, address, **fields, at="03:30").status_code
 page = viewer.get(address).content.decode()
-run = post(operator, "/ops/definitions/", id=nightly.pk).headers["Location"]
+run = said(post(operator, "/ops/definitions/", id=nightly.pk))
 emitted = post(operator, "/ops/events/", event_type="order.paid", payload='{"order": 17}').status_code
 unreadable = post(operator, "/ops/events/", event_type="order.paid", payload="{").content.decode()
 Event.objects.update(problem="definition mail: it is wrong")
@@ -159,7 +166,7 @@ admin.get("/ops/settings/")
 [row] = SchedulerSettings.objects.values()
 limits = {**{name: value for name, value in row.items() if value is not None}, "skip_late_runs_after_seconds": 60}
 late = [post(browser, "/ops/settings/", **limits).status_code for browser in (operator, admin)]
-print(json.dumps([wrong.status_code, "schedule_value" in wrong.content.decode(), refused, saved, "03:30" in page, run, emitted,
+print(json.dumps([wrong.status_code, "Enter a valid time" in wrong.content.decode(), refused, saved, "03:30" in page, run, emitted,
                   "is not JSON" in unreadable, Event.objects.count(), told, late,
                   SchedulerSettings.objects.get().skip_late_runs_after_seconds,
                   [(one["actor"], one["action"]) for one in json.loads(viewer.get("/ops/audit/?format=json").content)]]))
@@ -167,7 +174,7 @@ print(json.dumps([wrong.status_code, "schedule_value" in wrong.content.decode(),
     )
 
     assert found[:5] == [200, True, 403, 302, True]
-    assert found[5].startswith("/ops/definitions/1/?done=Run+e1-1+was+asked+for")
+    assert found[5].startswith("/ops/definitions/1/: Run e1-1 was asked for")
     assert found[6:9] == [302, True, 2]
     assert found[9:12] == [[True, True], [403, 302], 60.0]
     assert found[12] == [

@@ -210,6 +210,8 @@ class WorkerInfo(msgspec.Struct, frozen=True, gc=False, array_like=True):
     """Load of its CPUs, 0 to 1."""
     held: bytes = b""
     """Prefixes of the hashes of cached files that it holds (`core.routing`); empty: no route asks for them."""
+    agent: str = ""
+    """Its software and version, as it says."""
 
     def candidate(self) -> Candidate:
         """Return the facts by which routing policies compare it. Credit for what is sent ahead is no free place."""

@@ -278,6 +278,8 @@ class Filter(msgspec.Struct, frozen=True, gc=False, kw_only=True, omit_defaults=
     """Wall time at which a job was submitted, or later."""
     created_until: float | None = None
     """Wall time before which it was submitted."""
+    definition_id: int | None = None
+    """Definition of a Django project whose run it is."""
 
 
 class BlobClaim(msgspec.Struct, frozen=True, gc=False):
@@ -391,6 +393,8 @@ class Condemned(msgspec.Struct, frozen=True, gc=False):
 class AuditRow(msgspec.Struct, frozen=True, gc=False, kw_only=True, omit_defaults=True):
     """A change of the tokens, and the actor who made it."""
 
+    number: int
+    """Grows with every entry."""
     at: float
     actor: str
     action: str

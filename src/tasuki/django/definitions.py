@@ -41,6 +41,7 @@ from tasuki.django.models import Event, JobDefinition, SchedulerSettings
 from tasuki.errors import ConfigError, InvalidInput, NotFound, quoted
 
 DEDUPE_KEY_MAX_CHARS = 255
+RUN_NOW = "definition.run"
 _FIELDS = tuple(name for name in Definition.__struct_fields__ if name not in ("id", "name", "changed_at"))
 
 
@@ -158,10 +159,14 @@ def process_again(event_ids: Sequence[int], *, using: str | None = None) -> None
         hint_after_commit(alias, Hint(everything=True))
 
 
-def run_now(definition: JobDefinition, *, using: str | None = None) -> str:
-    """Ask for one run of a definition, whether or not it is enabled, and return its job_id. Its concurrency_policy holds."""
+def run_now(definition: JobDefinition, payload: Any = None, *, using: str | None = None) -> str:
+    """Ask for one run of a definition, whether or not it is enabled, and return its job_id. Its concurrency_policy holds.
+
+    A payload reaches the command as that of an event.
+    """
+    payload = msgspec.json.decode(check_event(RUN_NOW, payload))
     alias = using or project_settings().database
-    event = Event.objects.using(alias).create(event_type="definition.run", job_definition=definition)
+    event = Event.objects.using(alias).create(event_type=RUN_NOW, payload_json=payload, job_definition=definition)
     hint_after_commit(alias, Hint(everything=True))
     return event_run_id(event.pk, definition.pk)
 

@@ -30,6 +30,7 @@ logger = logging.getLogger("tasuki.django")
 ERRORS = "errors"
 """Stream of the exceptions of a task: the class and the traceback of each attempt that raised, as JSON."""
 CHUNK_BYTES = 64 * 1024
+TAIL_ROWS = 16  # read at once for the end of a log
 HEAD_BYTES = 1024 * 1024
 TAIL_BYTES = 64 * 1024
 ARCHIVED = 0  # in place of the id of a row: the part is in the archive
@@ -77,12 +78,32 @@ def _plain(row: LogChunk) -> bytes:
 
 def log_bytes(job_id: str, stream: str) -> Iterator[bytes]:
     """Yield a stream of a job for people: attempts are told apart, and gaps, where output was not kept, are marked."""
-    attempt, offset = None, 0
     try:
         parts = read_log(job_id, stream)
     except TasukiError as error:
         yield f"── the archived log cannot be read now: {error.message} ──\n".encode()
         parts = read_log(job_id, stream, after=ARCHIVED)
+    yield from _shown(parts, stream)
+
+
+def log_tail(job_id: str, stream: str, max_bytes: int) -> tuple[bytes, bool]:
+    """Return the end of what `log_bytes` yields, and whether there is more before it. A long log is read from its end."""
+    rows = LogChunk.objects.using(project_settings().database).filter(job__idempotency_key=job_id, stream=stream)
+    places = list(rows.order_by("-attempt", "-offset").values_list("id", flat=True))
+    parts: list[StoredLog] = []
+    size_bytes = 0
+    for start in range(0, len(places), TAIL_ROWS):
+        found = rows.filter(id__in=places[start : start + TAIL_ROWS])
+        parts += sorted((StoredLog(row.attempt, row.offset, _plain(row), row.pk) for row in found), reverse=True)
+        size_bytes = sum(len(part.data) for part in parts)
+        if size_bytes > max_bytes:
+            return b"".join(_shown(parts[::-1], stream))[-max_bytes:], True
+    data = b"".join(log_bytes(job_id, stream))  # it is short, or a part of it is in the archive
+    return data[-max_bytes:], len(data) > max_bytes
+
+
+def _shown(parts: Iterable[StoredLog], stream: str) -> Iterator[bytes]:
+    attempt, offset = None, 0
     for part in parts:
         if part.attempt != attempt:
             yield f"── attempt {part.attempt} ──\n".encode() if attempt is not None else b""

@@ -85,17 +85,32 @@ def find_page(
     worker_id: str | None = None,
     text: str | None = None,
     created_from: float | None = None,
+    created_until: float | None = None,
+    definition: str | None = None,
     limit: int = 50,
     cursor: str | None = None,
 ) -> Page:
-    """Return a page of jobs, the newest first."""
+    """Return a page of jobs, the newest first. `definition`: name of the definition whose runs they are."""
     for state in states:
         if state not in State.__members__:
-            raise InvalidInput(f"state {quoted(state)} is none of {', '.join(State.__members__)}")
+            raise InvalidInput(f"state must be one of {', '.join(State.__members__)}, got {quoted(state)}")
     if subject is not None:
         check_pattern(subject)
     chosen = tuple(State(state) for state in states)
-    wanted = Filter(states=chosen, subject=subject, worker_id=worker_id, text=text, created_from=created_from)
+    definition_id = None
+    if definition is not None:
+        named = JobDefinition.objects.using(project_settings().database).filter(name=definition)
+        if (definition_id := named.values_list("pk", flat=True).first()) is None:
+            raise InvalidInput(f"there is no definition {quoted(definition)}")
+    wanted = Filter(
+        states=chosen,
+        subject=subject,
+        worker_id=worker_id,
+        text=text,
+        created_from=created_from,
+        created_until=created_until,
+        definition_id=definition_id,
+    )
     return project_store().find(wanted, limit=limit, cursor=cursor)
 
 
@@ -254,10 +269,23 @@ def save_definition(definition: JobDefinition, *, actor: Actor, reason: str = ""
         definition.save(using=project_settings().database)
 
 
-def run_now(definition: JobDefinition, *, actor: Actor, reason: str = "") -> str:
+def set_enabled(definition: JobDefinition, enabled: bool, *, actor: Actor, reason: str = "") -> None:
+    """Fire a definition by its schedule or events, or do so no more; runs that are stored go on."""
+    with _noted(actor, DEFINE, "definition.enable" if enabled else "definition.disable", [definition.name], reason):
+        definition.enabled = enabled
+        definition.save(using=project_settings().database, update_fields=["enabled"])
+
+
+def delete_definition(definition: JobDefinition, *, actor: Actor, reason: str = "") -> None:
+    """Delete a definition; its runs stay."""
+    with _noted(actor, DEFINE, "definition.delete", [definition.name], reason):
+        definition.delete(using=project_settings().database)
+
+
+def run_now(definition: JobDefinition, *, payload: Any = None, actor: Actor, reason: str = "") -> str:
     """Ask for one run of a definition, and return its job_id; see `definitions.run_now`."""
     with _noted(actor, OPERATE, "definition.run", [definition.name], reason):
-        return definitions.run_now(definition)
+        return definitions.run_now(definition, payload)
 
 
 def emit_event(event_type: str, payload: Any, *, dedupe_key: str | None = None, actor: Actor, reason: str = "") -> Event:

@@ -9,6 +9,7 @@ that would break older code raises it to SCHEMA_VERSION, and is refused while su
 
 from __future__ import annotations
 
+import secrets
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -43,6 +44,7 @@ _SCREENS: dict[str, Any] = {
     "CSRF_COOKIE_NAME": "tasuki_ops_csrf",
     "CSRF_COOKIE_PATH": "/ops/",
     "CSRF_COOKIE_SAMESITE": "Strict",
+    "SECRET_KEY": secrets.token_urlsafe(32),  # signs what a page says after a change; sessions end with the process too
 }
 """Settings for the operations screens of a server; nothing of it is imported before the first request."""
 

@@ -202,7 +202,10 @@ def _audit(reader: Reader, query: Query) -> Any:
     limit = query.params.get("limit", 100)
     if not isinstance(limit, int) or not 1 <= limit <= PAGE_MAX:
         raise InvalidInput(f"token.audit: limit must be 1 to {PAGE_MAX}, got {limit!r}")
-    return [msgspec.structs.asdict(row) for row in reader.audit(limit=limit)]
+    before = query.params.get("before")
+    if before is not None and not (isinstance(before, int) and 0 < before < 2**62):
+        raise InvalidInput(f"token.audit: before must be the number of an entry, got {str(before)[:40]}")
+    return [msgspec.structs.asdict(row) for row in reader.audit(limit=limit, before=before)]
 
 
 def _paused(reader: Reader, query: Query) -> Any:

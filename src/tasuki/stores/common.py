@@ -26,6 +26,7 @@ from tasuki.core import subject as subjects
 from tasuki.core.backoff import Backoff
 from tasuki.core.job import BlobRef, JobIncident, JobSpec, Outcome
 from tasuki.core.lifecycle import JobEvent
+from tasuki.core.scheduler.firing import definition_of
 from tasuki.core.store_messages import CachedFile, CacheEntry, CacheOrder, Filter, MissingBlobs, Report
 from tasuki.errors import CacheConflict, InterruptCause, InvalidInput, StaleEpoch
 
@@ -181,6 +182,7 @@ def requeue_reason(state: str, outcome: Outcome | None, reason: str) -> str:
 
 def is_wanted(
     filter: Filter,
+    job_id: str,
     state: str,
     subject: str,
     submitter: str,
@@ -197,6 +199,8 @@ def is_wanted(
     if filter.array_id is not None and array_id != filter.array_id:
         return False
     if filter.worker_id is not None and worker_id != filter.worker_id:
+        return False
+    if filter.definition_id is not None and definition_of(job_id) != filter.definition_id:
         return False
     if filter.created_from is not None and created_at < filter.created_from:
         return False

@@ -157,8 +157,8 @@ class Reader(Protocol):
     def revoked_among(self, token_ids: Sequence[str]) -> list[str]:
         """Return the ids of tokens that are revoked or unknown."""
 
-    def audit(self, *, limit: int = 100) -> list[AuditRow]:
-        """Return the changes of tokens, newest first."""
+    def audit(self, *, limit: int = 100, before: int | None = None) -> list[AuditRow]:
+        """Return the changes of tokens, newest first; `before`: those with lower numbers."""
 
     def close(self) -> None:
         """Release all resources; a SQLite file is free for another owner afterwards."""

@@ -679,6 +679,8 @@ class ReaderCases(StoreCase):
         assert [row.at for row in audit] == [stage.clock.wall(), stage.clock.wall() - 5]
         assert "laptop" in audit[1].detail
         assert stage.store.audit(limit=1) == audit[:1]
+        assert stage.store.audit(before=audit[0].number) == audit[1:]
+        assert stage.store.audit(before=audit[1].number) == []
 
     def test_the_audit_has_what_somebody_did(self, stage: Stage) -> None:
         stage.store.note("operator", "run.cancel", "job-1", "wrong input")

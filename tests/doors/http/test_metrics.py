@@ -160,7 +160,7 @@ def test_the_dashboard_and_the_alert_rules_ask_for_nothing_that_a_scrape_does_no
     assert len(in_rules) > 8
     assert on_board | in_rules <= there
     assert {role for text in rules for role in re.findall(r'role="(\w+)"', text)} <= roles
-    assert {bound for text in board + rules for bound in re.findall(r'le="([^"]+)"', text)} <= set(map(str, LATENCIES_S))
+    assert {bound for text in board + rules for bound in re.findall(r'\ble="([^"]+)"', text)} <= set(map(str, LATENCIES_S))
 
 
 def names(expression: str) -> list[str]:

@@ -200,6 +200,7 @@ def _new_worker(state: BrokerState, common: dict[str, Any], hello: protocol.Hell
         offer=checked_offer(hello.takes, hello.execs),
         version=min(protocol.PROTOCOL_VERSION, hello.version),
         caches=hello.caches,
+        agent=hello.agent[:200],
     )
 
 

@@ -460,7 +460,7 @@ def request(
         return [Send(conn, protocol.Reply(msg_id, {"workers": _targets(state, identity, params)}))]
     if verb == "workers":
         identity.check_admin("the list of workers")
-        return [Send(conn, protocol.Reply(msg_id, state.describe_workers()))]
+        return [Send(conn, protocol.Reply(msg_id, state.describe_workers(now.monotonic)))]
     if verb in ("detach", "attach"):
         identity.check_admin(verb)
         worker_id = check_name(str(params.get("worker_id", "")), "worker_id")

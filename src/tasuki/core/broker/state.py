@@ -174,6 +174,8 @@ class WorkerSession(Session, kw_only=True):
     version: int = 1
     """Version of the protocol that both sides speak."""
     log_reads: int = 0
+    agent: str = ""
+    """Its software and version, as it says."""
     caches: bool = False
     """It keeps files of caches."""
     held: bytes = b""
@@ -235,6 +237,7 @@ class WorkerSession(Session, kw_only=True):
             owner=self.owner,
             cpu=self.cpu,
             held=self.held,
+            agent=self.agent,
         )
 
 
@@ -778,19 +781,25 @@ class BrokerState:
 
     def describe_servers(self) -> list[dict[str, object]]:
         """Describe all live servers for people, this one first."""
-        return [
+        own: dict[str, object] = {"problem": self.disk_problem or self.store_problem or self.over_budget}
+        views: list[dict[str, object]] = [
             {
                 "server_id": info.server_id,
                 "addresses": list(info.addresses),
                 "workers": len(info.workers),
                 "leads": info.epoch > 0,
                 "epoch": info.epoch or None,
+                "problem": info.blob_problem,
             }
             for info in (self.info, *self.cluster.servers.values())
         ]
+        return [views[0] | own, *views[1:]]
 
-    def describe_workers(self) -> list[dict[str, object]]:
-        """Describe all live workers for people, those of this server first."""
+    def describe_workers(self, now: float | None = None) -> list[dict[str, object]]:
+        """Describe all live workers for people, those of this server first; with the monotonic time, these also say how long ago
+        they were heard of."""
         own = [worker.view(self.config.server_id) for worker in self._worker_infos()]
+        for view, session in zip(own, self.workers.values(), strict=True) if now is not None else ():
+            view["heartbeat_age_s"] = round(max(0.0, now - session.heard_at), 1)
         views = own + [worker.view(server_id) for server_id, worker in self.cluster.workers()]
         return [{**view, "detached": view["worker_id"] in self.cluster.detached} for view in views]

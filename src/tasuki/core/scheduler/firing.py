@@ -238,12 +238,19 @@ def event_run_id(event_id: int, definition_id: int) -> str:
 
 
 _is_run_id = re.compile(r"d\d+-(\d+)").fullmatch
+_definition_in = re.compile(r"d(\d+)-\d+|e\d+-(\d+)").fullmatch
 
 
 def nominal_time(job_id: str) -> float | None:
     """Return the nominal time of a scheduled run; None for other jobs, whose ids never have this form."""
     found = _is_run_id(job_id) if job_id.startswith("d") else None
     return float(found[1]) if found is not None else None
+
+
+def definition_of(job_id: str) -> int | None:
+    """Return the id of the definition whose run has this id, if it is one's."""
+    found = _definition_in(job_id)
+    return int(found[1] or found[2]) if found is not None else None
 
 
 def may_have_window(job_id: str) -> bool:
@@ -286,7 +293,8 @@ def run_of_event(definition: Definition, event: EventRow) -> PlannedRun:
     """Return the run of an event, or raise InvalidInput. However late it comes, it is run: it says that something happened."""
     if not 0 <= event.created_at < TIME_END:
         raise InvalidInput(f"event {event.id}: created_at {event.created_at} is not a Unix time in seconds")
-    extra = () if event.job_definition_id is not None else (f"{EVENT_ARGUMENT}{event.payload_json}",)
+    is_plain = event.job_definition_id is not None and event.payload_json == "null"
+    extra = () if is_plain else (f"{EVENT_ARGUMENT}{event.payload_json}",)
     spec = _spec(definition, event_run_id(event.id, definition.id), event.created_at, arguments=extra)
     return PlannedRun(definition_id=definition.id, spec=check_spec(spec, is_run=True), scheduled_for=event.created_at)
 

@@ -6,11 +6,13 @@ show them, so that a screen does not know where it is.
 
 from __future__ import annotations
 
+import time
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 import msgspec
 from django.contrib import auth
+from django.db import connections
 from django.http import HttpRequest
 from django.utils import timezone
 from django.utils.translation import gettext as _
@@ -20,9 +22,11 @@ from tasuki.core.statistics import describe_periods, periods
 from tasuki.django import operations
 from tasuki.django.commands import allowed_commands
 from tasuki.django.conf import project_settings
+from tasuki.django.definitions import scheduler_settings
 from tasuki.django.enqueueing import project_store
-from tasuki.django.logs import ERRORS, log_bytes
+from tasuki.django.logs import ERRORS, log_bytes, log_tail
 from tasuki.django.models import AdminActionLog, DefinitionState, Event, JobRun
+from tasuki.errors import InvalidInput
 from tasuki.server.queries import describe
 
 LATE_S = 60.0
@@ -60,6 +64,9 @@ class Backend(Protocol):
     def workers(self) -> list[View]:
         """Return the live workers, each with the `actions` that it can be asked for."""
 
+    def silence_max_s(self) -> float:
+        """Return how long a worker may be silent before it needs attention: half the time after which it is taken to be dead."""
+
     def alerts(self) -> Iterable[str]:
         """Yield what needs somebody's attention, besides missing workers."""
 
@@ -78,11 +85,13 @@ class Backend(Protocol):
     def log_lines(self, job_id: str, stream: str) -> Iterator[bytes]:
         """Yield the whole log, in pieces, to a view."""
 
-    def audit(self, *, before: int | None, limit: int) -> tuple[list[View], int | None]:
-        """Return entries of the audit, the newest first, and the number from which the next page goes on."""
+    def audit(self, *, before: int | None, limit: int) -> list[View]:
+        """Return up to 1,000 entries of the audit, the newest first; `before`: those with lower numbers."""
 
     def cancel(self, job_ids: Sequence[str], *, actor: Any, reason: str) -> list[State]: ...
-    def rerun(self, job_ids: Sequence[str], *, actor: Any, reason: str) -> None: ...
+
+    def rerun(self, job_ids: Sequence[str], *, actor: Any, reason: str) -> list[str]:
+        """Run ended jobs again, and return for each that cannot the reason."""
 
     def programs(self) -> list[str]:
         """Return the names of the programs that a job may run; none: any program."""
@@ -129,8 +138,11 @@ class ProjectBackend:
         return describe_periods(periods(project_store().rollups(since, until), step_s, begin=since), groups)
 
     def leader(self) -> tuple[str, int | None]:
-        epoch, holder = project_store().epoch()
-        return holder or "", epoch
+        status = operations.cluster_status()
+        return status["leader"] or "", status["epoch"]
+
+    def silence_max_s(self) -> float:
+        return scheduler_settings().heartbeat_ttl_seconds / 2
 
     def workers(self) -> list[View]:
         known = {row["worker_id"]: row for row in operations.cluster_status()["workers"]}
@@ -145,7 +157,19 @@ class ProjectBackend:
             since = max(oldest.created_at, oldest.not_before or oldest.created_at)
             if (age_s := (timezone.now() - since).total_seconds()) > LATE_S:
                 yield _("Job %(job)s has waited for %(age)d s.") % {"job": oldest.job_id, "age": age_s}
-        for state in DefinitionState.objects.using(alias).exclude(problem="").select_related("definition")[:10]:
+        states = DefinitionState.objects.using(alias).select_related("definition")
+        due_by = time.time() - project_settings().alerts.late_seconds
+        for state in states.filter(next_at__lt=due_by, problem="", definition__enabled=True)[:10]:
+            age_s = time.time() - state.next_at.timestamp()
+            yield _("Definition %(name)s is late: it was due %(age)d s ago.") % {"name": state.definition.name, "age": age_s}
+        if connections[alias].vendor == "postgresql":
+            for server, _age_s in operations.live_servers():
+                if server.blob_problem:
+                    yield _("Disk or store of %(server)s: %(problem)s") % {
+                        "server": server.server_id,
+                        "problem": server.blob_problem,
+                    }
+        for state in states.exclude(problem="")[:10]:
             yield _("Definition %(name)s cannot be run: %(problem)s") % {
                 "name": state.definition.name,
                 "problem": state.problem,
@@ -169,25 +193,30 @@ class ProjectBackend:
         return operations.explain_run(job_id)
 
     def log_tail(self, job_id: str, stream: str, max_bytes: int) -> tuple[bytes, bool]:
-        data = b"".join(log_bytes(job_id, stream))
-        return data[-max_bytes:], len(data) > max_bytes
+        return log_tail(job_id, stream, max_bytes)
 
     def log(self, job_id: str, stream: str) -> Iterator[bytes]:
         return log_bytes(job_id, stream)
 
     log_lines = log
 
-    def audit(self, *, before: int | None, limit: int) -> tuple[list[View], int | None]:
+    def audit(self, *, before: int | None, limit: int) -> list[View]:
         found = AdminActionLog.objects.using(project_settings().database).order_by("-id")
-        page = list((found if before is None else found.filter(id__lt=before))[:limit])
-        rows = [{name: getattr(row, name) for name in ("at", "actor", "action", "target", "detail")} for row in page]
-        return rows, page[-1].pk if len(page) == limit else None
+        page = (found if before is None else found.filter(id__lt=before))[:limit]
+        columns = ("at", "actor", "action", "target", "detail")
+        return [{name: getattr(row, name) for name in columns} | {"number": row.pk} for row in page]
 
     def cancel(self, job_ids: Sequence[str], *, actor: Any, reason: str) -> list[State]:
         return operations.cancel_runs(job_ids, actor=actor, reason=reason)
 
-    def rerun(self, job_ids: Sequence[str], *, actor: Any, reason: str) -> None:
-        operations.rerun(job_ids, actor=actor, reason=reason)
+    def rerun(self, job_ids: Sequence[str], *, actor: Any, reason: str) -> list[str]:
+        try:
+            operations.rerun(job_ids, actor=actor, reason=reason)
+        except InvalidInput as error:
+            if len(job_ids) == 1:
+                return [error.message]
+            return [problem for job_id in job_ids for problem in self.rerun([job_id], actor=actor, reason=reason)]
+        return []
 
     def programs(self) -> list[str]:
         return sorted(allowed_commands())

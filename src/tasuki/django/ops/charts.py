@@ -11,7 +11,7 @@ from django.utils.html import format_html, format_html_join
 from django.utils.safestring import SafeString
 from django.utils.translation import gettext as _
 
-from tasuki.core.statistics import ROLLUP_S
+from tasuki.core.statistics import ROLLUP_S, current_minute
 from tasuki.django.ops.backend import Backend, View
 
 SPANS = {"1h": (3_600, ROLLUP_S), "24h": (86_400, 20 * ROLLUP_S), "7d": (7 * 86_400, 120 * ROLLUP_S)}
@@ -48,9 +48,21 @@ def charts(backend: Backend, span: str) -> list[SafeString]:
             _("Delivery, slowest queue"),
             [("p50", "line", slowest("latency_p50_s")), ("p99", "warm", slowest("latency_p99_s"))],
             span,
-            _seconds,
+            shown_seconds,
         ),
     ]
+
+
+def totals(backend: Backend, span: str) -> dict[str, View]:
+    """Return the sums of each group over the last hour, day or week; of a day or a week up to a step of its chart old."""
+    length_s, step_s = SPANS[span]
+    key = f"tasuki-ops-totals:{span}"
+    found: dict[str, View] | None = cache.get(key)
+    if found is None:
+        until = current_minute(time.time()) + ROLLUP_S
+        found = next((period["groups"] for period in backend.statistics(until - length_s, until, length_s, GROUPS)), {})
+        cache.set(key, found, ASK_INTERVAL_S if span == "1h" else step_s)
+    return found
 
 
 def _periods(backend: Backend, since: int, until: int, step_s: int) -> dict[int, View]:
@@ -73,7 +85,8 @@ def _number(value: float) -> str:
     return f"{value:,.0f}" if value >= 10 or value == int(value) else f"{value:.1f}"
 
 
-def _seconds(value: float) -> str:
+def shown_seconds(value: float) -> str:
+    """Return a latency as people read it."""
     return f"{value * 1000:.0f} ms" if value < 1 else f"{value:.1f} s"
 
 

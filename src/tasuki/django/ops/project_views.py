@@ -3,25 +3,38 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
+from datetime import datetime, timedelta
+from itertools import pairwise
 from typing import Any
+from zoneinfo import available_timezones
 
-from django.forms import modelform_factory
+import msgspec
+from django import forms
+from django.core.exceptions import ValidationError
 from django.http import HttpRequest, HttpResponse
+from django.utils import timezone
+from django.utils.formats import date_format
 from django.utils.translation import gettext as _
+from django.utils.translation import gettext_lazy as lazy
 
+from tasuki.core.scheduler.firing import ConcurrencyPolicy, DefinitionType, EventRow, arguments_of, is_for
+from tasuki.core.scheduler.schedule import DAY_MINUTES, WEEKDAYS, ScheduleType, parse_schedule, preview, zone_of
 from tasuki.core.scheduler.thresholds import RANGES, Thresholds
+from tasuki.core.subject import check_subject
 from tasuki.django import operations
-from tasuki.django.commands import allowed_commands
+from tasuki.django.commands import allowed_commands, check_arguments
 from tasuki.django.conf import project_settings
 from tasuki.django.definitions import scheduler_settings
 from tasuki.django.enqueueing import project_store
 from tasuki.django.models import Event, JobDefinition, JobRun, SchedulerSettings
 from tasuki.django.ops.screens import Button, Table, back, screen
 from tasuki.django.ops.views import PAGE, job_columns, job_row
-from tasuki.errors import InvalidInput, NotFound, quoted
+from tasuki.errors import InvalidInput, NotFound, TasukiError, quoted
 from tasuki.server.queries import describe
 
 PREVIEWED = 10
+NO_TIME, MINUTE = timedelta(), timedelta(minutes=1)
 DEFAULTS = Thresholds()
 
 
@@ -31,10 +44,10 @@ def _alias() -> str:
 
 @screen("definitions", change=operations.OPERATE, needs="definitions")
 def definitions(request: HttpRequest) -> HttpResponse | dict[str, Any]:
-    """List definitions with their next times; run one now."""
+    """List definitions with their next times; run one now, which a payload reaches as that of an event."""
     if request.method == "POST":
         chosen = _definition(request.POST.get("id", ""))
-        run = operations.run_now(chosen, actor=request.user)
+        run = operations.run_now(chosen, payload=_payload(request), actor=request.user)
         return back("definition", chosen.pk, done=_("Run %s was asked for; it is there when the leader has looked.") % run)
     found = JobDefinition.objects.using(_alias()).order_by("name").select_related("state")
     columns = {
@@ -78,50 +91,227 @@ def _definition(pk: Any) -> JobDefinition:
     return row
 
 
-DefinitionForm = modelform_factory(JobDefinition, exclude=["managed_by", "changed_at"])
+_FIELDS_OF: dict[str, tuple[str, ...]] = {
+    ScheduleType.EVERY_N_MINUTES.value: ("every",),
+    ScheduleType.HOURLY_AT_MINUTE.value: ("minute",),
+    ScheduleType.DAILY_AT.value: ("at",),
+    ScheduleType.WEEKLY.value: ("days", "at"),
+    ScheduleType.CRON.value: ("cron",),
+    DefinitionType.EVENT.value: ("event_type",),
+}
+"""Fields that each kind of definition needs; the others are not shown."""
+_BY_TIME = " ".join(ScheduleType)
+_SHOWN_FOR = {
+    **{
+        name: " ".join(kind for kind, names in _FIELDS_OF.items() if name in names)
+        for names in _FIELDS_OF.values()
+        for name in names
+    },
+    "time_zone": _BY_TIME,
+}
+
+
+class DefinitionForm(forms.Form):
+    """A definition, with fields for its schedule in which only what can be fired can be written."""
+
+    name = forms.CharField(label=lazy("Name"), max_length=200)
+    kind = forms.ChoiceField(
+        label=lazy("When"),
+        choices=[
+            (ScheduleType.DAILY_AT.value, lazy("every day at a time")),
+            (ScheduleType.WEEKLY.value, lazy("on days of the week at a time")),
+            (ScheduleType.HOURLY_AT_MINUTE.value, lazy("every hour at a minute")),
+            (ScheduleType.EVERY_N_MINUTES.value, lazy("every so many minutes from midnight on")),
+            (ScheduleType.CRON.value, lazy("as cron says")),
+            (DefinitionType.EVENT.value, lazy("upon an event")),
+        ],
+    )
+    every = forms.ChoiceField(
+        label=lazy("Minutes"), choices=[(n, n) for n in range(1, DAY_MINUTES + 1) if DAY_MINUTES % n == 0], required=False
+    )
+    minute = forms.IntegerField(label=lazy("Minute of the hour"), min_value=0, max_value=59, required=False)
+    days = forms.MultipleChoiceField(
+        label=lazy("Days"),
+        widget=forms.CheckboxSelectMultiple,
+        required=False,
+        choices=list(
+            zip(
+                WEEKDAYS,
+                (lazy("Mon"), lazy("Tue"), lazy("Wed"), lazy("Thu"), lazy("Fri"), lazy("Sat"), lazy("Sun")),
+                strict=True,
+            )
+        ),
+    )
+    at = forms.TimeField(label=lazy("Time"), widget=forms.TimeInput({"type": "time"}, "%H:%M"), required=False)
+    cron = forms.CharField(
+        label=lazy("Cron"), max_length=255, required=False, help_text=lazy("Minute, hour, day of month, month, day of week.")
+    )
+    event_type = forms.CharField(
+        label=lazy("Type of event"),
+        max_length=255,
+        required=False,
+        help_text=lazy("A pattern: * is one word, > all that follow, as in order.>"),
+    )
+    time_zone = forms.ChoiceField(
+        label=lazy("Time zone"), choices=lambda: [(name, name) for name in sorted(available_timezones())]
+    )
+    command_name = forms.ChoiceField(label=lazy("Command"))
+    default_args_json = forms.JSONField(
+        label=lazy("Arguments"),
+        widget=forms.Textarea({"rows": 2}),
+        required=False,
+        help_text=lazy('As JSON: a list is the command line, ["--days", "7"]; an object is options, {"days": 7}.'),
+    )
+    queue = forms.CharField(label=lazy("Queue"), max_length=64)
+    timeout_seconds = forms.IntegerField(
+        label=lazy("Time limit, s"), min_value=1, required=False, help_text=lazy("Empty: none of its own.")
+    )
+    max_retries = forms.IntegerField(label=lazy("Retries"), min_value=0)
+    retry_backoff_seconds = forms.IntegerField(label=lazy("Pause before a retry, s"), min_value=0)
+    concurrency_policy = forms.ChoiceField(
+        label=lazy("While an earlier run goes on"),
+        choices=[
+            ("", lazy("the usual: by time forbid, upon an event allow")),
+            (ConcurrencyPolicy.FORBID.value, lazy("forbid: the new one is skipped")),
+            (ConcurrencyPolicy.ALLOW.value, lazy("allow: both run")),
+            (ConcurrencyPolicy.REPLACE.value, lazy("replace: the earlier one is canceled")),
+        ],
+        required=False,
+    )
+    enabled = forms.BooleanField(label=lazy("Enabled"), required=False)
+
+    def __init__(self, data: Mapping[str, Any] | None, row: JobDefinition) -> None:
+        super().__init__(data, initial=_initial_of(row))
+        self._row = row
+        self.schedule: tuple[str, str] | None = None
+        """Type and value of the schedule, if they are valid."""
+        commands = sorted({*allowed_commands(), *filter(None, [row.command_name])})
+        self.fields["command_name"].choices = [(name, name) for name in commands]  # type: ignore[attr-defined]
+        for name, kinds in _SHOWN_FOR.items():
+            self.fields[name].shown_for = kinds  # type: ignore[attr-defined]
+
+    def clean(self) -> None:
+        super().clean()
+        given, kind = self.cleaned_data, self.cleaned_data.get("kind", "")
+        names = _FIELDS_OF.get(kind, ())
+        for name in names:
+            if name not in self.errors and given.get(name) in (None, "", []):
+                self.add_error(name, forms.Field.default_error_messages["required"])
+        if any(name in self.errors for name in ("kind", *names)):
+            return
+        value = " ".join(_text_of(given[name]) for name in names)
+        by_time = kind != DefinitionType.EVENT
+        columns = {name: given[name] for name in given if name in _COLUMNS} | {
+            "type": (DefinitionType.TIME if by_time else DefinitionType.EVENT).value,
+            "schedule_type": kind if by_time else "",
+            "schedule_value": value if by_time else "",
+            "event_type": "" if by_time else value,
+        }
+        for name, text in columns.items():
+            setattr(self._row, name, text)
+        try:
+            if by_time:
+                parse_schedule(kind, value)
+                self.schedule = kind, value
+            if not self.errors:
+                self._row.full_clean()
+                check_arguments(given["command_name"], arguments_of(given["default_args_json"]))
+        except ValidationError as error:
+            for name, texts in error.message_dict.items():
+                self.add_error(name if name in self.fields else names[-1] if name == "schedule_value" else None, texts)
+        except TasukiError as error:
+            self.add_error(names[-1] if self.schedule is None and by_time else "default_args_json", error.message)
+
+
+_COLUMNS = frozenset(field.name for field in JobDefinition._meta.fields)
+
+
+def _text_of(value: Any) -> str:
+    return ",".join(value) if isinstance(value, list) else value.strftime("%H:%M") if hasattr(value, "strftime") else str(value)
+
+
+def _initial_of(row: JobDefinition) -> dict[str, Any]:
+    """Return the values of the form's fields for a definition."""
+    found = {name: getattr(row, name) for name in _COLUMNS if getattr(row, name) is not None}
+    kind = DefinitionType.EVENT.value if row.type == DefinitionType.EVENT else row.schedule_type or ScheduleType.DAILY_AT.value
+    days, _space, at = row.schedule_value.rpartition(" ")
+    of_kind = {ScheduleType.WEEKLY.value: {"days": [day.strip().lower() for day in days.split(",")], "at": at}}
+    one = dict.fromkeys(_FIELDS_OF.get(row.schedule_type, ()), row.schedule_value)
+    return {**found, "kind": kind, **of_kind.get(row.schedule_type, one)}
 
 
 @screen("definition", change=operations.DEFINE, needs="definitions")
 def definition(request: HttpRequest, pk: int | None = None) -> HttpResponse | dict[str, Any]:
-    """Show a definition, its next times and its last runs; change it, or make a new one."""
+    """Show a definition, its next times and its last runs; change it, pause, resume or delete it, or make a new one.
+
+    Values of the form in the query: show the next times that they would have.
+    """
     row = _definition(pk) if pk is not None else JobDefinition()
-    form = DefinitionForm(request.POST or None, instance=row)
-    if request.method == "POST" and form.is_valid():
-        saved = form.save(commit=False)
-        operations.save_definition(saved, actor=request.user)
-        return back("definition", saved.pk, done=_("Saved."))
+    if request.method == "POST" and pk is not None and (action := request.POST.get("action")):
+        return _steer_definition(request, row, action)
+    asked = request.POST if request.method == "POST" else request.GET if "kind" in request.GET else None
+    form = DefinitionForm(asked, row)
+    if asked is not None and form.is_valid() and request.method == "POST":
+        operations.save_definition(row, actor=request.user)
+        return back("definition", row.pk, done=_("Saved."))
     runs: list[dict[str, Any]] = []
     if pk is not None:
         newest = JobRun.objects.using(_alias()).filter(idempotency_key__gte=f"d{pk}-", idempotency_key__lt=f"d{pk}.")
         ids = list(newest.order_by("-idempotency_key").values_list("idempotency_key", flat=True)[:PREVIEWED])
         runs = [job_row(describe(found, in_list=True)) for found in project_store().get(ids) if found is not None]
+    saved = (row.schedule_type, row.schedule_value) if pk is not None and row.schedule_type else None
+    schedule = saved if asked is None else form.schedule
     return {
+        "title": row.name if pk is not None else _("New definition"),
         "row": row,
         "form": form,
-        "times": _next_times(row) if pk is not None and not form.errors else [],
+        "times": next_times(schedule, row.time_zone) if schedule is not None else [],
+        "mistakes": [text for name in (*_SHOWN_FOR, "kind") for text in form.errors.get(name, [])],
         "table": Table(job_columns(), runs, {"job_id": "job"}, empty=_("No run by its schedule is kept.")),
-        "commands": sorted(allowed_commands()),
+        "may_run": _may(request, operations.OPERATE),
     }
 
 
-def _next_times(row: JobDefinition) -> list[dict[str, Any]]:
-    """Return the next nominal times; each that follows a change of the clock is marked."""
-    if row.event_type or not row.schedule_type:
-        return []
-    times = row.preview(PREVIEWED)
-    shifts = [time.utcoffset() for time in times]
-    return [{"at": time, "shown": time.isoformat(" ", "minutes"), "changed": shift != before}
-            for time, shift, before in zip(times, shifts, [*shifts[:1], *shifts], strict=False)]  # fmt: skip
+def _steer_definition(request: HttpRequest, row: JobDefinition, action: str) -> HttpResponse:
+    if action == "delete":
+        operations.delete_definition(row, actor=request.user)
+        return back("definitions", done=_("Definition %s is deleted.") % row.name)
+    if action not in ("pause", "resume"):
+        raise InvalidInput(f"action must be one of pause, resume, delete, got {quoted(action)}")
+    operations.set_enabled(row, action == "resume", actor=request.user)
+    return back("definition", row.pk, done=_("It is fired again.") if action == "resume" else _("It is not fired any more."))
+
+
+def next_times(schedule: tuple[str, str], time_zone: str, after: datetime | None = None) -> list[dict[str, Any]]:
+    """Return the next nominal times of a schedule (type and value), each with what is to be said of a change of the clock."""
+    zone, start = zone_of(time_zone), after or timezone.now()
+    found = preview(parse_schedule(*schedule), start.timestamp(), zone, PREVIEWED)
+    times = [start.astimezone(zone), *(datetime.fromtimestamp(at, zone) for at in found)]
+    return [
+        {"shown": f"{date_format(time, 'D')} {time.isoformat(' ', 'minutes')}", "change": _clock_change(before, time)}
+        for before, time in pairwise(times)
+    ]
+
+
+def _clock_change(before: datetime, time: datetime) -> str:
+    minutes = ((time.utcoffset() or NO_TIME) - (before.utcoffset() or NO_TIME)) // MINUTE
+    if not minutes:
+        return ""
+    return (_("clock set forward by %d min") if minutes > 0 else _("clock set back by %d min")) % abs(minutes)
+
+
+def _payload(request: HttpRequest) -> Any:
+    try:
+        return json.loads(request.POST.get("payload") or "null")
+    except ValueError as error:
+        raise InvalidInput(f"payload is not JSON: {error}") from error
 
 
 @screen("events", change=operations.OPERATE, needs="events")
 def events(request: HttpRequest) -> HttpResponse | dict[str, Any]:
-    """List events, the newest first; emit one to try definitions."""
+    """List events, the newest first; tell which definitions match a type; emit one to try definitions."""
     if request.method == "POST":
-        try:
-            payload = json.loads(request.POST.get("payload") or "null")
-        except ValueError as error:
-            raise InvalidInput(f"payload is not JSON: {error}") from error
+        payload = _payload(request)
         event_type, dedupe_key = request.POST.get("event_type", ""), request.POST.get("dedupe_key") or None
         event = operations.emit_event(event_type, payload, dedupe_key=dedupe_key, actor=request.user)
         return back("events", done=_("Event %d is stored.") % event.pk)
@@ -149,10 +339,30 @@ def events(request: HttpRequest) -> HttpResponse | dict[str, Any]:
         "problem": _("Problem"),
     }
     cursor = str(page[-1].pk) if len(page) == PAGE else None
-    return {"table": Table(columns, rows, cursor=cursor, empty=_("No event yet.")), "title": _("Events")}
+    wanted = request.GET.get("event_type", "").strip()
+    return {
+        "table": Table(columns, rows, cursor=cursor, empty=_("No event yet.")),
+        "title": _("Events"),
+        "wanted": wanted,
+        "matching": _matching(wanted) if wanted else None,
+    }
 
 
-SettingsForm = modelform_factory(SchedulerSettings, exclude=["id"])
+def _matching(event_type: str) -> Table:
+    """Return the definitions that an event of this type would give a run, and those that would if they were not paused."""
+    event = EventRow(id=0, event_type=check_subject(event_type), created_at=0.0)
+    found = JobDefinition.objects.using(_alias()).filter(type=DefinitionType.EVENT).order_by("name")
+    known = [(row, msgspec.structs.replace(row.definition(), enabled=True)) for row in found]
+    rows = [
+        {"id": row.pk, "name": row.name, "event_type": row.event_type, "command": row.command_name, "enabled": row.enabled}
+        for row, definition in known
+        if is_for(event, definition)
+    ]
+    columns = {"name": _("Definition"), "event_type": _("Type"), "command": _("Command"), "enabled": _("Enabled")}
+    return Table(columns, rows, {"name": "definition"}, empty=_("No definition matches: an event of this type has no run."))
+
+
+SettingsForm = forms.modelform_factory(SchedulerSettings, exclude=["id"])
 
 
 @screen("settings", change=operations.CONFIGURE, needs="settings")
@@ -164,30 +374,79 @@ def settings(request: HttpRequest) -> HttpResponse | dict[str, Any]:
         changes = {name: form.cleaned_data[name] for name in form.changed_data}
         operations.change_settings(changes, actor=request.user)
         return back("settings", done=_("Saved. In force within two ticks."))
-    for name, effect in _effects().items():
+    for name, (label, effect) in _effects().items():
         least, most = RANGES[name]
         values = {"default": f"{getattr(DEFAULTS, name):g}", "least": f"{least:g}", "most": f"{most:g}"}
+        form.fields[name].label = label
         form.fields[name].help_text = effect + " " + _("Default %(default)s, from %(least)s to %(most)s.") % values
     return {"form": form}
 
 
-def _effects() -> dict[str, str]:
-    """Return the effect of each setting."""
+def _effects() -> dict[str, tuple[str, str]]:
+    """Return the label of each setting, and its effect."""
     return {
-        "skip_late_runs_after_seconds": _("A run that has not started so long after its nominal time is skipped."),
-        "log_retention_days_db": _("Logs are rows of the database for so many days."),
-        "leader_tick_seconds": _("The leader looks for changes so often, and every node for changed settings."),
-        "assign_ahead_seconds": _("A run is given to a worker so long before its time."),
-        "heartbeat_interval_seconds": _("Each process is heard of so often."),
-        "heartbeat_ttl_seconds": _("A process that was not heard of for so long is taken to be dead."),
-        "worker_detach_grace_seconds": _("A worker that does not answer is detached no sooner."),
-        "leader_stale_seconds": _("A leader that was not seen for so long is suspected."),
-        "leader_lock_ttl_seconds": _("The leader's lock ends so long after its last renewal."),
-        "subleader_check_seconds": _("Sub-leaders look after the leader so often."),
-        "reassign_after_seconds": _("A run that its worker has not started for so long goes to another."),
-        "max_jobs_per_worker": _("No worker runs more jobs at once; 0: as many as it has slots."),
-        "continuation_retry_count": _("A worker that was cut off asks so often whether it may go on."),
-        "continuation_retry_interval_seconds": _("It waits so long between two such questions."),
-        "grpc_ping_timeout_seconds": _("A worker has so long to answer a call."),
-        "grpc_ping_failures": _("A worker that did not answer so many calls in a row is suspected."),
+        "skip_late_runs_after_seconds": (
+            _("Skip late runs after seconds"),
+            _("A run that has not started so long after its nominal time is skipped."),
+        ),
+        "log_retention_days_db": (
+            _("Log retention days db"),
+            _("Logs are rows of the database for so many days."),
+        ),
+        "leader_tick_seconds": (
+            _("Leader tick seconds"),
+            _("The leader looks for changes so often, and every node for changed settings."),
+        ),
+        "assign_ahead_seconds": (
+            _("Assign ahead seconds"),
+            _("A run is given to a worker so long before its time."),
+        ),
+        "heartbeat_interval_seconds": (
+            _("Heartbeat interval seconds"),
+            _("Each process is heard of so often."),
+        ),
+        "heartbeat_ttl_seconds": (
+            _("Heartbeat ttl seconds"),
+            _("A process that was not heard of for so long is taken to be dead."),
+        ),
+        "worker_detach_grace_seconds": (
+            _("Worker detach grace seconds"),
+            _("A worker that does not answer is detached no sooner."),
+        ),
+        "leader_stale_seconds": (
+            _("Leader stale seconds"),
+            _("A leader that was not seen for so long is suspected."),
+        ),
+        "leader_lock_ttl_seconds": (
+            _("Leader lock ttl seconds"),
+            _("The leader's lock ends so long after its last renewal."),
+        ),
+        "subleader_check_seconds": (
+            _("Subleader check seconds"),
+            _("Sub-leaders look after the leader so often."),
+        ),
+        "reassign_after_seconds": (
+            _("Reassign after seconds"),
+            _("A run that its worker has not started for so long goes to another."),
+        ),
+        "max_jobs_per_worker": (
+            _("Max jobs per worker"),
+            _("No worker runs more jobs at once; 0: as many as it has slots."),
+        ),
+        "continuation_retry_count": (
+            _("Continuation retry count"),
+            _("A worker that was cut off asks so often whether it may go on."),
+        ),
+        "continuation_retry_interval_seconds": (
+            _("Continuation retry interval seconds"),
+            _("It waits so long between two such questions."),
+        ),
+        "grpc_ping_timeout_seconds": (
+            _("Grpc ping timeout seconds"),
+            _("A worker has so long to answer a call."),
+        ),
+        "grpc_ping_failures": (
+            _("Grpc ping failures"),
+            _("A worker that did not answer so many calls in a row is suspected."),
+        ),
     }

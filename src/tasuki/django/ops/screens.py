@@ -12,11 +12,13 @@ import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from itertools import islice
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
 
 import django_htmx
+from django.core import signing
 from django.core.cache import cache
 from django.http import Http404, HttpRequest, HttpResponse, HttpResponseForbidden, HttpResponseRedirect
 from django.http.response import HttpResponseBase
@@ -26,11 +28,11 @@ from django.urls import reverse
 from django.utils import translation
 from django.utils.http import url_has_allowed_host_and_scheme
 from django.utils.translation import gettext as _
-from django.views.decorators.csrf import csrf_protect
+from django.views.decorators.csrf import csrf_exempt, csrf_protect
 from django.views.decorators.http import require_POST
 
 from tasuki.django.ops.backend import backend_of
-from tasuki.errors import NotFound, TasukiError, Unauthorized
+from tasuki.errors import Forbidden, NotFound, TasukiError, Unauthorized, quoted
 
 VIEW = "tasuki.view_jobrun"
 """Permission to look at the screens; Django makes it with the table."""
@@ -41,6 +43,8 @@ LANGUAGE_KEPT_S = 365 * 86_400
 LOGIN_FAILURES_MAX = 10
 LOGIN_PAUSE_S = 300
 EXPORT_MAX = 10_000
+DONE_S = 60  # for which a page says what was done
+DONE_SALT = "tasuki-ops-done"
 HEADERS = {
     "Content-Security-Policy": (
         "default-src 'none'; style-src 'self'; script-src 'self'; img-src 'self'; connect-src 'self'; form-action 'self'; "
@@ -83,6 +87,7 @@ class Table:
     cursor: str | None = None
     empty: str = ""
     buttons: Sequence[Button] = ()
+    export_max: int | None = EXPORT_MAX
 
 
 Screen = Callable[..., HttpResponseBase | dict[str, Any]]
@@ -96,7 +101,7 @@ def screen(template: str, *, change: str = "", needs: str = "") -> Callable[[Scr
     """
 
     def wrap(function: Screen) -> Callable[..., HttpResponseBase]:
-        @csrf_protect
+        @_protected
         @functools.wraps(function)
         @_translated
         def answer(request: HttpRequest, **arguments: Any) -> HttpResponseBase:
@@ -109,18 +114,17 @@ def screen(template: str, *, change: str = "", needs: str = "") -> Callable[[Scr
                 return HttpResponse(status=405, headers={"Allow": "GET, POST"})
             if request.method == "POST" and not (change and user.has_perm(change)):
                 return _forbidden(request, change or "none: this screen only shows")
-            if needs and needs not in backend_of(request).screens:
-                raise Http404(f"{needs} are of Django projects")
             problem, status = "", 200
             try:
+                if needs and needs not in backend_of(request).screens:
+                    raise NotFound(f"there is no screen of {needs} here")
                 found = function(request, **arguments)
             except Unauthorized:  # the token of the session was revoked, or has expired
                 backend_of(request).log_out(request)
                 return _to_login(request)
-            except NotFound as error:
-                raise Http404(error.message) from error
             except TasukiError as error:
-                problem, status, found = error.message, 400, {}
+                status = 404 if isinstance(error, NotFound) else 403 if isinstance(error, Forbidden) else 400
+                problem, found = error.message, {}
             if isinstance(found, HttpResponseBase):
                 return _with_headers(found)
             if (kind := request.GET.get("format")) and isinstance(table := found.get("table"), Table):
@@ -131,6 +135,19 @@ def screen(template: str, *, change: str = "", needs: str = "") -> Callable[[Scr
         return answer
 
     return wrap
+
+
+def _protected(answer: Callable[..., HttpResponseBase]) -> Callable[..., HttpResponseBase]:
+    """Refuse forged requests, with the headers of a screen: a project's own middleware, which would refuse them without, leaves
+    these views alone."""
+    checked = csrf_protect(answer)
+
+    @functools.wraps(answer)
+    def protected(request: HttpRequest, **arguments: Any) -> HttpResponseBase:
+        return _with_headers(checked(request, **arguments))
+
+    exempt: Callable[..., HttpResponseBase] = csrf_exempt(protected)
+    return exempt
 
 
 def render(request: HttpRequest, template: str, values: dict[str, Any], status: int = 200) -> HttpResponseBase:
@@ -149,10 +166,18 @@ def render(request: HttpRequest, template: str, values: dict[str, Any], status: 
         "languages": LANGUAGES,
         "title": "",
         "query": query.urlencode(),
-        "done": request.GET.get("done", ""),
+        "done": _done(request),
     }
     text = _engine().get_template(f"ops/{template}.html").render(Context({**everywhere, **values}))
     return _with_headers(HttpResponse(text, status=status))
+
+
+def _done(request: HttpRequest) -> str:
+    """Return the text that `back` signed a moment ago: that of a link which somebody else wrote is not shown."""
+    try:
+        return str(signing.loads(request.GET.get("done", ""), salt=DONE_SALT, max_age=DONE_S))
+    except signing.BadSignature:
+        return ""
 
 
 _OPTIONAL = frozenset({"definitions", "events", "settings", "tokens", "caches"})
@@ -215,11 +240,12 @@ def _forbidden(request: HttpRequest, permission: str) -> HttpResponseBase:
 
 
 def _exported(table: Table, kind: str, name: str) -> HttpResponse:
-    rows = [row for row, _ in zip(table.rows, range(EXPORT_MAX), strict=False)]
+    rows = list(islice(table.rows, table.export_max))
     if kind == "json":
         return HttpResponse(json.dumps(rows, default=_plain, ensure_ascii=False), content_type="application/json")
     if kind != "csv":
-        return HttpResponse(f"format {kind[:20]!r} is none of csv, json", status=400, content_type="text/plain; charset=utf-8")
+        text = f"format must be one of csv, json, got {quoted(kind)}"
+        return HttpResponse(text, status=400, content_type="text/plain; charset=utf-8")
     headers = {"Content-Disposition": f'attachment; filename="{name}.csv"'}
     response = HttpResponse(content_type="text/csv; charset=utf-8", headers=headers)
     writer = csv.writer(response)
@@ -247,13 +273,14 @@ def moment(at: float | None) -> datetime | None:
 
 def back(name: str, *arguments: Any, done: str = "") -> HttpResponse:
     """Return a redirect to a screen that says what was done."""
-    return HttpResponseRedirect(f"{reverse(f'tasuki_ops:{name}', args=arguments)}?{urlencode({'done': done})}")
+    query = urlencode({"done": signing.dumps(done, salt=DONE_SALT, compress=True)})
+    return HttpResponseRedirect(f"{reverse(f'tasuki_ops:{name}', args=arguments)}?{query}")
 
 
 # ---------------------------------------------------------------------------------------------------- login and files
 
 
-@csrf_protect
+@_protected
 @_translated
 def login(request: HttpRequest) -> HttpResponseBase:
     """Ask for the name and password of a user of the project, or for a token of the server; too many failures make an address
@@ -280,16 +307,16 @@ def _where_to(request: HttpRequest) -> str:
     return wanted if url_has_allowed_host_and_scheme(wanted, {request.get_host()}, request.is_secure()) else home
 
 
+@_protected
 @require_POST
-@csrf_protect
 def logout(request: HttpRequest) -> HttpResponse:
     """End the session."""
     backend_of(request).log_out(request)
     return HttpResponseRedirect(reverse("tasuki_ops:login"))
 
 
+@_protected
 @require_POST
-@csrf_protect
 def language(request: HttpRequest) -> HttpResponse:
     """Set the language of the screens for this browser."""
     response = HttpResponseRedirect(_where_to(request))

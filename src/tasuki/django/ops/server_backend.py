@@ -10,6 +10,7 @@ the user of the server, and may also have programs run, as with `tasuki run`. Se
 from __future__ import annotations
 
 import asyncio
+import math
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
@@ -297,8 +298,19 @@ class ServerBackend:
         found: list[View] = self._call("workers")
         return [{**worker, "actions": ["attach" if worker["detached"] else "detach"]} for worker in found]
 
+    def silence_max_s(self) -> float:
+        welcome = self._client().welcome
+        return welcome.lease_ttl_s / 2 if welcome is not None else math.inf
+
     def alerts(self) -> Iterator[str]:
-        return iter(())
+        from django.utils.translation import gettext as _
+
+        for server in self._call("servers"):
+            if server.get("problem"):
+                yield _("Disk or store of %(server)s: %(problem)s") % {
+                    "server": server["server_id"],
+                    "problem": server["problem"],
+                }
 
     def find(self, *, limit: int, cursor: str | None = None, **wanted: Any) -> tuple[list[View], str | None]:
         given = {name: value for name, value in wanted.items() if value}
@@ -363,9 +375,9 @@ class ServerBackend:
             raise NotFound(f"job {quoted(job_id)} has no result")
         return _pieces(file)
 
-    def audit(self, *, before: int | None, limit: int) -> tuple[list[View], int | None]:
-        found: list[View] = self._call("token.audit", limit=min(limit, 1000)) if before is None else []
-        return found, None
+    def audit(self, *, before: int | None, limit: int) -> list[View]:
+        found: list[View] = self._call("token.audit", limit=limit, before=before)
+        return found
 
     # ------------------------------------------------------------------------------------------------ changes
 
@@ -374,11 +386,11 @@ class ServerBackend:
         answers = self._screens.wait(self._client().cancel(*job_ids, reason=reason))
         return [State(answer.state) for answer in answers.values()]
 
-    def rerun(self, job_ids: Sequence[str], *, actor: Any, reason: str) -> None:
+    def rerun(self, job_ids: Sequence[str], *, actor: Any, reason: str) -> list[str]:
         del actor
         answers = self._screens.wait(self._client().retry(*job_ids, reason=reason))
-        if unended := [job_id for job_id, answer in answers.items() if not answer.done]:
-            raise InvalidInput(f"job {quoted(unended[0])} is {answers[unended[0]].state}, not ended; cancel it first")
+        unended = {job_id: answer.state for job_id, answer in answers.items() if not answer.done}
+        return [f"job {quoted(job_id)} is {state}, not ended; cancel it first" for job_id, state in unended.items()]
 
     def programs(self) -> list[str]:
         return []

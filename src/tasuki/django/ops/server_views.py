@@ -65,7 +65,7 @@ def _state(row: dict[str, Any], now: float) -> str:
 def _new_token(backend: Any, request: HttpRequest) -> str:
     kind, expires = request.POST.get("kind", ""), request.POST.get("expires", "").strip()
     if kind not in TOKEN_PREFIXES:
-        raise InvalidInput(f"kind {quoted(kind)} is none of {', '.join(TOKEN_PREFIXES)}")
+        raise InvalidInput(f"kind must be one of {', '.join(TOKEN_PREFIXES)}, got {quoted(kind)}")
     try:
         valid_s = parse_duration(expires) if expires else None
     except ValueError as error:

@@ -6,24 +6,34 @@ import shlex
 import time
 from collections import Counter
 from collections.abc import Iterator
+from datetime import datetime
 from typing import Any
 
 from django.http import HttpRequest, HttpResponse, StreamingHttpResponse
+from django.utils import timezone
 from django.utils.translation import gettext as _
 from django.utils.translation import ngettext
 
 from tasuki.core.explain import takers
 from tasuki.core.job import TERMINAL, State
+from tasuki.core.routing import PREFIX_BYTES
+from tasuki.core.scheduler.schedule import zone_of
 from tasuki.core.subject import check_pattern, check_subject
 from tasuki.django import operations
 from tasuki.django.ops.backend import Backend, View, backend_of
-from tasuki.django.ops.charts import SPANS, charts
+from tasuki.django.ops.charts import SPANS, charts, shown_seconds, totals
 from tasuki.django.ops.screens import EXPORT_MAX, Button, Table, back, moment, screen
 from tasuki.errors import InvalidInput, NotFound, quoted
+from tasuki.stores.sql.store import FIND_SCAN_MAX
 
 PAGE = 50
 FIND_STEP = 100
+AUDIT_STEP = 1_000
+AUDIT_SCAN_MAX = 20_000  # entries that one look at a filtered audit reads
+DEAD_NEW_S = 3_600
+DEAD_NEW_MAX = 100
 DEAD_LOOKED_AT = 500
+REFUSED_SHOWN = 10
 DEAD_STATES = (State.FAILED, State.TIMED_OUT)
 INPUTS_SHOWN = 100
 LOG_SHOWN_BYTES = 64 * 1024
@@ -60,6 +70,7 @@ def overview(request: HttpRequest) -> dict[str, Any]:
     workers, counts = backend.workers(), backend.counts()
     queues: list[View] = [{"queue": queue, **numbers} for queue, numbers in sorted(counts.items())]
     leader, epoch = backend.leader()
+    subleaders = sorted(worker["worker_id"] for worker in workers if worker.get("role") == "subleader")
     span = request.GET.get("span", "")
     span = span if span in SPANS else "1h"
     failed = sum(one["failed"] + one["timed_out"] for one in queues)
@@ -76,7 +87,8 @@ def overview(request: HttpRequest) -> dict[str, Any]:
         ],
         "leader": leader,
         "epoch": epoch,
-        "alerts": [*_alerts(backend, workers), *backend.alerts()],
+        "subleaders": subleaders,
+        "alerts": [*_alerts(backend, workers, leader), *backend.alerts()],
         "first": not queues,
         "charts": charts(backend, span),
         "span": span,
@@ -99,11 +111,22 @@ def _queues(rows: list[View]) -> Table:
     return Table(columns, rows, empty=_("No job yet."))
 
 
-def _alerts(backend: Backend, workers: list[View]) -> Iterator[str]:
+def _alerts(backend: Backend, workers: list[View], leader: str) -> Iterator[str]:
     if not workers:
         yield _("No worker runs. Start one with: %s") % backend.start_worker
+    elif not leader:
+        yield _("Nobody leads: no schedule is fired, and lost jobs stay where they are until somebody is elected.")
     if workers and all(worker.get("detached") for worker in workers):
         yield _("All workers are detached: no job starts.")
+    silence_max_s = backend.silence_max_s()
+    for worker in workers:
+        if worker.get("heartbeat_age_s", 0.0) > silence_max_s:
+            named = {"worker": worker["worker_id"], "age": worker["heartbeat_age_s"]}
+            yield _("Worker %(worker)s was not heard of for %(age)d s.") % named
+    newest, _cursor = backend.find(states=list(map(str, DEAD_STATES)), limit=DEAD_NEW_MAX)
+    if dead := sum((view["finished_at"] or 0.0) > time.time() - DEAD_NEW_S for view in newest):
+        number = f"{dead}+" if dead == DEAD_NEW_MAX else str(dead)
+        yield _("Jobs that failed for good within the last hour: %s. See the dead letters.") % number
 
 
 def _may_operate(request: Any) -> bool:
@@ -122,15 +145,49 @@ def subjects(request: HttpRequest) -> HttpResponse | dict[str, Any]:
         check_subject(wanted)
         found = takers(wanted, exec_, request.user.get_username(), backend.workers())
         found.sort(key=lambda one: (not one["takes"], one["worker_id"]))
-    queues = [{"queue": queue, **numbers} for queue, numbers in sorted(backend.counts().items())]
+    span = request.GET.get("span", "")
+    span = span if span in SPANS else "1h"
+    table = _queues([])
+    table.columns |= {
+        "per_minute": _("Ended per minute"),
+        "p50": _("Delivery p50"),
+        "p99": _("Delivery p99"),
+        "redelivered": _("Delivered again"),
+        "retried": _("Retried"),
+        "dead": _("Failed for good"),
+    }
+    table.rows = _group_rows(backend, span)
     columns = {"worker_id": _("Worker"), "takes": _("Takes it"), "because": _("Because")}
     return {
         "title": _("Subjects"),
-        "table": _queues(queues),
+        "table": table,
+        "span": span,
+        "spans": list(SPANS),
         "tested": Table(columns, found, empty=_("No worker runs. Start one with: %s") % backend.start_worker) if wanted else None,
         "wanted": {"subject": wanted, "exec": exec_},
         "paused": _paused(backend),
     }
+
+
+def _group_rows(backend: Backend, span: str) -> list[View]:
+    """Return the rows of the groups: jobs by state, and what happened over the span."""
+    counts, happened = backend.counts(), totals(backend, span)
+    rows = []
+    for group in sorted(counts.keys() | happened.keys()):
+        of = happened.get(group, {})
+        latencies = {name: of.get(f"latency_{name}_s") for name in ("p50", "p99")}
+        rows.append(
+            {
+                "queue": group,
+                **counts.get(group, {}),
+                "per_minute": f"{of.get('finished', 0) * 60 / SPANS[span][0]:.2f}",
+                **{name: "" if value is None else shown_seconds(value) for name, value in latencies.items()},
+                "redelivered": of.get("redelivered", 0),
+                "retried": of.get("retried_failed", 0) + of.get("retried_lost", 0),
+                "dead": of.get("dead", 0),
+            }
+        )
+    return rows
 
 
 def _paused(backend: Backend) -> Table:
@@ -143,7 +200,7 @@ def _paused(backend: Backend) -> Table:
 def _pause(request: HttpRequest, backend: Backend) -> HttpResponse:
     action = request.POST.get("action", "")
     if action not in ("pause", "resume"):
-        raise InvalidInput(f"action {quoted(action)} is none of pause, resume")
+        raise InvalidInput(f"action must be one of pause, resume, got {quoted(action)}")
     pattern = check_pattern(request.POST.get("id", "").strip())
     reason = (request.POST.get("reason") or "on the screen of subjects")[:1000]
     backend.set_paused(pattern, action == "pause", actor=request.user, reason=reason)
@@ -180,7 +237,7 @@ def workers(request: HttpRequest) -> HttpResponse | dict[str, Any]:
     if request.method == "POST":
         worker_id, action = request.POST.get("id", ""), request.POST.get("action", "")
         if action not in buttons:
-            raise InvalidInput(f"action {quoted(action)} is none of {', '.join(buttons)}")
+            raise InvalidInput(f"action must be one of {', '.join(buttons)}, got {quoted(action)}")
         reason = (request.POST.get("reason") or "on the screen of workers")[:1000]
         backend.steer(worker_id, action, actor=request.user, reason=reason)
         return back("workers", done=buttons[action][2] % worker_id)
@@ -190,6 +247,8 @@ def workers(request: HttpRequest) -> HttpResponse | dict[str, Any]:
             "id": worker["worker_id"],
             "offers": worker.get("execs") or worker.get("takes", ""),
             "role": worker.get("role") or "worker",
+            "cpu": f"{worker['cpu']:.0%}" if worker.get("agent") else "",
+            "caches": len(worker.get("held", "")) // (2 * PREFIX_BYTES) or "",
             **{f"may_{action}": True for action in worker["actions"]},
         }
         for worker in backend.workers()
@@ -203,7 +262,10 @@ def workers(request: HttpRequest) -> HttpResponse | dict[str, Any]:
         "slots": _("Slots"),
         "patterns": _("Takes"),
         "offers": _("Offers"),
+        "cpu": _("CPU"),
+        "caches": _("Cached files"),
         "heartbeat_age_s": _("Heartbeat, s ago"),
+        "agent": _("Version"),
         "server_id": _("Server"),
     }
     shown = [Button(action, label, question, f"may_{action}") for action, (label, question, _done) in buttons.items()]
@@ -214,26 +276,45 @@ def workers(request: HttpRequest) -> HttpResponse | dict[str, Any]:
 # ---------------------------------------------------------------------------------------------------- jobs
 
 
+_JOB_FILTERS = ("state", "subject", "definition", "worker", "text", "within", "from", "until", "zone")
+
+
+def _moment_of(request: HttpRequest, name: str) -> float | None:
+    """Return the Unix time of a field for date and time; it is of the viewer's zone, which the script adds to the form."""
+    text = request.GET.get(name, "").strip()
+    if not text:
+        return None
+    try:
+        found = datetime.fromisoformat(text)
+    except ValueError as error:
+        raise InvalidInput(f"{name} {quoted(text)} is not a time; write it as 2026-03-29T02:30") from error
+    zone = zone_of(request.GET["zone"]) if request.GET.get("zone") else timezone.get_current_timezone()
+    return (found if found.tzinfo is not None else found.replace(tzinfo=zone)).timestamp()
+
+
 @screen("jobs", change=operations.OPERATE)
 def jobs(request: HttpRequest) -> HttpResponse | dict[str, Any]:
     """List jobs, the newest first; cancel those that were chosen, or run them again."""
     if request.method == "POST":
         return _act_on_jobs(request)
     backend = backend_of(request)
-    wanted = {name: request.GET.get(name, "").strip() for name in ("state", "subject", "worker", "text", "within")}
+    wanted = {name: request.GET.get(name, "").strip() for name in _JOB_FILTERS}
     if wanted["state"] and wanted["state"] not in State.__members__:
-        raise InvalidInput(f"state {quoted(wanted['state'])} is none of {', '.join(State.__members__)}")
+        raise InvalidInput(f"state must be one of {', '.join(State.__members__)}, got {quoted(wanted['state'])}")
     filters: dict[str, Any] = {
         "states": [wanted["state"]] if wanted["state"] else [],
         "subject": wanted["subject"] or None,
         "worker_id": wanted["worker"] or None,
         "text": wanted["text"] or None,
-        "created_from": time.time() - SPANS[wanted["within"]][0] if wanted["within"] in SPANS else None,
+        "definition": wanted["definition"] or None,
+        "created_from": time.time() - SPANS[wanted["within"]][0] if wanted["within"] in SPANS else _moment_of(request, "from"),
+        "created_until": _moment_of(request, "until"),
     }
     if "format" in request.GET:
         return {"table": Table(job_columns(), _all_found(backend, EXPORT_MAX, filters))}
     page, cursor = backend.find(**filters, limit=PAGE, cursor=request.GET.get("cursor") or None)
-    table = Table(job_columns(), [job_row(view) for view in page], {"job_id": "job"}, cursor, empty=_("No such job."))
+    empty = _("None among the %s jobs looked at; go on with older ones.") % f"{FIND_SCAN_MAX:,}" if cursor else _("No such job.")
+    table = Table(job_columns(), [job_row(view) for view in page], {"job_id": "job"}, cursor, empty=empty)
     return {
         "title": _("Jobs"),
         "table": table,
@@ -264,12 +345,21 @@ def _act_on_jobs(request: HttpRequest) -> HttpResponse:
         ended = sum(state.terminal for state in states)
         done = _("Canceled: %(ended)d. Being stopped: %(others)d.") % {"ended": ended, "others": len(states) - ended}
     elif action == "rerun":
-        backend.rerun(chosen, actor=request.user, reason=reason)
-        done = _("Run again: %d.") % len(chosen)
+        done = _rerun(backend, chosen, request, reason)
     else:
-        raise InvalidInput(f"action {quoted(action)} is none of cancel, rerun")
+        raise InvalidInput(f"action must be one of cancel, rerun, got {quoted(action)}")
     screen_name = request.POST.get("back", "jobs")
     return back("job", chosen[0], done=done) if "one" in request.POST else back(screen_name, done=done)
+
+
+def _rerun(backend: Backend, job_ids: list[str], request: HttpRequest, reason: str) -> str:
+    """Run jobs again, and return what is to be said; InvalidInput if none of them can."""
+    refused = backend.rerun(job_ids, actor=request.user, reason=reason)
+    if len(refused) == len(job_ids):
+        raise InvalidInput(refused[0])
+    done = _("Run again: %d.") % (len(job_ids) - len(refused))
+    more = [_("and %d more") % (len(refused) - REFUSED_SHOWN)] if len(refused) > REFUSED_SHOWN else []
+    return " ".join([done, _("Refused: %d:") % len(refused), "; ".join([*refused[:REFUSED_SHOWN], *more])]) if refused else done
 
 
 @screen("dead", change=operations.OPERATE)
@@ -283,10 +373,11 @@ def dead(request: HttpRequest) -> HttpResponse | dict[str, Any]:
         groups.setdefault(outcome.get("error_code") or view["state"], []).append(view)
     if request.method == "POST":
         chosen = [view["job_id"] for view in groups.get(request.POST.get("id", ""), [])]
+        if request.POST.get("action") == "rerun_one":
+            chosen = [request.POST.get("id", "")]
         if not chosen:
             raise InvalidInput("no dead letter has this reason any more")
-        backend.rerun(chosen, actor=request.user, reason="replayed on the screen of dead letters")
-        return back("dead", done=_("Run again: %d.") % len(chosen))
+        return back("dead", done=_rerun(backend, chosen, request, "replayed on the screen of dead letters"))
     rows = [
         {
             "id": reason,
@@ -305,9 +396,15 @@ def dead(request: HttpRequest) -> HttpResponse | dict[str, Any]:
         "subjects": _("Subjects"),
         "newest": _("Newest"),
     }
-    button = Button("rerun", _("Run all again"), _("Run all jobs of this reason again, with fresh budgets of retries?"))
+    question = _("Run all jobs of this reason again, with fresh budgets of retries?")
+    if len(found) == DEAD_LOOKED_AT:
+        question += " " + _("There are more than %d dead letters: only those among the newest are run again.") % DEAD_LOOKED_AT
+    button = Button("rerun", _("Run all again"), question)
+    one = Button("rerun_one", _("Run again"), _("Run this job again, under its id?"))
     looked = ngettext("%d dead letter", "%d dead letters", len(found)) % len(found)
-    letters = Table(job_columns() | {"message": _("Message")}, [_dead_row(view) for view in found[:PAGE]], {"job_id": "job"})
+    letters = Table(
+        job_columns() | {"message": _("Message")}, [_dead_row(view) for view in found[:PAGE]], {"job_id": "job"}, buttons=[one]
+    )
     return {
         "title": _("Dead letters"),
         "table": Table(columns, rows, empty=_("No dead letter: every job that failed has succeeded since."), buttons=[button]),
@@ -383,7 +480,7 @@ def log(request: HttpRequest, job_id: str, stream: str) -> StreamingHttpResponse
     """Return all that is kept of a stream, as a file of text."""
     backend = backend_of(request)
     if stream not in backend.streams:
-        raise NotFound(f"stream {quoted(stream)} is none of {', '.join(backend.streams)}")
+        raise NotFound(f"stream must be one of {', '.join(backend.streams)}, got {quoted(stream)}")
     name = backend.job(job_id)["job_id"]
     headers = {"Content-Disposition": f'attachment; filename="{name}.{stream}.txt"'}
     return StreamingHttpResponse(backend.log(job_id, stream), content_type="text/plain; charset=utf-8", headers=headers)
@@ -418,14 +515,46 @@ def run(request: HttpRequest) -> HttpResponse | dict[str, Any]:
 # ---------------------------------------------------------------------------------------------------- audit
 
 
-@screen("list")
+@screen("audit")
 def audit(request: HttpRequest) -> dict[str, Any]:
     """List what people did, the newest first."""
+    wanted = {name: request.GET.get(name, "").strip() for name in ("actor", "action", "target", "from", "until", "zone")}
+    since, until = _moment_of(request, "from"), _moment_of(request, "until")
+    is_filtered = any(wanted[name] for name in wanted if name != "zone")
+
+    def is_wanted(row: View) -> bool:
+        at = row["at"].timestamp()
+        named = all(wanted[name].lower() in row[name].lower() for name in ("actor", "action", "target"))
+        return named and (since is None or at >= since) and (until is None or at < until)
+
     before = request.GET.get("cursor", "")
-    limit = EXPORT_MAX if "format" in request.GET else PAGE
-    rows, following = backend_of(request).audit(before=int(before) if before.isdecimal() else None, limit=limit)
-    for row in rows:
-        row["at"] = moment(row["at"]) if isinstance(row["at"], float) else row["at"]
+    entries = _audit_entries(
+        backend_of(request), int(before) if before.isdecimal() else None, AUDIT_STEP if is_filtered else PAGE
+    )
+    if "format" in request.GET:
+        return {"table": Table({}, filter(is_wanted, entries), export_max=None)}
+    rows, cursor = [], None
+    for looked_at, row in enumerate(entries, 1):
+        if is_wanted(row):
+            rows.append(row)
+        if len(rows) == PAGE or looked_at == AUDIT_SCAN_MAX:
+            cursor = str(row["number"])
+            break
     columns = {"at": _("Time"), "actor": _("Who"), "action": _("What"), "target": _("To"), "detail": _("Reason")}
-    cursor = None if following is None else str(following)
-    return {"title": _("Audit"), "table": Table(columns, rows, cursor=cursor, empty=_("Nobody has changed anything yet."))}
+    empty = _("No such entry.") if is_filtered else _("Nobody has changed anything yet.")
+    if cursor:
+        empty = _("None among the %s entries looked at; go on with older ones.") % f"{AUDIT_SCAN_MAX:,}"
+    return {
+        "title": _("Audit"),
+        "table": Table(columns, rows, cursor=cursor, empty=empty),
+        "wanted": wanted,
+        "ended": is_filtered,
+    }
+
+
+def _audit_entries(backend: Backend, before: int | None, step: int) -> Iterator[View]:
+    """Yield the entries of the audit, the newest first."""
+    while page := backend.audit(before=before, limit=step):
+        for row in page:
+            yield {**row, "at": moment(row["at"]) if isinstance(row["at"], float) else row["at"]}
+        before = page[-1]["number"]

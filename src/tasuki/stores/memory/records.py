@@ -376,13 +376,15 @@ class MemoryRecords:
         tokens = ((token_id, self._tokens.get(token_id)) for token_id in dict.fromkeys(token_ids))
         return [token_id for token_id, token in tokens if token is None or token.revoked_at is not None]
 
-    def audit(self, *, limit: int = 100) -> list[AuditRow]:
-        return list(islice(reversed(self._audit), limit))
+    def audit(self, *, limit: int = 100, before: int | None = None) -> list[AuditRow]:
+        known = self._audit if before is None else self._audit[: max(0, before - 1)]
+        return list(islice(reversed(known), limit))
 
     def note(self, actor: str, action: str, target: str, detail: str = "") -> None:
         with self.turn():
             self._undo.append(lambda: self._audit.__delitem__(-1))
-            self._audit.append(AuditRow(at=self.clock.wall(), actor=actor, action=action, target=target, detail=detail))
+            named = {"actor": actor, "action": action, "target": target, "detail": detail}
+            self._audit.append(AuditRow(number=len(self._audit) + 1, at=self.clock.wall(), **named))
 
     # -- blobs -----------------------------------------------------------------------------------------------------
     def _set_blob(self, sha256: str, generation: int, new: BlobRow | None) -> None:
@@ -577,4 +579,5 @@ def _passes(filter: Filter, job: Job) -> bool:
     outcome = job.outcome or Outcome()
     texts = (job.job_id, outcome.error_code or "", outcome.message)
     spec = job.spec
-    return is_wanted(filter, job.state, spec.subject, job.submitter, job.assigned_worker_id, spec.array_id, job.created_at, texts)
+    origin = spec.subject, job.submitter, job.assigned_worker_id, spec.array_id, job.created_at
+    return is_wanted(filter, job.job_id, job.state, *origin, texts)

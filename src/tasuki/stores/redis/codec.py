@@ -436,9 +436,14 @@ def token(flat: Sequence[bytes], is_revoked: bool = False) -> TokenRow | None:
         return None
 
 
-def audit_row(packed: bytes) -> AuditRow:
-    at, actor, action, target, detail = _decode_audit(packed)
-    return AuditRow(at=float(at), actor=actor, action=action, target=target, detail=detail)
+def audit_rows(reply: Reply) -> list[AuditRow]:
+    """Return entries of the audit from the number of the first one, and the packed entries."""
+    found = []
+    for place, packed in enumerate(reply[1:]):
+        at, actor, action, target, detail = _decode_audit(packed)
+        number = reply[0] - place
+        found.append(AuditRow(number=number, at=float(at), actor=actor, action=action, target=target, detail=detail))
+    return found
 
 
 def pauses(reply: Reply) -> list[PausedPattern]:

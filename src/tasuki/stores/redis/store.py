@@ -618,8 +618,8 @@ class RedisStore:
         return _some_of("revoked_among", token_ids)
 
     @_verb
-    def audit(self, *, limit: int = 100) -> ScriptCall[list[AuditRow]]:
-        return ScriptCall("audit", [limit], lambda reply: [codec.audit_row(row) for row in reply], reads=True)
+    def audit(self, *, limit: int = 100, before: int | None = None) -> ScriptCall[list[AuditRow]]:
+        return ScriptCall("audit", [limit, before or 0], codec.audit_rows, reads=True)
 
 
 class FilterFields(NamedTuple):
@@ -633,8 +633,17 @@ class FilterFields(NamedTuple):
     def passes(self, filter: Filter) -> bool:
         record, facts = self.record, self.facts
         texts = (self.job_id, *codec.outcome_texts(self.outcome)) if filter.text is not None else ()
-        worker_id, created_at = record.assigned_worker_id, float(record.created_at)
-        return is_wanted(filter, record.state, facts.subject, facts.submitter, worker_id, facts.array_id, created_at, texts)
+        return is_wanted(
+            filter,
+            self.job_id,
+            record.state,
+            facts.subject,
+            facts.submitter,
+            record.assigned_worker_id,
+            facts.array_id,
+            float(record.created_at),
+            texts,
+        )
 
 
 # ---------------------------------------------------------------------------------------------------- calls

@@ -67,6 +67,7 @@ __all__ = ["FAULT_POINTS", "SCHEMA_VERSION", "SqlReader", "SqlStore"]
 T = TypeVar("T")
 
 CREATED_SLACK_S = 60.0
+AFTER_ALL = 2**62  # a row id above all
 FIND_SCAN_MAX = 20_000  # rows that one find looks at, some 20 ms; the caller goes on with the cursor
 
 
@@ -156,10 +157,10 @@ class SqlReads:
         valid = {token_id for (token_id,) in self._select_by_texts("unrevoked_among", token_ids)}
         return [token_id for token_id in dict.fromkeys(token_ids) if token_id not in valid]
 
-    def audit(self, *, limit: int = 100) -> list[AuditRow]:
+    def audit(self, *, limit: int = 100, before: int | None = None) -> list[AuditRow]:
         return [
-            AuditRow(at=at, actor=actor, action=action, target=target, detail=detail)
-            for at, actor, action, target, detail in self._select("audit", (limit,))
+            AuditRow(number=number, at=at, actor=actor, action=action, target=target, detail=detail)
+            for number, at, actor, action, target, detail in self._select("audit", (limit, before or AFTER_ALL))
         ]
 
     def paused(self) -> list[PausedPattern]:
@@ -206,7 +207,7 @@ def _find(session: SqlSession, filter: Filter, limit: int, cursor: str | None) -
         position = row[0]
         _, job_id, state, subject, submitter, worker_id, array_id, created_at, error_code, error_summary = row
         texts = (job_id, error_code or "", error_summary)
-        if is_wanted(filter, state, subject, submitter, worker_id, array_id, created_at, texts):
+        if is_wanted(filter, job_id, state, subject, submitter, worker_id, array_id, created_at, texts):
             ids.append(position)
             if len(ids) == limit:
                 break
@@ -255,6 +256,9 @@ def _conditions(filter: Filter, contains: Callable[[str], str]) -> tuple[str, di
     if filter.worker_id is not None:
         conditions.append("assigned_worker_id = :worker_id")
         values["worker_id"] = filter.worker_id
+    if filter.definition_id is not None:
+        conditions.append("job_definition_id = :definition_id")
+        values["definition_id"] = filter.definition_id
     if filter.submitter is not None and not filter.scope:
         conditions.append("submitter = :submitter")
         values["submitter"] = filter.submitter

@@ -19,6 +19,7 @@ function adapt(root) {
   }
   for (const box of root.querySelectorAll("pre[data-follow]")) box.scrollTop = left.get(box.getAttribute("aria-label")) ?? box.scrollHeight;
 }
+for (const field of document.querySelectorAll("[data-zone]")) field.value = Intl.DateTimeFormat().resolvedOptions().timeZone;
 adapt(document);
 document.addEventListener("htmx:afterSettle", () => adapt(document));
 

@@ -105,9 +105,14 @@ reads.revoked_among = function()
   return found
 end
 
--- audit(limit) -> a list of msgpack, the newest first
--- Reads {app}:audit.
+-- audit(limit, before) -> the number of the first entry, the entries as msgpack, the newest first
+-- Reads {app}:audit. `before`: entries with lower numbers; 0: from the newest on. The oldest entry has the number 1.
 
 reads.audit = function()
-  return redis.call('LRANGE', key.audit, 0, take_number() - 1)
+  local limit, before = take_number(), take_number()
+  local length = redis.call('LLEN', key.audit)
+  local start = before > 0 and math.max(0, length - before + 1) or 0
+  local found = redis.call('LRANGE', key.audit, start, start + limit - 1)
+  table.insert(found, 1, length - start)
+  return found
 end

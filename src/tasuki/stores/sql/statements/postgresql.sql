@@ -798,7 +798,7 @@ SELECT token_id FROM tasuki_token WHERE token_id = ANY($1::text[]) AND revoked_a
 INSERT INTO tasuki_audit (at, actor, action, target, detail) VALUES ($1::float8, $2::text, $3::text, $4::text, $5::text)
 
 -- name: audit
-SELECT at, actor, action, target, detail FROM tasuki_audit ORDER BY id DESC LIMIT $1::bigint
+SELECT id, at, actor, action, target, detail FROM tasuki_audit WHERE id < $2::bigint ORDER BY id DESC LIMIT $1::bigint
 
 -- name: revoke_token
 UPDATE tasuki_token SET revoked_at = $2::float8, revoked_by = $3::text WHERE token_id = $1::text AND revoked_at IS NULL

@@ -640,7 +640,7 @@ SELECT token_id FROM tasuki_token WHERE token_id IN (SELECT value FROM json_each
 INSERT INTO tasuki_audit (at, actor, action, target, detail) VALUES (?, ?, ?, ?, ?)
 
 -- name: audit
-SELECT at, actor, action, target, detail FROM tasuki_audit ORDER BY id DESC LIMIT ?1
+SELECT id, at, actor, action, target, detail FROM tasuki_audit WHERE id < ?2 ORDER BY id DESC LIMIT ?1
 
 -- name: revoke_token
 UPDATE tasuki_token SET revoked_at = ?2, revoked_by = ?3 WHERE token_id = ?1 AND revoked_at IS NULL
