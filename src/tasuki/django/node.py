@@ -113,7 +113,7 @@ class NodeWorker(Worker):
         self._kept_logs = self._log_follow = KeptLogFollow(self._send)
         self._log_writer = LogWriter(self._alias)
         self._log_archiver = LogArchiver(self._alias)
-        self._alerts = AlertLoop(self._alias)
+        self._alerts = AlertLoop(self._alias, self._project.alerts, self._project.coordination)
         try:
             from tasuki.django.task_backend import handle_task
 
