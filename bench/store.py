@@ -39,18 +39,20 @@ SUBJECT = "math.square"
 ENOUGH_S = 4.0
 BUSY_STEPS = 4_000  # some 100 µs of Python between two system calls
 
-# Rows as the store itself writes them, 4 of 100,000 FAILED. Ids are time-ordered or random, like those of the measured jobs.
+# Rows as the store itself writes them, one of `every` FAILED. Ids are time-ordered or random, like those of the measured jobs.
 LOAD = """
 INSERT INTO tasuki_jobrun (
     idempotency_key, state, ready, "group", subject, attempt, version, lease_id, assigned_worker_id, incarnation, assigned_at,
     started_at, finished_at, error_code, result, result_sha256, result_size_bytes, created_at, submitter, body_hash, spec)
-WITH RECURSIVE number (n) AS (SELECT 0 UNION ALL SELECT n + 1 FROM number WHERE n + 1 < :finished + :queued)
-SELECT {key}, CASE WHEN n >= :finished THEN 'PENDING' WHEN n % 25000 = 0 THEN 'FAILED' ELSE 'SUCCEEDED' END, n >= :finished,
-    'math', :subject, n < :finished, 3 * (n < :finished), CASE WHEN n < :finished THEN :lease || n ELSE '' END,
-    iif(n < :finished, 'w1', NULL), iif(n < :finished, 'w1/1', ''), iif(n < :finished, :at, NULL), iif(n < :finished, :at, NULL),
-    iif(n < :finished, :at, NULL), iif(n < :finished AND n % 25000 = 0, 'EXIT_CODE', NULL), iif(n < :finished, x'3439', NULL),
-    iif(n < :finished, :sha256, NULL), iif(n < :finished, 2, NULL), :at, 'client:bench', :hash, :spec
-FROM number
+SELECT {key}, CASE WHEN done IS NULL THEN 'PENDING' WHEN n % :every = 0 THEN 'FAILED' ELSE 'SUCCEEDED' END,
+    CASE WHEN done IS NULL THEN 1 ELSE 0 END, 'math', :subject, coalesce(done, 0), 3 * coalesce(done, 0),
+    CASE WHEN done = 1 THEN :lease || n ELSE '' END, CASE WHEN done = 1 THEN 'w1' END, CASE WHEN done = 1 THEN 'w1/1' ELSE '' END,
+    :at * done, :at * done, :at * done, CASE WHEN done = 1 AND n % :every = 0 THEN 'EXIT_CODE' END,
+    CASE WHEN done = 1 THEN :result END, CASE WHEN done = 1 THEN :sha256 END, 2 * done, :at, 'client:bench', :hash, :spec
+FROM (SELECT n, CASE WHEN n < :finished THEN 1 END AS done FROM ({numbers}) AS number) AS numbered
+"""
+NUMBERS = """
+WITH RECURSIVE number (n) AS (SELECT 0 UNION ALL SELECT n + 1 FROM number WHERE n + 1 < :finished + :queued) SELECT n FROM number
 """
 KEYS = {"ordered": "printf('0192a000-%04x-7000-8000-%012x', n >> 16, n)", "random": "lower(hex(randomblob(16)))"}
 
@@ -66,19 +68,29 @@ def ids(kind: str) -> Iterator[str]:
         yield f"0192b000-{number >> 16:04x}-7000-8000-{number:012x}"
 
 
-def load(path: Path, kind: str, queued: int, finished: int) -> None:
+def load_values(queued: int, finished: int, every: int) -> dict[str, Any]:
+    """Return the parameters of LOAD."""
+    spec = JobSpec(job_id="x" * 36, subject=SUBJECT, payload=b"7")
+    values = {"finished": finished, "queued": queued, "every": every, "subject": SUBJECT, "lease": "ab" * 16 + "."}
+    values |= {"at": time.time() - 86400, "result": b"49", "sha256": "ab" * 32}
+    return values | {"hash": body_hash(spec), "spec": encode_spec(spec)}
+
+
+def counters(queued: int, finished: int, every: int) -> list[tuple[str, str, int]]:
+    """Return the rows that count the jobs of LOAD."""
+    failed = -(-finished // every)
+    return [("math", "pending", queued), ("math", "succeeded", finished - failed), ("math", "failed", failed)]
+
+
+def load(path: Path, kind: str, queued: int, finished: int, *, every: int = 25_000) -> None:
     """Fill a new store the quick way: one statement, no fsync."""
     SqlStore.open_sqlite(path).close()
-    spec = JobSpec(job_id="x" * 36, subject=SUBJECT, payload=b"7")
     connection = sqlite3.connect(path, isolation_level=None)
     connection.execute("PRAGMA synchronous = OFF")
     connection.execute("PRAGMA cache_size = -2000000")
-    values = {"finished": finished, "queued": queued, "subject": SUBJECT, "lease": "ab" * 16 + ".", "at": time.time() - 86400}
-    values |= {"sha256": "ab" * 32, "hash": body_hash(spec), "spec": encode_spec(spec)}
-    connection.execute(LOAD.replace("{key}", KEYS[kind]), values)
-    failed = -(-finished // 25000)
-    for name, n in (("pending", queued), ("succeeded", finished - failed), ("failed", failed)):
-        connection.execute('INSERT INTO tasuki_counter ("group", state, n) VALUES (?, ?, ?)', ("math", name, n))
+    statement = LOAD.replace("{key}", KEYS[kind]).replace("{numbers}", NUMBERS)
+    connection.execute(statement, load_values(queued, finished, every))
+    connection.executemany('INSERT INTO tasuki_counter ("group", state, n) VALUES (?, ?, ?)', counters(queued, finished, every))
     connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
     connection.close()
 

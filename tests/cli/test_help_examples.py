@@ -17,7 +17,7 @@ from tests.cli.commands import DEADLINE_S, User, running
 
 PROGRAMS = ("backup", "encode", "jq", "simulate")  # of other people, which the examples name
 RUN = {
-    "run", "submit", "wait", "status", "list", "explain", "result", "logs", "cancel", "retry", "dead", "stats", "servers",
+    "run", "submit", "wait", "status", "list", "explain", "result", "logs", "cancel", "retry", "dead", "stats", "top", "servers",
     "workers", "detach", "attach", "pause", "resume", "token",
 }  # fmt: skip
 NOT_RUN = ("https://", "agents:", "--watch", "w-3f9c21ab77de")  # other servers, no end, a worker that enrolled

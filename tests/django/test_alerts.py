@@ -5,14 +5,20 @@ from __future__ import annotations
 import hashlib
 import hmac
 import json
+import sqlite3
 import threading
 from collections.abc import Iterator
+from contextlib import closing
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
+import psycopg
 import pytest
 
+from tests.cli.commands import User
 from tests.support.django_site import DjangoSite
+from tests.support.processes import start_server, start_worker
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.e2e
@@ -80,11 +86,16 @@ def test_a_run_that_failed_is_told_signed_by_the_worker(site: DjangoSite, receiv
 
 STEPS = """
 from tasuki.django.alerts import Alerts
+from tasuki.django.conf import project_settings
 from tasuki.django.definitions import apply
-from tasuki.django.models import Alert, DefinitionState, Incident, JobDefinition, JobRun, ScopeLease
+from tasuki.django.models import Alert, DefinitionState, Incident, JobDefinition, JobRun, ScopeEpoch, ScopeLease
 apply({"nightly": {"command_name": "daily_report", "daily_at": "02:30"}}, source="settings")
 nightly = JobDefinition.objects.get()
-Alerts("default").step()
+
+def project_alerts():
+    return Alerts("default", project_settings().alerts, project_settings().coordination)
+
+project_alerts().step()
 
 def dies():
     from tasuki.django import enqueue_command
@@ -106,11 +117,11 @@ def test_an_alert_is_made_once_for_each_receiver_and_sent_until_it_is_taken(site
         STEPS
         + """
 dies()
-Alerts("default").step()
+project_alerts().step()
 first = state()
 Alert.objects.filter(next_at__isnull=False).update(next_at=1.0)
-Alerts("default").step()
-Alerts("default").step()
+project_alerts().step()
+project_alerts().step()
 print(json.dumps([first, state()]))
 """
     )
@@ -129,7 +140,7 @@ def test_late_schedules_and_a_missing_leader_are_told(site: DjangoSite, receiver
 DefinitionState.objects.update_or_create(definition=nightly, defaults={"next_at": time.time() - 90})
 ScopeLease.objects.create(scope="leader", epoch=3, holder="7", expires_at=time.time() - 90)
 for _ in range(2):
-    Alerts("default").step()
+    project_alerts().step()
 """
     )
 
@@ -138,6 +149,66 @@ for _ in range(2):
         ("late", "nightly", None),
         ("no_leader", "", 3),
     ]
+
+
+@pytest.mark.parametrize("site", ["postgresql"], indirect=True)
+def test_a_missing_leader_is_told_where_redis_has_the_lock(site: DjangoSite, receiver: Receiver, redis_url: str) -> None:
+    site.env["SITE_TASUKI"] = json.dumps(
+        {"alerts": {"everything": {"url": receiver.url, "allow_private": True}}, "coordination": redis_url}
+    )
+    site.migrate()
+    site.run(
+        STEPS
+        + f"""
+import redis
+ScopeEpoch.objects.update_or_create(scope="leader", defaults={{"epoch": 4, "holder": "9"}})
+with redis.Redis.from_url({redis_url!r}) as client:
+    for ago in (10, 90):
+        client.set("scheduler:leader:last_seen_ts", time.time() - ago)
+        for _ in range(3):
+            project_alerts().step()
+"""
+    )
+
+    bodies = [json.loads(data) for data, _ in receiver.got]
+    assert [(one["kind"], one["epoch"], one["last_leader"]) for one in bodies] == [("no_leader", 4, "9")]
+
+
+@pytest.mark.parametrize("site", ["sqlite"], indirect=True)
+def test_a_name_that_has_a_private_address_the_second_time_gets_nothing_there(site: DjangoSite) -> None:
+    site.migrate()
+    found = site.ask(
+        """
+import socket
+from tasuki.django.alerts import send
+from tasuki.django.conf import AlertTarget
+from tasuki.errors import TasukiError
+
+answers = ["93.184.216.34", "127.0.0.1"]
+asked, tried = [], []
+
+def look_up(host, port, *rest, **options):
+    asked.append(host)
+    return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (answers.pop(0), port))]
+
+def connect(address, *rest, **options):
+    tried.append(address)
+    raise OSError("no way there")
+
+socket.getaddrinfo, socket.create_connection = look_up, connect
+said = []
+for _ in range(2):
+    try:
+        send(AlertTarget(url="https://rebind.example/hook"), {})
+    except (TasukiError, OSError) as error:
+        said.append(str(error))
+print(json.dumps([asked, tried, said]))
+"""
+    )
+
+    assert found[0] == ["rebind.example"] * 2, "each try asks once"
+    assert found[1] == [["93.184.216.34", 443]], "the address that was checked, and only that"
+    assert "127.0.0.1, which is not public" in found[2][1]
 
 
 @pytest.mark.parametrize("site", ["sqlite"], indirect=True)
@@ -156,7 +227,7 @@ for host in {hosts!r}:
     except TasukiError as error:
         codes.append(error.code)
 dies()
-Alerts("default").step()
+project_alerts().step()
 print(json.dumps([codes, state()]))
 """
     )
@@ -164,3 +235,69 @@ print(json.dumps([codes, state()]))
     assert found[0] == ["FORBIDDEN"] * len(hosts)
     assert "not public" in found[1][0][4]
     assert receiver.got == []
+
+
+# ---------------------------------------------------------------------------------------------------- servers
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def store(request: pytest.FixtureRequest) -> str:
+    """The address of a store; empty: SQLite in the data folder."""
+    return "" if request.param == "sqlite" else request.getfixturevalue("postgres_url")
+
+
+def looks(store: str, data: Path) -> bool:
+    """Return whether a server has begun to look for what is to be told."""
+    if store:
+        with closing(psycopg.connect(store)) as shared:
+            return bool(shared.execute(LOOKED_AT).fetchall())
+    with closing(sqlite3.connect(data / "tasuki.sqlite3", timeout=20.0)) as file:
+        return bool(file.execute(LOOKED_AT).fetchall())
+
+
+LOOKED_AT = "SELECT 1 FROM tasuki_scopeepoch WHERE scope = 'alerts'"
+
+
+def test_a_server_tells_of_failures_and_dead_letters_signed_until_they_are_taken(
+    store: str, receiver: Receiver, tmp_path: Path
+) -> None:
+    (tmp_path / "key").write_text("key\n")
+    options = ("--webhook", receiver.url, "--webhook-secret", tmp_path / "key", "--webhook-private")
+    kinds = ("--webhook-on", "failure", "--webhook-on", "dead_letter")
+    receiver.answers = [503]
+    with (
+        start_server(tmp_path, *options, *kinds, store=store) as server,
+        start_worker(server, "--exec", "sh=/bin/sh {args}", command=True),
+        server.client() as client,
+    ):
+        until(lambda: looks(store, server.data), what="the server looks")
+        client.submit(exec="sh", args=["-c", "exit 3"], retries=1, backoff_s=0.1, job_id="breaks", watch=False)
+        until(lambda: len({data for data, _ in receiver.got}) == 2 and len(receiver.got) >= 3, 60.0, "both are told, one twice")
+
+    bodies = [json.loads(data) for data, _ in receiver.got]
+    assert {(one["kind"], one["job_id"], one["attempt"]) for one in bodies} == {
+        ("failure", "breaks", 1),
+        ("dead_letter", "breaks", 2),
+    }
+    for data, signature in receiver.got:
+        assert signature == "sha256=" + hmac.new(b"key", data, hashlib.sha256).hexdigest()
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--webhook", "ftp://h/x"], "--webhook must be https://host/path or http://host/path"),
+        (["--webhook", "https://u:p@h/x"], "without credentials"),
+        (["--webhook", "https://h/x", "--webhook-on", "rain"], "--webhook-on: Invalid enum value 'rain'"),
+        (["--webhook-private"], "give --webhook URL too"),
+        (["--webhook", "https://h/x", "--webhook-secret", "empty"], "the file empty is empty"),
+        (["--webhook", "https://h/x", "--store", "redis://127.0.0.1:1/0"], "--webhook needs a SQL store"),
+    ],
+)
+def test_options_of_webhooks_that_cannot_work_are_refused(tmp_path: Path, options: list[str], says: str) -> None:
+    (tmp_path / "empty").touch()
+
+    done = User(tmp_path).run("server", *options)
+
+    assert done.returncode == 2
+    assert says in done.stderr

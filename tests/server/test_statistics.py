@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from bisect import bisect_left
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ from tasuki.core.protocol import (
     SubmitJobs,
 )
 from tasuki.core.statistics import (
+    LATENCIES_S,
     OTHER_GROUPS,
     ROLLUP_GROUPS_MAX,
     ROLLUP_S,
@@ -43,6 +45,8 @@ from tasuki.core.statistics import (
 from tasuki.core.store_messages import (
     Answers,
     Canceled,
+    FiredRun,
+    FiredRuns,
     Grant,
     GroupCounts,
     LeaseRequest,
@@ -54,6 +58,7 @@ from tasuki.core.store_messages import (
     Submitted,
     Turn,
 )
+from tasuki.core.subject import DEFAULT_SUBJECT, group_of
 from tasuki.errors import Forbidden, InvalidInput, TooLarge, Unavailable
 from tasuki.server.queries import answer_query
 from tasuki.server.server import Server, ServerConfig
@@ -63,6 +68,7 @@ from tasuki.stores.memory.store import MemoryStore
 from tests.server.peers import client, worker
 from tests.support.waiting import until_async
 
+WALL = 1_767_225_600.0
 ADMIN = Identity(PeerKind.ADMIN, "token:root", (), "root")
 
 
@@ -72,15 +78,15 @@ class Turns(Statistics):
     def submit(self, *job_ids: str, subject: str = "a.b", at: float = 0.0, **fields: Any) -> None:
         specs = [JobSpec(job_id=job_id, subject=subject, **fields) for job_id in job_ids]
         turn = Turn(submit=[Submission(spec, "alice", b"") for spec in specs])
-        self.turn(turn, Answers(submit=[Submitted(job_id, True) for job_id in job_ids]), at)
+        self.turn(turn, Answers(submit=[Submitted(job_id, True) for job_id in job_ids]), Now(at, WALL + at))
 
     def lease(self, job_id: str, *, spec: bytes = b"\x80", at: float = 0.0, attempt: int = 1, submitter: str = "alice") -> None:
         turn = Turn(lease=[LeaseRequest(worker_id="w", incarnation="i")])
-        self.turn(turn, Answers(lease=[[Grant(job_id, spec, submitter, "l", attempt, 15.0)]]), at)
+        self.turn(turn, Answers(lease=[[Grant(job_id, spec, submitter, "l", attempt, 15.0)]]), Now(at, WALL + at))
 
     def finish(self, job_id: str, *answers: ReportAnswer) -> None:
         reports = [Report(job_id, "w", "l", 1, Outcome())] * len(answers)
-        self.turn(Turn(finish=reports), Answers(finish=list(answers)), 1.0)
+        self.turn(Turn(finish=reports), Answers(finish=list(answers)), Now(1.0, WALL + 1.0))
 
     def of(self, group: str = "a") -> GroupStatistics:
         return self.totals().get(group, GroupStatistics())
@@ -96,6 +102,27 @@ def test_delivery_is_measured_from_the_submit_to_the_first_lease() -> None:
     assert (turns.of().leased, turns.of().redelivered) == (2, 1)
 
 
+def test_the_lag_of_a_scheduled_run_is_from_its_nominal_time_to_its_first_lease() -> None:
+    turns = Turns()
+    turns.lease(f"d7-{WALL:.0f}", at=90.0)
+    turns.lease(f"d7-{WALL:.0f}", at=500.0, attempt=2)
+    turns.lease(f"d8-{WALL + 60:.0f}", at=50.0)  # ahead of its time
+    turns.lease("e9-7", at=70.0)
+
+    found = turns.of(group_of(DEFAULT_SUBJECT))
+    assert (found.firing_s, found.firing) == (90.0, {0: 1, bisect_left(LATENCIES_S, 90.0): 1})
+    assert found.view()["firing_p99_s"] > 60.0
+
+
+def test_a_run_that_is_skipped_when_it_is_fired_is_counted() -> None:
+    turns = Turns()
+    runs = (FiredRun("d7-1", 7, 1.0, State.SKIPPED), FiredRun("d7-2", 7, 2.0))
+
+    turns.turn(Turn(epoch=1), Answers(fire=FiredRuns(runs)), Now(1.0, WALL + 1.0))
+
+    assert turns.of("(unknown)").skipped == 1
+
+
 def test_a_job_that_was_not_to_start_at_once_is_not_measured() -> None:
     turns = Turns()
     turns.submit("j", not_before=1e10)
@@ -109,7 +136,7 @@ def test_a_lost_attempt_is_followed_by_another_or_by_the_end(state: State, retri
     turns = Turns()
     turns.submit("j")
 
-    turns.turn(Turn(epoch=1, reap=9), Answers(reap=[Reaped("j", state, "w", 1, "silent")]), 1.0)
+    turns.turn(Turn(epoch=1, reap=9), Answers(reap=[Reaped("j", state, "w", 1, "silent")]), Now(1.0, WALL + 1.0))
 
     assert (turns.of().attempts_lost, turns.of().retried_lost, turns.of().dead) == (1, retried, dead)
 
@@ -199,8 +226,8 @@ def test_what_is_remembered_of_waiting_jobs_is_bounded() -> None:
     turns = Turns()
     turns.submit(*(f"j{number}" for number in range(REMEMBERED_MAX + 1)))
 
-    turns.turn(Turn(cancel=[("j0", "x", "")]), Answers(cancel=[Canceled(State.CANCELED)]), 1.0)
-    turns.turn(Turn(cancel=[("j1", "x", "")]), Answers(cancel=[Canceled(State.CANCELED)]), 1.0)
+    turns.turn(Turn(cancel=[("j0", "x", "")]), Answers(cancel=[Canceled(State.CANCELED)]), Now(1.0, WALL + 1.0))
+    turns.turn(Turn(cancel=[("j1", "x", "")]), Answers(cancel=[Canceled(State.CANCELED)]), Now(1.0, WALL + 1.0))
 
     assert turns.of().canceled == 1
 

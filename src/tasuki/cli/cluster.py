@@ -132,7 +132,7 @@ def _of_groups(counts: dict[str, dict[str, int]], periods: list[dict[str, Any]])
 
 def _group_lines(rows: dict[str, dict[str, Any]]) -> list[str]:
     def cells(group: str, row: dict[str, Any]) -> tuple[object, ...]:
-        latencies = ("-" if row[name] is None else _shown_latency(row[name]) for name in ("latency_p50_s", "latency_p99_s"))
+        latencies = ("-" if row[name] is None else shown_latency(row[name]) for name in ("latency_p50_s", "latency_p99_s"))
         hits = f"{row['cache_hits']}/{row['cache_inputs']}"
         counts = (row[name] for name in ("redelivered", "fenced", "dead", "published", "dropped"))
         shown = (group, row["queued"], row["running"], row["submitted"], row["finished"], *latencies, *counts)
@@ -142,7 +142,7 @@ def _group_lines(rows: dict[str, dict[str, Any]]) -> list[str]:
     return table((*heads, "DROPPED", "CACHE HITS", "SAVED"), (cells(group, row) for group, row in rows.items()))
 
 
-def _shown_latency(seconds: float) -> str:
+def shown_latency(seconds: float) -> str:
     return f"{seconds * 1000:.3g}ms" if seconds < 1.0 else f"{seconds:.3g}s"
 
 

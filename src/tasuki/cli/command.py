@@ -57,6 +57,7 @@ SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
         "server": ("server.server", "Start a server; with --store, one of several."),
         "worker": ("worker.worker", "Run jobs until a signal."),
         "stats": ("cluster.stats", "Count jobs by group and state, and list the workers."),
+        "top": ("top.top", "Show figures, queues and workers until a key ends it."),
         "servers": ("cluster.servers", "List the servers that are alive on this store."),
         "workers": ("cluster.workers", "List the workers that are connected to any server."),
         "detach": ("cluster.detach", "Give a worker no more work."),

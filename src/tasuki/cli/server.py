@@ -6,6 +6,7 @@ a signal, end in order.
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import logging
 import os
@@ -13,10 +14,11 @@ from collections.abc import Awaitable, Callable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 from urllib.parse import urlsplit
 
 import click
+import msgspec
 
 from tasuki.cli import command as cli
 from tasuki.cli import process
@@ -64,6 +66,7 @@ if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.responses import Response
 
+    from tasuki.django.conf import AlertSettings
     from tasuki.django.ops.server_backend import ServerScreens
     from tasuki.doors.http.door import HttpDoor
     from tasuki.doors.http.payload_checks import PayloadCheck
@@ -130,6 +133,51 @@ def _payload_check(app: str, file: str) -> PayloadCheck:
 
     return PayloadCheck(app, Path(file))
 
+
+class WebhookOptions(NamedTuple):
+    """The receiver of a server's alerts."""
+
+    webhook: str | None = None
+    webhook_secret: Path | None = None
+    webhook_on: tuple[str, ...] = ()
+    webhook_private: bool = False
+
+    def alerts(self, places: StorageLocations) -> AlertSettings | None:
+        """Return the checked settings; None: there is no receiver."""
+        if self.webhook is None:
+            if any(self):
+                raise ConfigError("--webhook-secret, --webhook-on and --webhook-private need a receiver: give --webhook URL too")
+            return None
+        if is_redis(places.store):
+            raise ConfigError("--webhook needs a SQL store, which keeps alerts until they are taken; on Redis watch /metrics")
+        parts = urlsplit(self.webhook)
+        if parts.scheme not in ("http", "https") or not parts.hostname or "@" in parts.netloc:
+            raise ConfigError("--webhook must be https://host/path or http://host/path, without credentials")
+        from tasuki.django.conf import AlertSettings, AlertTarget
+
+        secret = ""
+        if self.webhook_secret is not None and not (secret := self.webhook_secret.read_text("utf-8").strip()):
+            raise ConfigError(f"--webhook-secret: the file {self.webhook_secret} is empty; write the key of the signature to it")
+        given: dict[str, Any] = {"url": self.webhook, "secret": secret, "allow_private": self.webhook_private}
+        if self.webhook_on:
+            given["on"] = self.webhook_on
+        try:
+            return AlertSettings(everything=msgspec.convert(given, AlertTarget))
+        except msgspec.ValidationError as error:
+            raise ConfigError(f"--webhook-on: {error}") from None
+
+
+webhook_options = cli.options(
+    cli.option(
+        "--webhook",
+        metavar="URL",
+        help="POST alerts here: jobs that failed for good, no leader. On a SQL store; the same for all its servers.",
+    ),
+    cli.option("--webhook-secret", metavar="FILE", type=cli.PATH, help="File with the key that signs them."),
+    cli.several("--webhook-on", metavar="KIND", help="Only these: failure (an attempt), dead_letter, no_leader. Several times."),
+    cli.flag("--webhook-private", help="The receiver may be at a loopback, private or link-local address."),
+    cli.gather("webhook", WebhookOptions),
+)
 
 DEFAULT_LIMITS = AppLimits()
 app_options = cli.options(
@@ -222,6 +270,7 @@ app_options = cli.options(
     "that are good for some minutes. Those who cannot reach it go on through the server.",
 )
 @cli.option("--presign-endpoint", metavar="URL", help="Where peers reach the bucket, if not where this server does.")
+@webhook_options
 @cli.log_level_option
 def server(
     output: Output,
@@ -249,6 +298,7 @@ def server(
     strict: bool,
     presign: bool,
     presign_endpoint: str | None,
+    webhook: WebhookOptions,
     log_level: str,
 ) -> int:
     """SIGTERM or Ctrl-C ends it in order, a second one at once. SIGHUP makes it read --tls-cert and --tls-key again."""
@@ -280,7 +330,8 @@ def server(
         routes=parse_routes(route),
         route_wait_s=route_wait,
     )
-    return process.run_loop(_main(ServerOptions(listen, places, config), process.Events(json=output.json)))
+    options = ServerOptions(listen, places, config, webhook.alerts(places))
+    return process.run_loop(_main(options, process.Events(json=output.json)))
 
 
 def _key() -> bytes:
@@ -335,6 +386,7 @@ class ServerOptions(NamedTuple):
     listen: ListenOptions
     places: StorageLocations
     config: ServerConfig
+    alerts: AlertSettings | None = None
 
 
 def check(options: ServerOptions) -> None:
@@ -522,6 +574,7 @@ async def serve(options: ServerOptions, events: process.Events, while_open: Call
     gc.collect()
     gc.freeze()
     opened = None
+    alerting = asyncio.create_task(_alert(options)) if options.alerts is not None else None
     try:
         if presigned is not None:
             await presigned.check()
@@ -537,4 +590,20 @@ async def serve(options: ServerOptions, events: process.Events, while_open: Call
             await opened.shut()
         if presigned is not None:
             presigned.close()
+        if alerting is not None:
+            alerting.cancel()
+            await asyncio.wait([alerting])
         await server.stop()
+
+
+async def _alert(options: ServerOptions) -> None:
+    """Send alerts until this is canceled."""
+    from tasuki.django.alerts import AlertLoop, server_alias
+
+    places = options.places
+    assert options.alerts is not None
+    loop = AlertLoop(server_alias(places.folder.database, places.store), options.alerts, places.coordination)
+    try:
+        await loop.run()
+    finally:
+        loop.close()

@@ -67,6 +67,10 @@ class GroupStatistics(msgspec.Struct, omit_defaults=True):
     """Sum of the latencies from the commit of a submit to that of its first lease."""
     delivery: dict[int, int] = msgspec.field(default_factory=dict)
     """Number of these latencies by the place of their bucket in LATENCIES_S."""
+    firing_s: float = 0.0
+    """Sum of the lags of scheduled runs: from the nominal time to the first lease; 0 for one that was leased ahead of it."""
+    firing: dict[int, int] = msgspec.field(default_factory=dict)
+    """Number of these lags by the place of their bucket."""
 
     @property
     def finished(self) -> int:
@@ -93,35 +97,48 @@ class GroupStatistics(msgspec.Struct, omit_defaults=True):
         delivery[bucket] = delivery.get(bucket, 0) + 1
         self.delivery_s += latency_s
 
+    def fired(self, lag_s: float) -> None:
+        """Count the first lease of a scheduled run."""
+        bucket = bisect_left(LATENCIES_S, lag_s)
+        self.firing[bucket] = self.firing.get(bucket, 0) + 1
+        self.firing_s += lag_s
+
     def add(self, other: GroupStatistics) -> None:
         """Add the counts of another server, group or time."""
         for name in COUNTS:
             if count := getattr(other, name):
                 setattr(self, name, getattr(self, name) + count)
-        for bucket, count in other.delivery.items():
-            self.delivery[bucket] = self.delivery.get(bucket, 0) + count
+        for mine, others in ((self.delivery, other.delivery), (self.firing, other.firing)):
+            for bucket, count in others.items():
+                mine[bucket] = mine.get(bucket, 0) + count
 
     def latency_s(self, share: float) -> float | None:
         """Return the latency that this share of the deliveries did not exceed, as well as the buckets tell; None without any."""
-        whole = sum(self.delivery.values())
-        below = 0
-        for bucket, count in sorted(self.delivery.items()):
-            if below + count >= share * whole:
-                lower = LATENCIES_S[bucket - 1] if bucket else 0.0
-                upper = LATENCIES_S[min(bucket, len(LATENCIES_S) - 1)]
-                return lower + (upper - lower) * max(0.0, share * whole - below) / count
-            below += count
-        return None
+        return _quantile(self.delivery, share)
 
     def view(self, *, zeros: bool = False) -> dict[str, Any]:
         """Return the counts that are not 0, with those that follow from them, for people and programs outside."""
         counts = {name: count for name in (*COUNTS, *_DERIVED) if (count := getattr(self, name)) or zeros}
         if self.delivery or zeros:
             counts["latency_p50_s"], counts["latency_p99_s"] = self.latency_s(0.5), self.latency_s(0.99)
+        if self.firing or zeros:
+            counts["firing_p50_s"], counts["firing_p99_s"] = _quantile(self.firing, 0.5), _quantile(self.firing, 0.99)
         return counts
 
 
-COUNTS = tuple(name for name in GroupStatistics.__struct_fields__ if name != "delivery")
+def _quantile(histogram: Mapping[int, int], share: float) -> float | None:
+    whole = sum(histogram.values())
+    below = 0
+    for bucket, count in sorted(histogram.items()):
+        if below + count >= share * whole:
+            lower = LATENCIES_S[bucket - 1] if bucket else 0.0
+            upper = LATENCIES_S[min(bucket, len(LATENCIES_S) - 1)]
+            return lower + (upper - lower) * max(0.0, share * whole - below) / count
+        below += count
+    return None
+
+
+COUNTS = tuple(name for name in GroupStatistics.__struct_fields__ if name not in ("delivery", "firing"))
 _DERIVED = ("finished", "dead", "cache_hits", "saved_bytes")
 
 

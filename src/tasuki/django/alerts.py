@@ -1,4 +1,5 @@
-"""Alerts: webhooks on failures and dead letters, schedules that are late, and a missing leader (`TASUKI["alerts"]`).
+"""Alerts: webhooks on failures and dead letters, schedules that are late, and a missing leader: of a project
+(`TASUKI["alerts"]`), and of servers on a SQL store (`tasuki server --webhook`).
 
 What happened is read from the rows that have it anyway (incidents of jobs, notes on definitions), and becomes a row of Alert,
 whose key makes it once, whichever nodes look. So an alert outlives the node that saw the failure. Any node sends: it moves
@@ -19,18 +20,22 @@ import json
 import logging
 import socket
 import ssl
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from django.db import Error, connections
+from django.db import Error, connections, models
 
 from tasuki.core.backoff import Backoff
-from tasuki.django.conf import AlertSettings, AlertTarget, project_settings
-from tasuki.django.enqueueing import store_of
+from tasuki.django import standalone
+from tasuki.django.conf import AlertSettings, AlertTarget
+from tasuki.django.fields import database_time
 from tasuki.django.models import Alert, DefinitionState, Incident, ScopeEpoch, ScopeLease
 from tasuki.errors import Forbidden, InvalidInput, TasukiError
+from tasuki.server.assembly import open_scheduler_coordination
 
 logger = logging.getLogger("tasuki.django")
 INTERVAL_S = 2.0
@@ -53,20 +58,22 @@ def wanted(settings: AlertSettings) -> bool:
 
 
 class Alerts:
-    """Makes and sends alerts, on the connection of the calling thread."""
+    """Makes and sends alerts, on the connection of the calling thread. `coordination`: the Redis in which leaders are elected."""
 
-    def __init__(self, alias: str) -> None:
-        self._alias = alias
-        self._settings = project_settings().alerts
+    def __init__(self, alias: str, settings: AlertSettings, coordination: str = "") -> None:
+        self._alias, self._settings, self._coordination = alias, settings, coordination
 
     def step(self) -> None:
         """Make the alerts of what happened since the last look, and send those that are due."""
-        now = store_of(self._alias).clock.wall()
-        made = [*self._of_incidents(now), *self._of_late_definitions(now), *self._of_missing_leader(now)]
-        Alert.objects.using(self._alias).bulk_create(made, ignore_conflicts=True)
+        now = database_time(connections[self._alias]).timestamp()
+        self._add([*self._of_incidents(now), *self._of_late_definitions(now)])
         self._settle(now)
         self._send_due(now)
         Alert.objects.using(self._alias).filter(next_at=None, created_at__lt=now - KEEP_S).delete()
+        self._add(self._of_missing_leader(now))  # last: a Redis that is away keeps nothing else from its receiver
+
+    def _add(self, made: Iterable[Alert]) -> None:
+        Alert.objects.using(self._alias).bulk_create(made, ignore_conflicts=True)
 
     def _make(self, kind: str, key: str, definition: str, now: float, body: dict[str, Any]) -> Iterator[Alert]:
         targets = {definition: self._settings.definitions.get(definition), "": self._settings.everything}
@@ -103,10 +110,18 @@ class Alerts:
             yield from self._make("late", f"{row.pk}:{due:.0f}", row.definition.name, now, {"due_at": due})
 
     def _of_missing_leader(self, now: float) -> Iterator[Alert]:
-        """On PostgreSQL without Redis: the leader's lock is a row."""
-        rows = ScopeLease.objects.using(self._alias).filter(scope="leader", expires_at__lt=now - self._settings.late_seconds)
-        for row in rows:
-            yield from self._make("no_leader", str(row.epoch), "", now, {"last_leader": row.holder, "epoch": row.epoch})
+        """On PostgreSQL the leader's lock is a row; or it is in Redis, where the last turn of a leader is noted."""
+        led: models.QuerySet[Any]
+        if self._coordination:
+            with closing(open_scheduler_coordination(self._coordination)) as shared:
+                led_ago_s = shared.led_ago_s()
+            if led_ago_s is None or led_ago_s < self._settings.late_seconds:
+                return
+            led = ScopeEpoch.objects.using(self._alias).filter(scope="leader")
+        else:
+            led = ScopeLease.objects.using(self._alias).filter(scope="leader", expires_at__lt=now - self._settings.late_seconds)
+        for epoch, holder in led.values_list("epoch", "holder"):
+            yield from self._make("no_leader", str(epoch), "", now, {"last_leader": holder, "epoch": epoch})
 
     def _send_due(self, now: float) -> None:
         rows = Alert.objects.using(self._alias)
@@ -157,22 +172,33 @@ def checked_address(host: str, port: int, *, allow_private: bool) -> str:
         address = ipaddress.ip_address(text.partition("%")[0])
         known = getattr(address, "ipv4_mapped", None) or address
         if not allow_private and (not known.is_global or known.is_multicast):
-            raise Forbidden(f"{host} has the address {text}, which is not public; set allow_private if that is meant")
+            raise Forbidden(
+                f"{host} has the address {text}, which is not public; if that is meant, set allow_private (--webhook-private)"
+            )
     return found[0]
 
 
-class AlertLoop:
-    """The alerts in a node, on a thread whose connection is open only while it looks."""
+def server_alias(file: Path, store_url: str) -> str:
+    """Return the alias of a server's store for another connection than the store's own; Django is set up by then."""
+    if not store_url:
+        return standalone.register(file)
+    from tasuki.stores.sql.postgres import connection_parameters
 
-    def __init__(self, alias: str) -> None:
-        self._alerts = Alerts(alias)
-        self._alias = alias
+    return standalone.register_postgresql(connection_parameters(store_url))
+
+
+class AlertLoop:
+    """The alerts in a node or a server, on a thread whose connection is open only while it looks."""
+
+    def __init__(self, alias: str, settings: AlertSettings, coordination: str = "") -> None:
+        self._alerts = Alerts(alias, settings, coordination)
+        self._alias, self._is_wanted = alias, wanted(settings)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="tasuki-alerts")
 
     async def run(self, report: Callable[[str], None] = logger.warning) -> None:
-        """Make and send alerts until this is canceled; at once, if there is no receiver."""
+        """Make and send alerts until this is canceled; end at once, if there is no receiver."""
         problem = ""
-        while wanted(project_settings().alerts):
+        while self._is_wanted:
             try:
                 await asyncio.get_running_loop().run_in_executor(self._thread, self._step)
                 problem = ""

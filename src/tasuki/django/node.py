@@ -17,13 +17,14 @@ import os
 import sys
 import time
 from collections.abc import Coroutine, Sequence
-from contextlib import AsyncExitStack, closing
+from contextlib import AsyncExitStack, closing, suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, urlencode
 
 from django.db import Error, connections
 
+from tasuki.blobs.files import durable_write
 from tasuki.blobs.open_blobs import open_blobs
 from tasuki.config import DataFolder, host_name
 from tasuki.core.broker.events import Hinted
@@ -57,8 +58,12 @@ from tasuki.worker.logs import LogCaps
 from tasuki.worker.status import RunningJob
 from tasuki.worker.worker import ActiveAttempt, Worker
 
+if TYPE_CHECKING:
+    from tasuki.doors.http.metrics import Metrics
+
 logger = logging.getLogger("tasuki.django")
 LOG_INTERVAL_S = 1.0
+METRICS_INTERVAL_S = 10.0
 SQLITE_LOOK_S = 0.05  # between two looks whether another process has changed the file: 10 µs each
 
 
@@ -72,16 +77,19 @@ class NodeWorker(Worker):
         queues: Sequence[str] = (),
         *,
         grpc: str = "",
+        metrics_file: str = "",
         guest_url: str = "",
         workers: int = 1,
         worker_arguments: Sequence[str] = (),
         **options: Any,
     ) -> None:
-        """`grpc`: HOST:PORT to listen on for the orders of leaders; empty: jobs are only pulled. `workers`: processes that run
-        jobs, this one counted; the others get `worker_arguments`, and as their `guest_url` the address of this one's guest."""
+        """`grpc`: HOST:PORT to listen on for the orders of leaders; empty: jobs are only pulled. `metrics_file`: file that is
+        written for Prometheus; empty: none. `workers`: processes that run jobs, this one counted; the others get
+        `worker_arguments`, and as their `guest_url` the address of this one's guest."""
         if workers < 1:
             raise ConfigError(f"--workers must be at least 1, got {workers}")
         self._listen, self._door = grpc, AsyncExitStack()
+        self._metrics_file, self._metrics = metrics_file, _new_metrics() if metrics_file else None
         self._guest_url, self._workers = guest_url, workers
         self._command = (sys.executable, "-P", "-m", "django", "tasuki_worker", *worker_arguments)
         self._others: LocalWorkers | None = None
@@ -106,7 +114,7 @@ class NodeWorker(Worker):
         self._kept_logs = self._log_follow = KeptLogFollow(self._send)
         self._log_writer = LogWriter(self._alias)
         self._log_archiver = LogArchiver(self._alias)
-        self._alerts = AlertLoop(self._alias)
+        self._alerts = AlertLoop(self._alias, self._project.alerts, self._project.coordination)
         try:
             from tasuki.django.task_backend import handle_task
 
@@ -126,7 +134,8 @@ class NodeWorker(Worker):
         super().run()
         if self._comes_back:  # as a new process with the same pid: nothing of the old worker is left
             grpc = [f"--grpc={self._listen}"] if self._listen else []
-            command = [*self._command, *grpc, f"--workers={self._workers}"]
+            metrics = [f"--metrics-file={self._metrics_file}"] if self._metrics_file else []
+            command = [*self._command, *grpc, *metrics, f"--workers={self._workers}"]
             os.execve(command[0], command, {**os.environ, "PYTHONPATH": python_path()})  # noqa: S606
 
     async def serve(self, *, signals: bool = False) -> None:
@@ -144,6 +153,9 @@ class NodeWorker(Worker):
                 beside.append(self._continuation.run())
             if self._is_sqlite:
                 beside.append(_watch_file(server, file_of(self._alias)))
+            if self._metrics is not None:
+                server.on_turn = self._metrics.turn
+                beside.append(_write_metrics(self._metrics, server, Path(self._metrics_file)))
             env = {**os.environ, "PYTHONPATH": python_path()}
             command = (*self._command, "--guest-url", url)
             self._others = LocalWorkers(self._workers - 1, command, _warn_of_end, env=env, stdout=None)
@@ -330,6 +342,34 @@ def _read_thresholds(alias: str) -> Thresholds:
         return scheduler_settings(alias).thresholds()
     finally:
         connections[alias].close()
+
+
+def _new_metrics() -> Metrics:
+    try:
+        from tasuki.doors.http.metrics import Metrics
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"--metrics-file needs {error.name}, which is not installed: pip install 'tasuki[server]'") from error
+    return Metrics()
+
+
+async def _write_metrics(metrics: Metrics, server: Server, file: Path) -> None:
+    """Write the metrics of this process again and again, as the HTTP door of a server shows them; remove them at the end."""
+    problem = ""
+    try:
+        while True:
+            counts = None
+            with suppress(TasukiError):  # without the store the page says so
+                counts = await server.ask(lambda reader: reader.counts())
+            try:
+                await asyncio.to_thread(durable_write, file, metrics.text(counts, server), 0o644)
+                problem = ""
+            except OSError as error:
+                if str(error) != problem:
+                    logger.warning("the metrics cannot be written to %s: %s", file, error)
+                problem = str(error)
+            await asyncio.sleep(METRICS_INTERVAL_S)
+    finally:
+        file.unlink(missing_ok=True)
 
 
 def _warn_of_end(number: int, code: int, wait_s: float) -> None:

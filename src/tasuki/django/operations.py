@@ -48,6 +48,7 @@ from tasuki.server.assembly import open_scheduler_coordination
 from tasuki.server.queries import describe
 
 DAY_S = 86_400.0
+QUEUES_LOOKED_AT = 20
 ORDER_TIMEOUT_S = 5.0  # a person waits for it
 _decode_server = msgspec.msgpack.Decoder(ServerInfo).decode
 
@@ -123,6 +124,19 @@ def find_runs(*, limit: int = 50, **wanted: Any) -> Iterator[dict[str, Any]]:
         found, cursor = found + len(page.jobs), page.cursor
         if cursor is None:
             return
+
+
+def longest_waiting() -> tuple[str, float] | None:
+    """Return a ready job and for how many seconds it has waited, delays not counted: of the first queues, the oldest of each is
+    looked at. There is no order by age over all, and a search for it would read what millions of finished jobs left behind."""
+    store = project_store()
+    subjects = dict.fromkeys(queue.subject for queue in store.ready_queues(limit=QUEUES_LOOKED_AT).queues)
+    jobs = store.get([job_id for subject in subjects for job_id in store.ready_jobs(subject, limit=1)])
+    waits = {job.job_id: max(job.created_at, job.not_before or 0.0) for job in jobs if job is not None}
+    if not waits:
+        return None
+    job_id = min(waits, key=lambda one: waits[one])
+    return job_id, store.clock.wall() - waits[job_id]
 
 
 def get_run(job_id: str) -> Job:

@@ -380,7 +380,7 @@ class Server:
             self._pump()
             self._perform(commands)
         if isinstance(answers, Answers):
-            self.statistics.turn(turn, answers, self.now().monotonic)
+            self.statistics.turn(turn, answers, self.now())
         if turn.fire and (due_s := self.broker.upkeep.until_due_s(self.now(), IDLE_TICK_S)) < IDLE_TICK_S:
             self._loop.call_later(due_s + 0.001, self.read)  # the tick was set before this turn told; timers may be 0.5 ms early
         self._fault("turn.answered")

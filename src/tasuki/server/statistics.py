@@ -12,7 +12,9 @@ from collections.abc import Iterable, Mapping, Sequence
 import msgspec
 
 from tasuki.core.job import TERMINAL, InputFile, State
+from tasuki.core.machine import Now
 from tasuki.core.protocol import PublishedMessage
+from tasuki.core.scheduler.firing import nominal_time
 from tasuki.core.statistics import (
     OTHER_GROUPS,
     ROLLUP_GROUPS_MAX,
@@ -79,14 +81,14 @@ class Statistics:
 
     # ------------------------------------------------------------------------------------------------ what is counted
 
-    def turn(self, turn: Turn, answers: Answers, now: float) -> None:
-        """Count one committed turn; `now` is monotonic."""
+    def turn(self, turn: Turn, answers: Answers, now: Now) -> None:
+        """Count one committed turn."""
         if answers.finish:
             self._reports(turn.finish, answers.finish, are_failures=False)
         if answers.fail:
             self._reports(turn.fail, answers.fail, are_failures=True)
         if answers.submit or answers.rerun:
-            self._stored(turn, answers, now)
+            self._stored(turn, answers, now.monotonic)
         for grants in answers.lease:
             self._grants(grants, now)
         if answers.cancel or answers.requeue or turn.epoch:
@@ -157,7 +159,7 @@ class Statistics:
                     known[spec.job_id] = _OpenJob(group, now if spec.not_before is None else None, cached)
         self._forget_oldest()
 
-    def _grants(self, grants: Sequence[Grant], now: float) -> None:
+    def _grants(self, grants: Sequence[Grant], now: Now) -> None:
         for grant in grants:
             known = self._known.get(grant.job_id)
             if known is None:
@@ -169,11 +171,13 @@ class Statistics:
             else:
                 counted = self._of(known.group)
             if known.stored_at is not None:
-                counted.observe(now - known.stored_at)
+                counted.observe(now.monotonic - known.stored_at)
                 known.stored_at = None
             counted.leased += 1
             if grant.attempt > 1:
                 counted.redelivered += 1
+            elif (nominal := nominal_time(grant.job_id)) is not None:
+                counted.fired(max(0.0, now.wall - nominal))
             if known.cached is not None:
                 counted.cache_inputs += len(known.cached)
                 counted.cache_input_bytes += sum(known.cached.values())
@@ -194,7 +198,7 @@ class Statistics:
             counted = self._ended(reaped.job_id, reaped.state)
             counted.attempts_lost += 1
             counted.retried_lost += reaped.state not in TERMINAL
-        for job_id in answers.skip:
+        for job_id in (*answers.skip, *(run.job_id for run in answers.fire.runs if run.state is State.SKIPPED)):
             self._ended(job_id, State.SKIPPED)
         for (job_id, _, _), canceled in zip(turn.cancel, answers.cancel, strict=True):
             # A repeated cancel is answered alike: only the first one ends the job.

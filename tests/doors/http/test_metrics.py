@@ -7,10 +7,11 @@ import re
 from pathlib import Path
 from typing import Any
 
+import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from tasuki.core.job import JobSpec
-from tasuki.core.statistics import OTHER_GROUPS, ROLLUP_GROUPS_MAX
+from tasuki.core.statistics import LATENCIES_S, OTHER_GROUPS, ROLLUP_GROUPS_MAX
 from tasuki.core.store_messages import Answers, GroupCounts, Submission, Turn, largest_groups
 from tasuki.doors.http.metrics import Metrics
 from tests.doors.http.stage import Stage, Worker
@@ -145,19 +146,40 @@ def dashboard() -> dict[str, Any]:
     return found
 
 
-def test_the_dashboard_asks_for_nothing_that_a_scrape_does_not_have(stage: Stage, worker: Worker) -> None:
+def test_the_dashboard_and_the_alert_rules_ask_for_nothing_that_a_scrape_does_not_have(stage: Stage, worker: Worker) -> None:
     worker.fail(worker.take(stage.submit()))
-    families = text_string_to_metric_families(stage.get("/metrics", stage.admin).text)
+    families = list(text_string_to_metric_families(stage.get("/metrics", stage.admin).text))
     there = {f"{family.name}{suffix}" for family in families for suffix in ("", "_total", "_bucket", "_sum", "_count")}
+    roles = {sample.labels["role"] for family in families if family.name == "tasuki_servers" for sample in family.samples}
 
-    asked = {name for panel in dashboard()["panels"] for target in panel["targets"] for name in names(target["expr"])}
+    board = [target["expr"] for panel in dashboard()["panels"] for target in panel["targets"]]
+    rules = [rule["expr"] for group in yaml.safe_load((DEPLOY / "alerts.yml").read_text())["groups"] for rule in group["rules"]]
+    on_board, in_rules = ({name for text in texts for name in names(text)} for texts in (board, rules))
 
-    assert len(asked) > 15
-    assert asked <= there
+    assert len(on_board) > 20
+    assert len(in_rules) > 8
+    assert on_board | in_rules <= there
+    assert {role for text in rules for role in re.findall(r'role="(\w+)"', text)} <= roles
+    assert {bound for text in board + rules for bound in re.findall(r'\ble="([^"]+)"', text)} <= set(map(str, LATENCIES_S))
 
 
 def names(expression: str) -> list[str]:
     return re.findall(r"\btasuki_\w+", expression)
+
+
+def test_detached_workers_and_the_roles_of_servers_are_told(stage: Stage, worker: Worker) -> None:
+    worker.take(stage.submit())
+    stage.run(stage._ask("detach", {"worker_id": worker.worker_id, "reason": "a test"}))
+
+    def detached() -> str:
+        text = stage.get("/metrics", stage.admin).text
+        return text if value(text, "tasuki_workers_detached ") == 1 else ""
+
+    text = until(detached, what="the worker is detached")
+    stage.run(stage._ask("attach", {"worker_id": worker.worker_id}))
+
+    assert value(text, 'tasuki_servers{role="leader"}') == 1
+    assert value(text, 'tasuki_servers{role="worker"}') == 0
 
 
 def test_the_dashboard_has_panels_that_do_not_overlap_and_one_source() -> None:

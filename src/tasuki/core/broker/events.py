@@ -20,7 +20,6 @@ from tasuki.core.routing import ROUTE_WAIT_S, SubjectRoute
 from tasuki.core.store_messages import Answers, BlobPlace, ReadyPage, Turn
 from tasuki.errors import TasukiError
 
-
 # Our own workers tell a start or progress with the next heartbeat, or give the attempt back; earlier versions told nothing while
 # they fetched inputs.
 BEGIN_WITHIN_S = 300.0

@@ -237,8 +237,14 @@ def event_run_id(event_id: int, definition_id: int) -> str:
     return f"e{event_id}-{definition_id}"
 
 
-_is_run_id = re.compile(r"d\d+-\d+").fullmatch
+_is_run_id = re.compile(r"d\d+-(\d+)").fullmatch
 _definition_in = re.compile(r"d(\d+)-\d+|e\d+-(\d+)").fullmatch
+
+
+def nominal_time(job_id: str) -> float | None:
+    """Return the nominal time of a scheduled run; None for other jobs, whose ids never have this form."""
+    found = _is_run_id(job_id) if job_id.startswith("d") else None
+    return float(found[1]) if found is not None else None
 
 
 def definition_of(job_id: str) -> int | None:

@@ -14,7 +14,6 @@ import msgspec
 from django.contrib import auth
 from django.db import connections
 from django.http import HttpRequest
-from django.utils import timezone
 from django.utils.translation import gettext as _
 
 from tasuki.core.job import State
@@ -152,11 +151,8 @@ class ProjectBackend:
 
     def alerts(self) -> Iterator[str]:
         alias = project_settings().database
-        oldest = JobRun.objects.using(alias).filter(ready=1).order_by("id").first()
-        if oldest is not None:
-            since = max(oldest.created_at, oldest.not_before or oldest.created_at)
-            if (age_s := (timezone.now() - since).total_seconds()) > LATE_S:
-                yield _("Job %(job)s has waited for %(age)d s.") % {"job": oldest.job_id, "age": age_s}
+        if (waits := operations.longest_waiting()) is not None and waits[1] > LATE_S:
+            yield _("Job %(job)s has waited for %(age)d s.") % {"job": waits[0], "age": waits[1]}
         states = DefinitionState.objects.using(alias).select_related("definition")
         due_by = time.time() - project_settings().alerts.late_seconds
         for state in states.filter(next_at__lt=due_by, problem="", definition__enabled=True)[:10]:

@@ -6,6 +6,7 @@ servers are true sums (`server.statistics`). Labels are bounded, and never a job
 
 from __future__ import annotations
 
+from collections import Counter as Tally
 from collections.abc import Iterable, Mapping
 from functools import partial
 from itertools import accumulate
@@ -97,6 +98,14 @@ class _Now(Collector):
         yield GaugeMetricFamily("tasuki_workers", "Workers that are connected, to any server.", len(workers))
         for name, text in (("credit", "Jobs that workers would take at once."), ("running", "Jobs that workers have.")):
             yield GaugeMetricFamily(f"tasuki_workers_{name}", text, sum(int(str(worker[name])) for worker in workers))
+        detached = sum(bool(worker["detached"]) for worker in workers)
+        yield GaugeMetricFamily("tasuki_workers_detached", "Workers that are connected and get no more jobs.", detached)
+        servers = GaugeMetricFamily("tasuki_servers", "Live servers, or nodes of a Django project, by role.", labels=("role",))
+        infos = (self._broker.info, *self._broker.cluster.servers.values())
+        roles = Tally("leader" if info.epoch else "subleader" if info.sub_leads else "worker" for info in infos)
+        for role in ("leader", "subleader", "worker"):
+            servers.add_metric((role,), roles[role])
+        yield servers
         yield GaugeMetricFamily("tasuki_leader", "1 at the server that is the leader.", bool(self._broker.epoch))
         problem = self._broker.store_problem or self._broker.disk_problem
         is_up = self._counts is not None and not problem
@@ -149,10 +158,15 @@ class _Counted(Collector):
                         family.add_metric((group, *further), count)
             yield family
         text = "From the commit of a submit to that of its first lease."
-        latency = HistogramMetricFamily("tasuki_delivery_latency_seconds", text, labels=("group",))
+        yield self._histogram("tasuki_delivery_latency_seconds", text, "delivery")
+        text = "From the nominal time of a scheduled run to the commit of its first lease; 0: it was leased ahead."
+        yield self._histogram("tasuki_firing_lag_seconds", text, "firing")
+
+    def _histogram(self, name: str, text: str, field: str) -> HistogramMetricFamily:
+        family = HistogramMetricFamily(name, text, labels=("group",))
+        ends = (*map(str, LATENCIES_S), "+Inf")
         for group, counted in self._totals.items():
-            if counted.delivery:
-                counts = (counted.delivery.get(place, 0) for place in range(len(LATENCIES_S) + 1))
-                ends = (*map(str, LATENCIES_S), "+Inf")
-                latency.add_metric((group,), list(zip(ends, accumulate(counts), strict=True)), counted.delivery_s)
-        yield latency
+            if found := getattr(counted, field):
+                counts = accumulate(found.get(place, 0) for place in range(len(ends)))
+                family.add_metric((group,), list(zip(ends, counts, strict=True)), getattr(counted, f"{field}_s"))
+        return family

@@ -7,14 +7,13 @@ from typing import Any
 
 from django.core import checks
 from django.core.management.base import CommandError, CommandParser
-from django.utils import timezone
 
 from tasuki.django import operations, standalone
 from tasuki.django.commands import allowed_commands
 from tasuki.django.conf import project_settings
 from tasuki.django.enqueueing import project_store
 from tasuki.django.management.command_base import ActionCommand
-from tasuki.django.models import DefinitionState, Event, JobRun
+from tasuki.django.models import DefinitionState, Event
 from tasuki.errors import TasukiError
 
 LATE_S = 60.0  # a ready job that waits longer is worth a word
@@ -54,12 +53,8 @@ class Command(ActionCommand):
         yield _finding("workers", bool(workers), names or "none runs; start one with: python manage.py tasuki_worker")
         for queue, counts in sorted(project_store().counts().items()):
             yield _finding(f"queue {queue}", True, f"{counts.pending} wait, {counts.active} run, {counts.failed} failed")
-        oldest = JobRun.objects.using(project.database).filter(ready=1).order_by("id").first()
-        # A job that was delayed, or is tried again, waits since its time.
-        since = max(oldest.created_at, oldest.not_before or oldest.created_at) if oldest is not None else timezone.now()
-        age_s = (timezone.now() - since).total_seconds()
-        if oldest is not None and age_s > LATE_S:
-            text = f"{oldest.job_id} waits for {age_s:.0f} s; ask: manage.py tasuki_runs explain {oldest.job_id}"
+        if (waits := operations.longest_waiting()) is not None and waits[1] > LATE_S:
+            text = f"{waits[0]} waits for {waits[1]:.0f} s; ask: manage.py tasuki_runs explain {waits[0]}"
             yield _finding("oldest job", False, text)
         for state in DefinitionState.objects.using(project.database).exclude(problem="").select_related("definition"):
             yield _finding(f"definition {state.definition.name}", False, state.problem)

@@ -32,6 +32,12 @@ class Command(BaseCommand):
             metavar="HOST:PORT",
             help="Take orders of the leader here, with the certificates of TASUKI['grpc']. Default: jobs are only pulled.",
         )
+        parser.add_argument(
+            "--metrics-file",
+            default="",
+            metavar="FILE",
+            help="Write metrics for Prometheus here, for the textfile collector of its node exporter. Default: none.",
+        )
         parser.add_argument("--data", metavar="FOLDER", help="Folder for run folders and results. Default: a temporary one.")
 
     def handle(self, *_arguments: Any, **options: Any) -> None:
@@ -48,6 +54,7 @@ class Command(BaseCommand):
                 workers=options["workers"],
                 worker_arguments=list(_repeated(options)),
                 grpc=options["grpc"],
+                metrics_file=options["metrics_file"],
             )
             worker.run()
         except TasukiError as error:
