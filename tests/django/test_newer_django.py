@@ -13,8 +13,11 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import Require
+from tests.django.test_tasks import *  # noqa: F403  # the whole contract again: its `python` is the one below
 from tests.shape.source import ROOT
 from tests.support.django_site import DjangoSite
+from tests.support.postgres_service import PostgresService
+from tests.support.processes import SOURCE
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(400)]
 
@@ -50,15 +53,15 @@ def python(require: Require) -> str:
     if not made.exists() or made.read_text("utf-8") != wanted:
         shutil.rmtree(PLACE, ignore_errors=True)
         subprocess.run([found, "-m", "venv", "--without-pip", PLACE], check=True)
-        install = [sys.executable, "-m", "pip", "--python", program, "install", "--quiet", "--no-compile"]
+        install = [sys.executable, "-m", "pip", "--python", program, "install", "--quiet"]
         subprocess.run([*install, *wanted.split("\n")], check=True)
+        subprocess.run([program, "-m", "compileall", "-q", SOURCE], check=True)  # else each process of the tests does it
         made.write_text(wanted, "utf-8")
     return program
 
 
 def test_the_project_works_with_django_6_as_with_5(tmp_path: Path, python: str) -> None:
-    site = DjangoSite(tmp_path)
-    site.python = python
+    site = DjangoSite(tmp_path, python=python)
     site.manage("makemigrations", "--check", "--dry-run")
     site.manage("migrate", "-v0")
     ran = site.manage("test", "shop")
@@ -86,3 +89,31 @@ print(json.dumps([django.VERSION[0], type(add).__mro__[1].__module__, values, fa
     assert values == ["Sato: 300 yen", 3, "Sato, attempt 1"]
     assert (status, errors) == ("FAILED", 2)
     assert log.startswith("1 orders, 300 yen")
+
+
+def test_on_postgresql_a_task_of_a_transaction_starts_with_its_commit_and_never_without(
+    tmp_path: Path, python: str, postgres: PostgresService
+) -> None:
+    url = postgres.empty_database()
+    site = DjangoSite(tmp_path, postgres_url=url, python=python)
+    site.migrate()
+    with site.worker("--slots", "1"):
+        value, left, orders = site.ask("""
+from tasuki.django.models import JobRun
+try:
+    with transaction.atomic():
+        Order.objects.create(customer="nobody", total=1)
+        gone = add.enqueue(1)
+        raise ZeroDivisionError
+except ZeroDivisionError:
+    pass
+with transaction.atomic():
+    Order.objects.create(customer="Sato", total=300)
+    kept = add.enqueue(20, b=22)
+value = finished(kept).return_value
+runs = [run.idempotency_key for run in JobRun.objects.all()]
+print(json.dumps([value, runs == [kept.id], list(Order.objects.values_list("customer", flat=True))]))
+""")
+    postgres.drop(url)
+
+    assert (value, left, orders) == (42, True, ["Sato"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,10 +16,15 @@ pytestmark = pytest.mark.e2e
 
 
 @pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> DjangoSite:
+def python() -> str:
+    return sys.executable
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory, python: str) -> DjangoSite:
     folder = tmp_path_factory.mktemp("site")
     (folder / "signals").mkdir()
-    site = DjangoSite(folder, SITE_SIGNALS=str(folder / "signals"))
+    site = DjangoSite(folder, python=python, SITE_SIGNALS=str(folder / "signals"))
     site.migrate()
     return site
 
@@ -65,6 +71,15 @@ print(json.dumps([result.return_value, lines, result.attempts, result.worker_ids
     assert (value, attempts) == (3, 3)
     assert lines == ["LookupError: attempt 1", "LookupError: attempt 2"]
     assert len(set(workers)) == 1
+
+
+def test_the_options_of_a_task_stand_at_its_function(site: DjangoSite, worker: ChildProcess) -> None:
+    status, attempts, lines = site.ask("""
+result = finished(fail_twice.enqueue())
+print(json.dumps([result.status, result.attempts, [one.traceback.splitlines()[-1] for one in result.errors]]))
+""")
+
+    assert (status, attempts, lines) == ("FAILED", 2, ["LookupError: once more"] * 2)
 
 
 def test_a_task_whose_process_dies_runs_again(site: DjangoSite, worker: ChildProcess, tmp_path: Path) -> None:
@@ -125,8 +140,8 @@ print(json.dumps(asyncio.run(main())))
     assert found == [42, True, True, ["TaskResultMismatch", "TaskResultDoesNotExist"]]
 
 
-def test_tasks_wait_for_their_time_and_for_more_urgent_ones(tmp_path: Path) -> None:
-    site = DjangoSite(tmp_path)
+def test_tasks_wait_for_their_time_and_for_more_urgent_ones(tmp_path: Path, python: str) -> None:
+    site = DjangoSite(tmp_path, python=python)
     site.migrate()
     ids = site.ask("""
 from datetime import timedelta
@@ -208,8 +223,8 @@ def test_a_large_return_value_without_a_place_for_blobs_names_the_setting(tmp_pa
         NoBlobs(tmp_path, max_blob_bytes=0, floor_free_bytes=0).begin(size_bytes=100_000)
 
 
-def test_a_large_return_value_is_read_from_where_blobs_are(tmp_path: Path) -> None:
-    site = DjangoSite(tmp_path, SITE_TASUKI=json.dumps({"blobs": str(tmp_path / "blobs")}))
+def test_a_large_return_value_is_read_from_where_blobs_are(tmp_path: Path, python: str) -> None:
+    site = DjangoSite(tmp_path, python=python, SITE_TASUKI=json.dumps({"blobs": str(tmp_path / "blobs")}))
     site.migrate()
     with site.worker("--slots", "1"):
         size, job_id = site.ask("""

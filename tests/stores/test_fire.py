@@ -7,6 +7,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,7 @@ class Firing(Stage):
 
     def __init__(self, store: Any, clock: FakeClock) -> None:
         super().__init__(store, clock)
+        self.ahead_s = 0.0
         self._events = 0
 
     def define(self, *definitions: Definition) -> None:
@@ -106,7 +108,7 @@ class Firing(Stage):
         return alias
 
     def fire(self, *, limit: int = 256) -> FiredRuns:
-        return self.store.fire(epoch=self.epoch, limit=limit)
+        return self.store.fire(epoch=self.epoch, limit=limit, ahead_s=self.ahead_s)
 
     def at(self, seconds: float) -> FiredRuns:
         """Let the clock show T0 + seconds, and fire."""
@@ -309,6 +311,45 @@ def test_a_definition_that_cannot_be_fired_keeps_no_other_from_it(firing: Firing
 
     assert ids(fired) == [d(0)]
     assert fired.wait_s == pytest.approx(59.5)
+
+
+CLOCK_CHANGES = {
+    "Berlin, gap": ("Europe/Berlin", "2027-03-28T01:00Z"),
+    "Berlin, overlap": ("Europe/Berlin", "2027-10-31T01:00Z"),
+    "Lord Howe, overlap of half an hour": ("Australia/Lord_Howe", "2027-04-03T15:00Z"),
+    "Lord Howe, gap of half an hour": ("Australia/Lord_Howe", "2027-10-02T15:30Z"),
+}
+AROUND_TWO = [
+    ("daily_at", "02:15"), ("daily_at", "01:45"), ("weekly", "sun 02:15"), ("cron", "*/15 1-2 * * *"), ("cron", "45 1,2 * * *"),
+    ("hourly_at_minute", "45"), ("every_n_minutes", "45"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("firing", ["sqlite", "postgresql"], indirect=True)
+@pytest.mark.parametrize(("zone", "change"), CLOCK_CHANGES.values(), ids=CLOCK_CHANGES)
+def test_a_definition_is_fired_at_the_times_of_its_preview_also_when_clocks_change(
+    firing: Firing, zone: str, change: str
+) -> None:
+    begin = datetime.fromisoformat(change) - timedelta(hours=3)
+    firing.clock.advance(begin.timestamp() - firing.clock.wall())
+    previews = {}
+    for number, (kind, value) in enumerate(AROUND_TWO, 1):
+        form = {"schedule_type": kind, "schedule_value": value, "time_zone": zone, "changed_at": begin.timestamp()}
+        firing.define(replace(MINUTELY, id=number, name=f"n{number}", **form))
+        defined = firing._models.JobDefinition.objects.using(firing._alias).get(id=number)
+        previews[number] = [at.timestamp() for at in defined.preview(12, after=begin)]
+
+    fired: dict[int, list[float]] = {number: [] for number in previews}
+    while any(len(times) < 12 for times in fired.values()):
+        look = firing.fire()
+        for run in look.runs:
+            job = firing.job(run.job_id)
+            fired[job.job_definition_id].append(job.scheduled_for)
+            if len(fired[job.job_definition_id]) == 12:
+                firing.undefine(job.job_definition_id)
+        firing.clock.advance((look.wait_s or 0.0) + 0.001)
+
+    assert fired == previews
 
 
 # ---------------------------------------------------------------------------------------------------- clocks
@@ -659,37 +700,45 @@ def test_a_turn_makes_a_bounded_number_of_runs_and_the_next_one_goes_on(firing: 
     assert looks[-1].wait_s == pytest.approx(50)
 
 
-def test_around_its_time_a_definition_that_is_changed_runs_as_the_old_or_the_new_one_once(firing: Firing) -> None:
+@pytest.mark.parametrize("ahead_s", [0.0, 90.0])
+def test_around_its_time_a_definition_that_is_changed_runs_as_the_old_or_the_new_one_once(firing: Firing, ahead_s: float) -> None:
+    firing.ahead_s = ahead_s
     edit_around_its_times(firing, 1_000 if isinstance(firing.store, MemoryStore) else 100)
 
 
 def edit_around_its_times(firing: Firing, minutes: int) -> None:
-    """At a random moment of each minute the command or the schedule is changed, or the definition is disabled and enabled."""
+    """At a random moment of each minute the command or the schedule is changed, or the definition is disabled and enabled, or
+    deleted and made again."""
     chance = random.Random(7)
-    definition = MINUTELY
+    definition, is_there = MINUTELY, True
     firing.define(definition)
     firing.window(1e6)
     expected: dict[float, set[str]] = {}
     for minute in range(minutes):
         due, edit_at = minute * 60.0, minute * 60.0 + chance.choice((-1, -0.1, -0.001, 0.001, 0.1, 1))
-        before = definition
+        before, was_there = definition, is_there
         definition = replace(definition, command_name=f"v{minute}")
-        if chance.random() < 0.3:  # a change of the schedule counts from its own time
+        is_there = chance.random() < 0.85 or not was_there
+        if chance.random() < 0.3 or not was_there:  # a change of the schedule counts from its own time
             definition = replace(definition, schedule_type="cron", schedule_value="* * * * *", changed_at=T0 + edit_at)
         if chance.random() < 0.3:
             definition = replace(definition, enabled=not definition.enabled, changed_at=T0 + edit_at)
         looks = sorted([edit_at - 0.0005, edit_at + 0.0005, due + chance.random()])
         for look_at in looks:
             if look_at > edit_at and firing.clock.wall() <= T0 + edit_at:
-                firing.define(definition)
+                if is_there:
+                    firing.define(definition)
+                else:
+                    firing.undefine(definition.id)
             firing.at(max(look_at, firing.clock.wall() - T0))
-        allowed = {old.command_name for old in (before, definition) if old.enabled}
-        if not (before.enabled and definition.enabled and before.changed_at == definition.changed_at):
+        sides = [one for one, there in ((before, was_there), (definition, is_there)) if there and one.enabled]
+        allowed = {one.command_name for one in sides}
+        if len({one.changed_at for one in sides}) != 1 or len(sides) < 2:
             allowed.add("")  # it may also have no run
         expected[T0 + due] = allowed
 
-    ran = {job.scheduled_for: job.spec.args[0] for job in firing.find_all(limit=500)}
-    assert {at: command for at, command in ran.items() if at is None or command not in expected.get(at, set())} == {}
+    ran = {at: job.spec.args[0] for job in firing.find_all(limit=500) if (at := job.scheduled_for or 0.0) <= max(expected)}
+    assert {at: command for at, command in ran.items() if command not in expected.get(at, set())} == {}
     assert [at for at, allowed in expected.items() if "" not in allowed and at not in ran] == []
     assert len(ran) > minutes / 4
 

@@ -44,12 +44,12 @@ def finished(result, timeout=20.0):
 class DjangoSite:
     """One project with a database of its own."""
 
-    _tables: ClassVar[bytes] = b""
-    """The SQLite file of the first site of this process, after its migrations."""
+    _tables: ClassVar[dict[str, bytes]] = {}
+    """By Python: the SQLite file of its first site in this process, after the migrations."""
 
-    def __init__(self, folder: Path, postgres_url: str = "", **variables: str) -> None:
+    def __init__(self, folder: Path, postgres_url: str = "", *, python: str = sys.executable, **variables: str) -> None:
         self.folder = folder
-        self.python = sys.executable
+        self.python = python
         places = {"DATABASE_URL": postgres_url} if postgres_url else {"SITE_SQLITE": os.fspath(folder / "site.sqlite3")}
         self.env = {
             **{name: value for name, value in os.environ.items() if not name.startswith("TASUKI_")},
@@ -69,12 +69,12 @@ class DjangoSite:
     def migrate(self) -> None:
         """Make all tables, by `manage.py migrate` or on SQLite as a copy of what that made before."""
         file = Path(self.env.get("SITE_SQLITE", ""))
-        if "SITE_SQLITE" in self.env and self._tables:
-            file.write_bytes(self._tables)
+        if "SITE_SQLITE" in self.env and self.python in self._tables:
+            file.write_bytes(self._tables[self.python])
             return
         self.manage("migrate", "-v0")
         if "SITE_SQLITE" in self.env:
-            DjangoSite._tables = file.read_bytes()
+            self._tables[self.python] = file.read_bytes()
 
     def run(self, code: str, *, check: bool = True, env: Mapping[str, str] | None = None) -> str:
         """Run code in a process of the project, with the names of PREAMBLE; return what it printed."""

@@ -1,16 +1,17 @@
-"""Schedules in every zone around the days on which its clocks are changed, compared with a walk over all minutes."""
+"""Schedules in every zone around the days on which its clocks are changed, compared with a walk over all minutes or seconds."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
 from datetime import UTC, date, datetime, timedelta
 from functools import cache
-from itertools import islice, pairwise
+from itertools import islice, pairwise, takewhile
 from zoneinfo import ZoneInfo, available_timezones
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tasuki.core.scheduler.schedule import ClockChange, Schedule, parse_schedule, preview
@@ -45,37 +46,47 @@ def transitions(zone: ZoneInfo) -> list[int]:
     return found
 
 
-def local(at: int, zone: ZoneInfo) -> tuple[date, int]:
-    shown = datetime.fromtimestamp(at, zone)
-    return shown.date(), 60 * shown.hour + shown.minute
+class Walk:
+    """What the clock of a zone shows: at which instants a local minute begins, and which minutes a jump leaves out."""
 
+    def __init__(self, zone: ZoneInfo, begin: int, end: int) -> None:
+        self.shown: defaultdict[int, list[tuple[date, int]]] = defaultdict(list)
+        """By minute of the day: each instant at which the clock shows it, with the local date."""
+        self.passed: defaultdict[int, list[tuple[date, int]]] = defaultdict(list)
+        """By minute of the day: for each local date the first instant at which the clock shows it, or has jumped over it."""
+        self.midnights: list[int] = []
+        """The first instant of each local date."""
+        is_odd = any(at % 60 for at in transitions(zone) if begin <= at <= end)
+        seen: set[tuple[date, int]] = set()
+        before: tuple[date, int] | None = None
+        latest = date.max
+        for at in range(begin, end, 1 if is_odd else 60):
+            clock = datetime.fromtimestamp(at, zone)
+            now = clock.date(), 60 * clock.hour + clock.minute
+            if clock.second == 0:
+                self.shown[now[1]].append((now[0], at))
+            if before is None:
+                before, latest = now, now[0]
+            if now[0] > latest:
+                self.midnights.append(at)
+                latest = now[0]
+            for local in skipped(before, now) if now != before else ():
+                if local not in seen:
+                    seen.add(local)
+                    self.passed[local[1]].append((local[0], at))
+            before = now
+        self.end = end
 
-def expected(schedule: Schedule, zone: ZoneInfo, begin: int, end: int) -> list[int]:
-    """The nominal times from `begin` on, by looking at the local clock every 60 s from two days before."""
-    step = DAY_S // len(schedule.minutes)
-    found: set[int] = set()
-    wanted = set(schedule.minutes)
-    seen: set[tuple[date, int]] = set()
-    before: tuple[date, int] | None = None
-    midnight, latest_day = None, date.min
-    for at in range(begin - 2 * DAY_S, end, 60):
-        now = local(at, zone)
-        if before is not None and now[0] > before[0] and now[0] > latest_day:
-            midnight, latest_day = at, now[0]
+    def expected(self, schedule: Schedule, begin: int, end: int) -> list[int]:
+        """Return the nominal times of the schedule in this part of the walk."""
         if schedule.on_clock_change is ClockChange.ELAPSED:
-            if midnight is not None and (at - midnight) % step == 0:
-                found.add(at)
-        elif schedule.on_clock_change is ClockChange.AS_SHOWN:
-            if now[1] in wanted and schedule.is_day(now[0]):
-                found.add(at)
-        elif before is not None:  # each local minute since the last look, shown or left out; none a second time
-            for day, minute in skipped(before, now):
-                if (day, minute) not in seen and minute in wanted and schedule.is_day(day):
-                    found.add(at)
-        if before is not None:
-            seen.update(skipped(before, now))
-        before = now
-    return sorted(at for at in found if at >= begin)
+            step = DAY_S // len(schedule.minutes)
+            days = pairwise([*self.midnights, self.end])
+            found = {at for midnight, next_midnight in days for at in range(midnight, next_midnight, step)}
+        else:
+            looked_at = self.shown if schedule.on_clock_change is ClockChange.AS_SHOWN else self.passed
+            found = {at for minute in schedule.minutes for day, at in looked_at[minute] if schedule.is_day(day)}
+        return sorted(at for at in found if begin <= at < end)
 
 
 def skipped(before: tuple[date, int], now: tuple[date, int]) -> Iterator[tuple[date, int]]:
@@ -88,33 +99,56 @@ def skipped(before: tuple[date, int], now: tuple[date, int]) -> Iterator[tuple[d
         yield day, minute
 
 
+def judge(zone: ZoneInfo, change: int) -> None:
+    """Compare all forms around a change of the clock with one walk, which is what costs time."""
+    begin, end = change - 8 * 3600, change + 20 * 3600
+    walk = Walk(zone, begin - DAY_S, end)
+    for form in FORMS:
+        schedule = parse_schedule(*form)
+        found = list(takewhile(lambda at: at < end, schedule.times(begin - 1, zone)))
+        assert found == walk.expected(schedule, begin, end), (zone, form, datetime.fromtimestamp(change, UTC))
+
+
 DAY_S = 86_400
 
 
-@cache
-def zones_of_whole_minutes() -> list[ZoneInfo]:
-    """Not made when this file is imported: all processes of the tests would take their seconds for it."""
-    return [zone for zone in map(ZoneInfo, ZONES) if all(at % 60 == 0 for at in transitions(zone))]
+def distinct(changes: Iterable[tuple[ZoneInfo, int]]) -> list[tuple[ZoneInfo, int]]:
+    """Leave out the changes that are those of another zone too: at the same instant, from and to the same offset."""
+    found = {}
+    for zone, change in changes:
+        offsets = [
+            datetime.fromtimestamp(at, zone).utcoffset() for at in (change - 2 * DAY_S, change - 1, change, change + DAY_S)
+        ]
+        found[change, *offsets] = (zone, change)
+    return list(found.values())
 
 
-def test_all_zones_but_those_with_odd_seconds_are_walked() -> None:
-    assert len(zones_of_whole_minutes()) > 0.95 * len(ZONES) > 400
+def some_changes(count: int, chance: Callable[[ZoneInfo], random.Random]) -> list[tuple[ZoneInfo, int]]:
+    """Choose some changes of every zone."""
+    zones = [zone for zone in map(ZoneInfo, ZONES) if transitions(zone)]
+    assert len(zones) > 400
+    return distinct(
+        (zone, at) for zone in zones for at in chance(zone).sample(transitions(zone), min(count, len(transitions(zone))))
+    )
 
 
-@settings(max_examples=40, deadline=None)
-@given(st.data())
-def test_around_a_change_of_the_clock_the_times_are_those_of_a_walk_over_all_minutes(data: st.DataObject) -> None:
-    zone = data.draw(st.sampled_from([zone for zone in zones_of_whole_minutes() if transitions(zone)]))
-    change = data.draw(st.sampled_from(transitions(zone)))
-    form = data.draw(st.sampled_from(FORMS))
-    schedule = parse_schedule(*form)
-    begin, end = change - DAY_S, change + 2 * DAY_S
-    if datetime.fromtimestamp(begin - 2 * DAY_S, zone).utcoffset().total_seconds() % 60:  # type: ignore[union-attr]
-        return
+def test_in_every_zone_each_form_has_the_times_of_a_walk_around_a_change_of_the_clock() -> None:
+    for zone, change in some_changes(1, lambda zone: random.Random(str(transitions(zone)))):
+        judge(zone, change)
 
-    found = [at for at in islice(schedule.times(begin - 1, zone), 5_000) if at < end]
 
-    assert found == expected(schedule, zone, begin, end), (zone, form, datetime.fromtimestamp(change, UTC))
+@pytest.mark.soak
+def test_in_every_zone_each_form_has_the_times_of_a_walk_around_ten_changes_of_the_clock() -> None:
+    for zone, change in some_changes(10, lambda zone: random.Random()):
+        judge(zone, change)
+
+
+def test_where_clocks_change_at_odd_seconds_each_form_has_the_times_of_a_walk_over_all_seconds() -> None:
+    changes = distinct((zone, at) for zone in map(ZoneInfo, ZONES) for at in transitions(zone) if at % 60)
+
+    assert changes
+    for zone, change in changes:
+        judge(zone, change)
 
 
 @pytest.mark.parametrize("form", FORMS, ids=" ".join)
@@ -170,7 +204,6 @@ def test_on_ordinary_days_cron_is_that_of_cronsim() -> None:
 
 
 @given(st.integers(FIRST, LAST), st.sampled_from(FORMS), st.sampled_from(["UTC", "America/St_Johns", "Australia/Lord_Howe"]))
-@settings(max_examples=100, deadline=None)
 def test_the_latest_time_is_the_one_before_the_next(at: int, form: tuple[str, str], name: str) -> None:
     schedule, zone = parse_schedule(*form), ZoneInfo(name)
 

@@ -28,6 +28,11 @@ def fail(text):
     raise LookupError(text)
 
 
+@task(max_retries=1, backoff_s=0.01)
+def fail_twice():
+    raise LookupError("once more")
+
+
 @task(backend="retrying", takes_context=True)
 def fail_until(context, attempt):
     if context.attempt < attempt:
