@@ -294,7 +294,7 @@ def test_a_client_over_http_puts_files(server: ServerProcess, tmp_path: Path) ->
 
 def test_workers_of_two_servers_get_the_files_though_one_is_killed(tmp_path: Path, postgres_url: str, s3: S3Service) -> None:
     large = tmp_path / "large"
-    large.write_bytes(os.urandom(MIB) * 192)
+    large.write_bytes(os.urandom(MIB) * 96)
     options: dict[str, Any] = {"store": postgres_url, "blobs": s3.url(), "env": s3.environment}
     with ExitStack() as stack:
         servers = stack.enter_context(start_servers(tmp_path, 2, "--lease-ttl", "3", "--lead-ttl", "2", **options))
