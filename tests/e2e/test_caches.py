@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import subprocess
@@ -17,8 +18,9 @@ from tasuki import Client
 from tasuki.cli.output import ExitCode
 from tasuki.core.job import InputFile
 from tests.conftest import Require
-from tests.e2e.stage import SOON_S, in_background, stdout_of
-from tests.support.processes import ServerProcess, WorkerProcess, start_server, start_worker
+from tests.e2e.stage import SOON_S, in_background, stdout_of, wait_until_met
+from tests.support.processes import ServerProcess, WorkerProcess, start_server, start_servers, start_worker, url_of
+from tests.support.s3_service import S3Service
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.e2e
@@ -252,3 +254,64 @@ def test_a_full_disk_fails_its_worker_alone_and_harms_nothing_there(server: Serv
         assert (cache / "big" / "large").read_bytes() == large.read_bytes()
         assert put(server, "small", str(tmp_path / "assets"), "--target", "disk.>")[0] == 0
         assert (cache / "small" / "assets" / "a").read_text() == "kept"
+
+
+def test_a_file_that_is_put_replaces_no_file_that_a_running_job_uses(
+    server: ServerProcess, client: Client, tmp_path: Path
+) -> None:
+    gate, started = tmp_path / "gate", tmp_path / "started"
+    used, other = tmp_path / "used", tmp_path / "other"
+    for path in (used, other):
+        path.write_bytes(os.urandom(MIB // 2) + b"end")
+    slow = f"""hash=/bin/sh -c 'touch {started}; until [ -e {gate} ]; do sleep 0.02; done; sha256sum < "$0"' {{file}}"""
+    with worker(server, tmp_path, "w", "evicts", "--exec", slow, "--cache-max", "1MiB"):
+        assert put(server, "used", str(used), "--target", "evicts.>") == (0, {"w": "OK"})
+        job = client.submit(exec="hash", subject="evicts.w", files=[InputFile("a", cache=("used", "used"))], retries=0)
+        until(started.exists, SOON_S, "the job has the file")
+        full = server.tasuki("cache", "put", "other", str(other), "--target", "evicts.>", timeout=120.0)
+        assert full.returncode == ExitCode.FAILED
+        assert "FAILED  DISK_FULL" in full.stdout
+        gate.touch()
+        assert stdout_of(job.result(SOON_S)).split()[0] == hashlib.sha256(used.read_bytes()).hexdigest()
+        runs = tmp_path / "w" / "runs"
+        until(lambda: not list(runs.glob("*/[!.]*")), SOON_S, "the job's folder is removed")
+        assert put(server, "other", str(other), "--target", "evicts.>") == (0, {"w": "OK"})
+        assert (tmp_path / "w" / "cache" / "other" / "other").read_bytes() == other.read_bytes()
+        assert not (tmp_path / "w" / "cache" / "used" / "used").exists()
+
+
+def test_a_client_over_http_puts_files(server: ServerProcess, tmp_path: Path) -> None:
+    large = tmp_path / "large"
+    large.write_bytes(os.urandom(20 * MIB))  # more than one request carries
+    with worker(server, tmp_path, "tcp", "web"):
+        command = ("web", str(large), "--target", "web.>", "--to", server.http_url)
+        assert put(server, *command) == (0, {"tcp": "OK"})
+        assert (tmp_path / "tcp" / "cache" / "web" / "large").read_bytes() == large.read_bytes()
+        assert put(server, *command) == (0, {"tcp": "SKIPPED"})
+        assert [one["cache_id"] for one in json.loads(server.tasuki("cache", "list", "--json", "--to", server.http_url).stdout)]
+        assert "(1 files)" in server.tasuki("cache", "rm", "web", "--to", server.http_url).stdout
+
+
+def test_workers_of_two_servers_get_the_files_though_one_is_killed(tmp_path: Path, postgres_url: str, s3: S3Service) -> None:
+    large = tmp_path / "large"
+    large.write_bytes(os.urandom(MIB) * 96)
+    options: dict[str, Any] = {"store": postgres_url, "blobs": s3.url(), "env": s3.environment}
+    with ExitStack() as stack:
+        servers = stack.enter_context(start_servers(tmp_path, 2, "--lease-ttl", "3", "--lead-ttl", "2", **options))
+        wait_until_met(servers)
+        victim, survivor = servers
+        for name, place in (("first", servers), ("second", servers[::-1]), ("alone", [survivor])):
+            stack.enter_context(worker(victim, tmp_path, name, "pair", to=place))
+        command = ("large", str(large), "--target", "pair.>", "--to", url_of(servers))
+        end = stack.enter_context(in_background(put, survivor, *command))
+        parts = tmp_path / "first" / "cache" / ".incoming"
+        until(lambda: any(part.stat().st_size > MIB for part in parts.glob("*.part")), 60.0, "some of it is there")
+        victim.kill()
+        code, told = end.result(120.0)
+        assert code == 0
+        # Who had all of it when the client came to the other server has been SKIPPED there.
+        assert {name: status.replace("SKIPPED", "OK") for name, status in told.items()} == dict.fromkeys(
+            ("first", "second", "alone"), "OK"
+        )
+        for name in ("first", "second", "alone"):
+            assert (tmp_path / name / "cache" / "large" / "large").read_bytes() == large.read_bytes()

@@ -62,6 +62,15 @@ def rss_bytes(pid: int) -> int:
     return resident_pages * os.sysconf("SC_PAGE_SIZE")
 
 
+def peak_bytes(pid: int) -> int:
+    """Return the most resident memory that a process has had so far; 0 for one that has ended."""
+    with contextlib.suppress(FileNotFoundError):
+        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    return 0
+
+
 def opened(pid: int) -> list[Path]:
     """Return the targets of the descriptors of a process."""
     targets = []

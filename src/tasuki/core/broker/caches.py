@@ -87,9 +87,9 @@ def _stored(
 
 def _ask_workers(state: BrokerState, client: ClientSession, message: CachePut, effects: TurnEffects) -> None:
     here = [worker for worker in state.workers.values() if _is_meant(worker.patterns, message.target)]
-    elsewhere, unreachable = _servers_with(state, client, message.target)
+    elsewhere, away = _servers_with(state, client, message.target)
     known = {worker.worker_id: WorkerCache(worker.worker_id, CacheStatus.AWAY) for worker in here}
-    known |= {one.worker_id: one for one in unreachable}
+    known |= {one.worker_id: one for one in away}
     number = state.last_question = state.last_question + 1
     pending = PendingCachePut(client.conn, message, known, elsewhere, effects.now.monotonic + message.wait_s + ANSWER_WITHIN_S)
     for worker in here:
@@ -111,17 +111,21 @@ def _is_meant(patterns: Sequence[str], target: str) -> bool:
 
 
 def _servers_with(state: BrokerState, client: ClientSession, target: str) -> tuple[tuple[str, ...], list[WorkerCache]]:
-    """Return an address of each other server that has such workers, and the workers for which the client has none."""
+    """Return an address of each other server that has such workers, and these workers: the client hears of them there, unless
+    that server has just died or cannot be reached from where the client is."""
     addresses: dict[str, None] = {}
-    unreachable = []
+    away = []
     for server_id, worker in state.cluster.workers():
         if worker.worker_id not in state.workers and _is_meant(worker.patterns, target):
             if usable := usable_by(client.peer, state.cluster.servers[server_id].addresses):
                 addresses[usable[0]] = None
-            else:
-                reason = f"it is connected to server {server_id}, and fetches the files when a job needs them"
-                unreachable.append(WorkerCache(worker.worker_id, CacheStatus.AWAY, reason))
-    return tuple(addresses), unreachable
+            reason = (
+                f"it is connected to server {server_id}, which did not answer"
+                if usable
+                else f"only server {server_id} reaches it"
+            )
+            away.append(WorkerCache(worker.worker_id, CacheStatus.AWAY, reason))
+    return tuple(addresses), away
 
 
 def acknowledged(state: BrokerState, worker: WorkerSession, ack: CacheAck) -> list[events.Command]:
