@@ -20,7 +20,6 @@ from tasuki.core.routing import ROUTE_WAIT_S, SubjectRoute
 from tasuki.core.store_messages import Answers, BlobPlace, ReadyPage, Turn
 from tasuki.errors import TasukiError
 
-
 # Our own workers tell a start or progress with the next heartbeat, or give the attempt back; earlier versions told nothing while
 # they fetched inputs.
 BEGIN_WITHIN_S = 300.0
@@ -211,6 +210,8 @@ class Query(msgspec.Struct, frozen=True):
     """Reason why this server grants nothing at the moment, for `explain`."""
     routes: tuple[SubjectRoute, ...] = ()
     route_wait_s: float = ROUTE_WAIT_S
+    route_reason: tuple[str, str] = ("", "")
+    """The worker that was chosen for the job of `explain`, and why, if that was decided here."""
 
 
 class ReceiveBlob(msgspec.Struct, frozen=True):

@@ -126,7 +126,9 @@ _ALL: dict[str, Probe] = {
     ),
     "renewal withheld": Probe(worker_messages, "_withheld", "its worker renewed it for long and did not begin it", _gives_some),
     # routing policies
-    "left to another server": Probe(RoutedJobs, "plan", "the worker of a policy's choice is there", lambda _, plan: bool(plan[1])),
+    "left to another server": Probe(
+        RoutedJobs, "plan", "the worker of a policy's choice is there", lambda _, plan: bool(plan[1])
+    ),
     "passed by": Probe(
         RoutedJobs, "_keep_choice", "the server of the chosen worker did not act", lambda given, _: given[2] == NOBODY
     ),
