@@ -41,6 +41,7 @@ parser.add_argument("--worker-id")
 parser.add_argument("--plain", action="store_true")
 parser.add_argument("--signed", action="store_true")
 parser.add_argument("--ahead", action="store_true", help="be sent jobs ahead, as workers for commands are while jobs are short")
+parser.add_argument("--answer", metavar="SUBJECT", help="send back the messages of this subject")
 parser.add_argument("--on-disconnect", default="stop")
 parser.add_argument("--reconnect-grace", type=float, default=60.0)
 options = parser.parse_args()
@@ -54,6 +55,13 @@ worker = Worker(
     reconnect_grace_s=options.reconnect_grace,
     execs={"true": parse_exec_flag("true=/bin/true")} if options.ahead else None,
 )
+if options.answer:
+
+    @worker.subscribe(options.answer)
+    async def answer(message):
+        await worker.publish(message.reply_to, message.payload)
+
+
 parent_pid = os.getpid()
 
 
