@@ -5,6 +5,7 @@ import os
 import re
 import signal
 import subprocess
+import time
 import zipfile
 from contextlib import suppress
 from pathlib import Path
@@ -15,7 +16,9 @@ from tasuki.cli.command import Destination
 from tasuki.cli.connect import with_client
 from tasuki.cli.jobs import progress_of
 from tasuki.client.aio import AsyncClient
+from tasuki.core.job import JobSpec
 from tests.cli.commands import DEADLINE_S, TASUKI, Running, User, read_fifo
+from tests.support.processes import start_server
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.e2e
@@ -395,17 +398,36 @@ def test_stats_of_groups_tell_what_they_did_of_late(served: Served) -> None:
     assert shown.splitlines()[0].split()[:4] == ["GROUP", "QUEUED", "RUNNING", "SUBMITTED"]
 
 
-def test_stats_are_told_again_and_again_until_ctrl_c(served: Served) -> None:
+@pytest.mark.parametrize("options", [(), ("--groups", "--last", "1h")], ids=["jobs", "groups"])
+def test_stats_are_told_again_and_again_until_ctrl_c(served: Served, options: tuple[str, ...]) -> None:
     user, _ = served
-    process = user.start("stats", "--watch", "--interval", "0.05", "--json")
+    user.run("submit", "--wait", "--subject", "again.here", "true")
+    process = user.start("stats", *options, "--watch", "--interval", "0.05", "--json")
     assert process.stdout is not None
     seen = [json.loads(process.stdout.readline()) for _ in range(3)]
 
     process.send_signal(signal.SIGINT)
     _, stderr = process.communicate(timeout=DEADLINE_S)
 
-    assert all("groups" in told for told in seen)
+    assert [told["groups"]["again"]["finished" if options else "succeeded"] for told in seen] == 3 * [
+        seen[0]["groups"]["again"]["finished" if options else "succeeded"]
+    ]
     assert (process.returncode, stderr) == (130, "")
+
+
+def test_stats_work_with_thousands_of_groups(tmp_path: Path) -> None:
+    names = [f"group-{number}" for number in range(2_100)]
+    later = time.time() + 3600.0
+    with start_server(tmp_path) as server, server.client() as client:
+        client.submit_many([JobSpec(job_id=name, subject=f"{name}.x", not_before=later) for name in names])
+
+        first = json.loads(server.tasuki("stats", "--json").stdout)["groups"]
+        everything = json.loads(server.tasuki("stats", "--limit", "3000", "--json").stdout)["groups"]
+        lately = json.loads(server.tasuki("stats", "--groups", "--limit", "3000", "--json").stdout)["groups"]
+
+    assert (len(first), first["(other)"]["pending"]) == (1_001, 1_100)
+    assert set(everything) == set(lately) == set(names)
+    assert {row["submitted"] for row in lately.values()} == {1}
 
 
 def test_of_several_jobs_those_that_are_known_are_shown(served: Served) -> None:

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from tasuki.core.broker.events import ClusterView, Hinted, Publish
+from tasuki.core.broker.events import ClusterView, Hinted, Publish, Query
 from tasuki.core.job import InputFile
-from tasuki.core.protocol import GiveCredit, Heartbeat, JobsFinished
+from tasuki.core.protocol import GiveCredit, Heartbeat, JobsFinished, Request
 from tasuki.core.routing import ROUTE_WAIT_S, Ring, hash_prefix, parse_route
 from tasuki.core.store_messages import BlobClaim, CacheEntry, CacheOrder
 from tests.core.broker_stage import BrokerStage, ending
@@ -61,6 +61,30 @@ def test_a_sticky_job_waits_for_its_full_worker_no_longer_than_the_wait_then_the
     stage.pass_time(2 * A_LOOK_S)
 
     assert got(stage, workers[second]) == ["later"]
+
+
+def test_the_reason_of_a_choice_is_kept_for_explain() -> None:
+    stage = staged("session.>=sticky")
+    names = ["w1", "w2", "w3"]
+    client, _ = stage.node(), [roomy(stage, name, credit=1) for name in names]
+    key = key_of("w2", names)
+    _, second, _ = Ring(names).order(key)
+    stage.submit(client, "first", "later", subject="session.x", route_key=key)
+    stage.pass_time(ROUTE_WAIT_S + A_LOOK_S)
+
+    def reason(job_id: str) -> tuple[str, str]:
+        stage.tell(client, Request(9, "explain", {"job_id": job_id}))
+        query = stage.others.pop()
+        assert isinstance(query, Query)
+        return query.route_reason
+
+    own = f"Its key is '{key}', which belongs to"
+    assert reason("first") == ("w2", f"{own} it among the 3 workers that fit.")
+    assert reason("later") == (
+        second,
+        f"{own} w2: that one was full for longer than the job may wait, and this is the next on the ring.",
+    )
+    assert reason("other") == ("", "")
 
 
 def test_a_sticky_job_whose_worker_gets_room_in_time_goes_there() -> None:

@@ -8,8 +8,9 @@ import msgspec
 import pytest
 
 from tasuki.core.explain import ExplainContext, explain, takers, why_not
-from tasuki.core.job import Job, JobIncident, JobSpec, Lease, Outcome, State
+from tasuki.core.job import InputFile, Job, JobIncident, JobSpec, Lease, Outcome, State
 from tasuki.core.pauses import PausedPattern
+from tasuki.core.routing import Policy, Ring, SubjectRoute, hash_prefix
 from tasuki.core.units import shown_time
 
 NOW = 1_700_000_000.0
@@ -267,6 +268,89 @@ def test_why_it_is_there(subject: str, others: tuple[dict[str, Any], ...], chose
     assert "Its pattern '>' matches." in answer["because"][1]
     assert words in answer["because"][1]
     assert answer["facts"]["chosen_by"] == chosen_by
+
+
+SCENE = InputFile("a.bin", sha256="ab" * 32, size_bytes=70, cache_id="scene")
+HELD = hash_prefix("ab" * 32).hex()
+FIRST, SECOND = Ring(["w1", "w2"]).order("user-7")
+
+
+def routed(policy: str, state: State, *, at: str = "w1", files: tuple[InputFile, ...] = (), **around: Any) -> dict[str, Any]:
+    """The explanation of a job with the key user-7 beside the workers w1 and w2, which have one place each."""
+    full = around.pop("full", ())
+    held = around.pop("held", {})
+    running = state is not State.PENDING
+    spec = JobSpec(job_id="a", subject="session.x", route_key="user-7", files=files)
+    at_worker = {"lease": lease(at, f"{at}-1"), "attempt": 1} if running else {}
+    one = Job(spec=spec, state=state, submitter="token:alice", created_at=NOW, **at_worker)
+    workers = [worker(name, credit=0 if name in full else 1, held=held.get(name, "")) for name in ("w1", "w2")]
+    return told(one, *workers, routes=[SubjectRoute("session.>", Policy(policy))], route_wait_s=1.5, **around)
+
+
+@pytest.mark.parametrize(
+    ("policy", "around", "words"),
+    [
+        ("least-load", {}, "It had the smallest load of the workers that fit when it was chosen."),
+        ("round-robin", {}, "It was its turn among the 2 workers that fit."),
+        ("sticky", {"at": FIRST}, "Its key is 'user-7', which belongs to it among the 2 workers that fit."),
+        ("sticky", {"at": SECOND}, f"belongs to {FIRST}: that one was full for longer than the job may wait, or away,"),
+        ("cache-affinity", {"files": (SCENE,), "held": {"w1": HELD}}, "It holds 70 of 70 bytes of its cached inputs."),
+        (
+            "cache-affinity",
+            {"files": (SCENE,), "held": {"w2": HELD}},
+            "It holds 0 of 70 bytes of its cached inputs; w2 holds 70, but was full for longer than the job may wait.",
+        ),
+        ("cache-affinity", {"files": (SCENE,)}, "No worker holds its cached inputs; it had the smallest load."),
+    ],
+)
+def test_a_job_is_at_the_worker_that_a_policy_chose(policy: str, around: dict[str, Any], words: str) -> None:
+    answer = routed(policy, State.RUNNING, **around)
+
+    assert f"The route 'session.>' chooses by {policy}. " in answer["because"][1]
+    assert words in answer["because"][1]
+    assert answer["facts"]["chosen_by"] == Policy(policy).name
+
+
+def test_the_reason_of_the_choice_itself_is_told_for_the_worker_that_was_chosen() -> None:
+    known = routed("sticky", State.RUNNING, at=SECOND, route_reason=(SECOND, "It was so."))
+    of_another = routed("sticky", State.RUNNING, at=SECOND, route_reason=(FIRST, "It was so."))
+
+    assert known["because"][1].endswith("The route 'session.>' chooses by sticky. It was so.")
+    assert f"belongs to {FIRST}: that one was full" in of_another["because"][1]
+
+
+@pytest.mark.parametrize(
+    ("policy", "around"),
+    [("sticky", {"full": (FIRST,)}), ("cache-affinity", {"full": ("w2",), "files": (SCENE,), "held": {"w2": HELD}})],
+)
+def test_a_job_waits_for_the_worker_that_a_policy_chose_while_others_have_room(policy: str, around: dict[str, Any]) -> None:
+    answer = routed(policy, State.PENDING, **around)
+
+    assert (
+        f"A worker is to have it by the route 'session.>', {policy}, and is full; others get it after 1.5s."
+        in answer["because"][0]
+    )
+    facts = answer["facts"]
+    assert (facts["why"], facts["route"], facts["policy"], facts["chosen_worker"]) == ("ROUTE_WAIT", "session.>", policy, None)
+
+
+@pytest.mark.parametrize(
+    ("policy", "around", "chosen"),
+    [
+        ("least-load", {"full": ("w1",)}, "w2"),
+        ("round-robin", {"full": ("w1",)}, "w2"),
+        ("sticky", {}, FIRST),
+        ("cache-affinity", {"files": (SCENE,), "held": {"w2": HELD}}, "w2"),
+        ("cache-affinity", {"files": (SCENE,), "full": ("w1",)}, "w2"),
+    ],
+)
+def test_a_job_that_is_about_to_be_leased_names_the_worker_that_a_policy_chooses(
+    policy: str, around: dict[str, Any], chosen: str
+) -> None:
+    answer = routed(policy, State.PENDING, **around)
+
+    assert f"By the route 'session.>', {policy}, it is for {chosen}." in answer["because"][0]
+    assert (answer["facts"]["why"], answer["facts"]["chosen_worker"]) == ("ITS_TURN", chosen)
 
 
 def test_it_is_at_a_worker_that_is_away_or_was_started_anew() -> None:

@@ -9,6 +9,7 @@ Every run first adds its line to the ledger. What it does then stands in the job
     alone FILE          holds a lock on the file until FILE.end exists; fails if another run holds it. The file has the pid of
                         the process that forked the handler's. Only with --plain
     withdraw            lets a cancellation escape that nobody asked for
+    freeze              stops this process as SIGSTOP does, before anything else in it runs; nothing in a later attempt
     stumble             fails in its first attempt, succeeds in the next
     subscribe PATTERN…  has the worker take these subjects from now on
     large BYTES         has a result of so many bytes, filled up with dots
@@ -24,10 +25,12 @@ import fcntl
 import hashlib
 import logging
 import os
+import signal
 import time
 from pathlib import Path
 
 from tasuki import Worker
+from tasuki.worker.execs import parse_exec_flag
 
 parser = argparse.ArgumentParser()
 parser.add_argument("url")
@@ -37,6 +40,8 @@ parser.add_argument("--slots", type=int, default=64)
 parser.add_argument("--worker-id")
 parser.add_argument("--plain", action="store_true")
 parser.add_argument("--signed", action="store_true")
+parser.add_argument("--ahead", action="store_true", help="be sent jobs ahead, as workers for commands are while jobs are short")
+parser.add_argument("--answer", metavar="SUBJECT", help="send back the messages of this subject")
 parser.add_argument("--on-disconnect", default="stop")
 parser.add_argument("--reconnect-grace", type=float, default=60.0)
 options = parser.parse_args()
@@ -48,7 +53,15 @@ worker = Worker(
     concurrency=options.slots,
     on_disconnect=options.on_disconnect,
     reconnect_grace_s=options.reconnect_grace,
+    execs={"true": parse_exec_flag("true=/bin/true")} if options.ahead else None,
 )
+if options.answer:
+
+    @worker.subscribe(options.answer)
+    async def answer(message):
+        await worker.publish(message.reply_to, message.payload)
+
+
 parent_pid = os.getpid()
 
 
@@ -70,6 +83,8 @@ def ended(job, size_bytes: int = 0) -> bytes:
 
 async def act(job):
     match begin(job):
+        case ["freeze"] if job.attempt == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
         case ["hold", gate]:
             while not Path(gate).exists():  # noqa: ASYNC110 - nothing tells of a file that appears
                 await asyncio.sleep(0.01)

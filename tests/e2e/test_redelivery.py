@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 import time
+import zipfile
 from hashlib import sha256
+from pathlib import Path
 
 import pytest
 
@@ -20,7 +23,7 @@ from tasuki.core.protocol import (
     Message,
 )
 from tests.doors.raw import RawPeer
-from tests.e2e.stage import LOST_WITHIN_S, SOON_S, Ledger, jobs_worker, story
+from tests.e2e.stage import LOST_WITHIN_S, SOON_S, Ledger, in_background, jobs_worker, story
 from tests.support.processes import ServerProcess
 
 pytestmark = pytest.mark.e2e
@@ -104,3 +107,35 @@ def test_a_finish_after_the_lease_was_given_to_another_is_fenced(server: ServerP
     assert [lease_id for lease_id, reason in refused if reason] == [grant.lease_id]
     assert story(client, "late") == ["lost", "fenced"]
     assert client.job("late").result(SOON_S) == b"2"
+
+
+def test_the_smallest_result_of_a_command_that_the_protocol_allows_is_taken_by_all_that_read_it(
+    shared_server: ServerProcess, shared_client: Client, tmp_path: Path
+) -> None:
+    # given: a worker of another make that runs commands, and ends them with no more than docs/wire.md asks for
+    archive = io.BytesIO()
+    with zipfile.ZipFile(archive, "w") as members:
+        for name, content in (("stdout.log", ""), ("stderr.log", ""), ("result.json", "{}")):
+            members.writestr(name, content)
+    result = archive.getvalue()
+    smallest = Outcome(result=result, result_sha256=sha256(result).hexdigest())
+    token = shared_server.create_token("worker")
+    with (
+        RawPeer(shared_server.url).as_worker(token, patterns=("bare.>",), takes="commands", execs=("tool",)) as peer,
+        # when: somebody runs one there
+        in_background(shared_server.tasuki, "run", "--subject", "bare.1", "--job-id", "bare", "tool") as run,
+    ):
+        peer.send(GiveCredit(1))
+        [grant] = next_of(peer, AssignJobs).grants
+        peer.send(JobsFinished([Ending("bare", grant.lease_id, 1, smallest)]))
+        assert next_of(peer, JobsRecorded).recorded == [grant.lease_id]
+
+    # then: it has succeeded and written nothing, for everybody who asks
+    ran = run.result()
+    assert (ran.returncode, ran.stdout, ran.stderr) == (0, "", "")
+    logs = shared_server.tasuki("logs", "bare")
+    assert (logs.returncode, logs.stdout, logs.stderr) == (0, "", "")
+    extracted = shared_server.tasuki("result", "bare", "--extract", str(tmp_path / "out"))
+    assert extracted.returncode == 0, extracted.stderr
+    assert (tmp_path / "out" / "stdout.log").read_bytes() == b""
+    assert shared_client.job("bare").outcome(SOON_S).state == "SUCCEEDED"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import signal
 import statistics
@@ -15,7 +16,7 @@ import pytest
 
 from tasuki import Client
 from tasuki.core.job import JobSpec
-from tasuki.errors import Unauthorized
+from tasuki.errors import DeadlineExceeded, NotFound, Unauthorized
 from tests.e2e.stage import (
     LEAD_TTL_S,
     LEASE_TTL_S,
@@ -284,6 +285,45 @@ def test_peers_of_a_killed_server_go_on_at_another_with_what_they_run(
             # and: its subscription has moved with the client
             other.publish("news", b"from the other one")
             assert next(messages).payload == b"from the other one"
+
+
+def test_all_kinds_of_subscribers_of_a_killed_server_go_on_at_another(tmp_path: Path, postgres_url: str, ledger: Ledger) -> None:
+    # given: at one server a reader over HTTP, a member of a queue group, and a worker that answers messages
+    ttls = ("--lease-ttl", str(LEASE_TTL_S), "--lead-ttl", str(LEAD_TTL_S))
+    with start_servers(tmp_path, 2, *ttls, "--http", "127.0.0.1:0", store=postgres_url) as servers:
+        both = "http://" + ",".join(server.http_url.removeprefix("http://") for server in servers)
+        with contextlib.ExitStack() as stack:
+            reader, *clients = [stack.enter_context(servers[0].client(url)) for url in (both, *(one.url for one in servers))]
+            until(lambda: all(len(servers_seen(client)) == 2 for client in clients), what="the servers know each other")
+            is_first = _server_of(reader) == _server_of(clients[0])  # it chose one of the two
+            (doomed, _), (client, other) = (servers, clients) if is_first else (servers[::-1], clients[::-1])
+            events = stack.enter_context(reader.subscribe("news"))
+            work = stack.enter_context(client.subscribe("work", queue="crew"))
+            stack.enter_context(jobs_worker(doomed, ledger, "--answer", "echo"))
+            until(lambda: _answers(other, "echo"), what="all three are subscribed")
+
+            # when: it is killed, and does not come back
+            doomed.kill()
+
+            # then: each gets what is published at the other one from then on
+            for messages, subject in ((events, "news"), (work, "work")):
+                with in_background(lambda messages=messages: next(messages).payload) as taken:
+                    until(lambda: other.publish(subject, b"on") or taken.done(), MOVED_WITHIN_S, f"{subject} comes again")
+                    assert taken.result() == b"on"
+            until(lambda: _answers(other, "echo"), MOVED_WITHIN_S, "the worker answers again")
+
+
+def _server_of(client: Client) -> str:
+    assert client.aio.welcome is not None
+    return client.aio.welcome.server_id
+
+
+def _answers(client: Client, subject: str) -> bool:
+    """Return whether somebody sends a request back."""
+    try:
+        return client.request(subject, b"are you there", timeout=0.5).payload == b"are you there"
+    except (DeadlineExceeded, NotFound):
+        return False
 
 
 def test_peers_of_a_frozen_server_go_on_at_another_before_their_leases_are_over(

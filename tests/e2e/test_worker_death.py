@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tasuki import Client
+from tasuki.core.job import JobSpec
 from tasuki.errors import JobFailed
 from tests.e2e.stage import (
     HERE,
@@ -27,6 +28,34 @@ from tests.support.processes import ChildProcess, ServerProcess
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.e2e
+
+
+def test_what_was_sent_ahead_to_a_worker_that_freezes_goes_to_another_one_and_costs_nothing(
+    server: ServerProcess, client: Client, ledger: Ledger
+) -> None:
+    # given: a worker with one place that is sent jobs ahead, since its jobs are short
+    with jobs_worker(server, ledger, "--slots", "1", "--ahead", "--worker-id", "frozen") as frozen:
+        for job in client.submit_many([JobSpec(job_id=f"short-{n}", subject="load.1") for n in range(100)]):
+            job.result(SOON_S)
+
+        # when: it freezes in the first of some jobs that came together
+        ahead = [JobSpec(job_id=f"ahead-{n}", subject="load.1", max_losses=0, max_retries=0) for n in range(3)]
+        first, *others = client.submit_many([JobSpec(job_id="first", subject="load.1", payload=b"freeze"), *ahead])
+        ledger.wait_for("first")
+        until(lambda: client.status("ahead-0").state == "ASSIGNED", what="others were sent ahead")
+
+        # then: another worker runs those that it had not begun, at the end of their leases, and none of them was lost
+        with jobs_worker(server, ledger, "--slots", "1", "--worker-id", "other") as other:
+            for job in others:
+                assert job.result(LOST_WITHIN_S + SOON_S)
+            assert {run.pid for spec in ahead for run in ledger.of(spec.job_id)} == {other.pid}
+            assert [story(client, spec.job_id) for spec in ahead] == 3 * [["released"]]
+            assert client.status("ahead-0").attempt == 2
+
+            # and: the one that it had begun is lost, as nobody knows how far it came
+            assert first.result(LOST_WITHIN_S + SOON_S) == b"2"
+            assert story(client, "first") == ["lost"]
+        frozen.kill()
 
 
 def test_the_jobs_of_a_killed_worker_run_again_elsewhere_and_no_others(

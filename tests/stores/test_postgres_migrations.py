@@ -215,6 +215,15 @@ def test_a_migration_that_a_live_server_could_not_live_with_is_refused_and_names
     assert described(postgres, url) == before
 
 
+def test_the_upgrade_across_the_tables_of_caches_is_no_rolling_one(postgres: PostgresService, url: str, alias: str) -> None:
+    before_caches = standalone.OLDEST_CODE - 1
+    forget_migrations(postgres, url)
+    add_server(postgres, url, "server-old", schema_version=before_caches)
+
+    with pytest.raises(ConfigError, match=rf"server-old \(version {before_caches}\); stop them first"):
+        standalone.migrate(alias)
+
+
 def test_a_migration_that_older_servers_can_live_with_runs_while_they_are_up(
     postgres: PostgresService, url: str, alias: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

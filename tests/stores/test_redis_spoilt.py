@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import time
-from collections.abc import Callable
-from contextlib import closing, suppress
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager, suppress
 
 import pytest
 import redis
@@ -34,9 +35,19 @@ def submit(job_id: str) -> Action:
     return lambda zpe: zpe.stage.submit(job_id, subject="job.assign.zpe", payload=PAYLOAD, max_retries=99, max_losses=99)
 
 
+def by_outsider(command: Action) -> Action:
+    """Send an outsider's own command, which Redis refuses on a key that another one spoilt."""
+
+    def act(zpe: Zpe) -> None:
+        with suppress(redis.ResponseError):
+            command(zpe)
+
+    return act
+
+
 def push_early(job_id: str) -> Action:
     """Push the id before its payload, as the wrong order of two commands does."""
-    return lambda zpe: zpe.raw.lpush("zpe:queue", job_id)
+    return by_outsider(lambda zpe: zpe.raw.lpush("zpe:queue", job_id))
 
 
 def lease_and(end: str) -> Action:
@@ -84,7 +95,7 @@ own = st.builds(
 )
 payloads = st.builds(lambda job_id, kind: spoil(f"payload:{job_id}", kind), st.sampled_from(OTHERS), kinds)
 entries = st.builds(
-    lambda name, job_id: lambda zpe: zpe.raw.zadd(f"zpe:{name}", {job_id: 0.0}),
+    lambda name, job_id: by_outsider(lambda zpe: zpe.raw.zadd(f"zpe:{name}", {job_id: 0.0})),
     st.sampled_from(["delay", "lease:index"]),
     st.sampled_from(HONEST + OTHERS),
 )
@@ -129,11 +140,24 @@ def test_honest_jobs_are_done_beside_anything_that_outsiders_write(redis_service
         number += 1
 
 
+@contextmanager
+def log_of(name: str) -> Iterator[list[str]]:
+    """Yield the lines that a logger gets while the context lasts."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger(name)
+    logger.addHandler(handler)
+    try:
+        yield lines
+    finally:
+        logger.removeHandler(handler)
+
+
 def check_honest_jobs_are_done(url: str, acts: list[Action]) -> None:
-    with closing(Zpe(url)) as zpe:
+    with closing(Zpe(url)) as zpe, log_of("tasuki") as log:
         for act in (*acts, *map(submit, HONEST)):
-            with suppress(redis.ResponseError):  # an outsider's own command, on a key that another one spoilt
-                act(zpe)
+            act(zpe)
 
         for _ in range(ROUNDS_MAX):
             look_after(zpe)
@@ -148,6 +172,9 @@ def check_honest_jobs_are_done(url: str, acts: list[Action]) -> None:
             is_told = job.outcome is not None and job.outcome.message
             assert check_job_id(job.job_id)
             assert is_told or job.state in (State.SUCCEEDED, State.ASSIGNED, State.PENDING), job
+            if job.state is State.PENDING:  # it waits for what an outsider has to bring or to mend: somebody has to know
+                named = [*log, *problems_of(url)]
+                assert any(re.search(rf"\b{re.escape(job.job_id)}\b", words) for words in named), (job, named)
         assert all(re.search(r" is a \w+ and must be a ", problem) for problem in problems_of(url))
 
 

@@ -49,6 +49,8 @@ class ExplainContext(msgspec.Struct, frozen=True, kw_only=True):
     routes: Sequence[SubjectRoute] = ()
     """Routing policies, the first that matches."""
     route_wait_s: float = ROUTE_WAIT_S
+    route_reason: tuple[str, str] = ("", "")
+    """The worker that a policy chose for the job, and why, if the server that is asked knows it."""
     pauses: Sequence[PausedPattern] = ()
     resume: str = "tasuki resume"
     """Command that resumes a pattern, without it."""
@@ -293,7 +295,7 @@ def _held(job: Job, context: ExplainContext) -> Explanation:
         because.append("It is for that worker alone.")
         facts["chosen_by"] = "ONLY_WORKER"
     elif pattern is not None:
-        chosen_by, words = _why_there(job, lease.worker_id, workers, context.routes)
+        chosen_by, words = _why_there(job, lease.worker_id, context)
         because.append(f"Its pattern {pattern!r} matches. {words}")
         facts |= {"pattern": pattern, "chosen_by": chosen_by}
     if job.progress is not None:
@@ -313,17 +315,19 @@ def _held(job: Job, context: ExplainContext) -> Explanation:
     return "AT_WORKER" if worker is not None else "WORKER_AWAY", because, facts
 
 
-def _why_there(job: Job, worker_id: str, workers: Sequence[Worker], routes: Sequence[SubjectRoute]) -> tuple[str, str]:
-    subject = job.spec.subject
+def _why_there(job: Job, worker_id: str, context: ExplainContext) -> tuple[str, str]:
+    subject, workers = job.spec.subject, context.workers
     if subject.rpartition(".")[2] == worker_id:
         return "LAST_TOKEN", "The subject's last token is its id, so no other worker gets the job while it is there."
     others = [w["worker_id"] for w in workers if w["worker_id"] != worker_id and _pattern_of(w, subject) is not None]
     if not others:
         return "ONLY_ONE", "No other connected worker subscribes to the subject."
-    if (route := route_of(routes, subject)) is not None:
+    if (route := route_of(context.routes, subject)) is not None:
         kind = kind_of(job.spec.exec, job.submitter)
         fitting = [w for w in workers if _pattern_of(w, subject) is not None and _offer_of(w).fits(kind, job.spec.exec)]
-        reason = why(route.policy, facts_of(job.spec), worker_id, _candidates(fitting))
+        chosen, reason = context.route_reason
+        if chosen != worker_id:
+            reason = why(route.policy, facts_of(job.spec), worker_id, _candidates(fitting))
         return route.policy.name, f"The route {route.pattern!r} chooses by {route.policy}. {reason}"
     shown = ", ".join(others[:SHOWN_MAX])
     return "LEAST_LOAD", f"So do others' ({shown}); the worker with the smallest share of its places in use is asked first."

@@ -193,8 +193,8 @@ def choose(policy: Policy, facts: RoutingFacts, candidates: Sequence[Candidate],
     return min(free, key=lambda one: (-one.holds(facts), one.load, one.turn, one.worker_id), default=None)
 
 
-def why(policy: Policy, facts: RoutingFacts, worker_id: str, candidates: Sequence[Candidate]) -> str:
-    """Return the reason, in a sentence, for which a worker has the job, by what is known now."""
+def why(policy: Policy, facts: RoutingFacts, worker_id: str, candidates: Sequence[Candidate], *, at_choice: bool = False) -> str:
+    """Return the reason, in a sentence, for which a worker has the job, by what is known now, or at the choice itself."""
     if policy is Policy.LEAST_LOAD:
         return "It had the smallest load of the workers that fit when it was chosen."
     if policy is Policy.ROUND_ROBIN:
@@ -204,7 +204,8 @@ def why(policy: Policy, facts: RoutingFacts, worker_id: str, candidates: Sequenc
         key = f"Its key is {quoted(facts.key)}, which belongs to"
         if best == worker_id:
             return f"{key} it among the {len(candidates)} workers that fit."
-        return f"{key} {best}: that one was full for longer than the job may wait, or away, and this is the next on the ring."
+        or_away = "" if at_choice else ", or away"
+        return f"{key} {best}: that one was full for longer than the job may wait{or_away}, and this is the next on the ring."
     held = {one.worker_id: one.holds(facts) for one in candidates}
     best = max(held, key=held.__getitem__, default=worker_id)
     if not held.get(best):

@@ -192,6 +192,7 @@ def _explain(reader: Reader, query: Query) -> Any:
         now_wall=time.time(),
         routes=query.routes,
         route_wait_s=query.route_wait_s,
+        route_reason=query.route_reason,
         pauses=reader.paused(),
     )
     return explain(job, reader.incidents(job_id)[-INCIDENTS_MAX:], around)

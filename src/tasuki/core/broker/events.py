@@ -210,6 +210,8 @@ class Query(msgspec.Struct, frozen=True):
     """Reason why this server grants nothing at the moment, for `explain`."""
     routes: tuple[SubjectRoute, ...] = ()
     route_wait_s: float = ROUTE_WAIT_S
+    route_reason: tuple[str, str] = ("", "")
+    """The worker that was chosen for the job of `explain`, and why, if that was decided here."""
 
 
 class ReceiveBlob(msgspec.Struct, frozen=True):

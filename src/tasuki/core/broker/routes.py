@@ -17,7 +17,7 @@ import msgspec
 
 from tasuki.core.job import READY, Job, JobSpec
 from tasuki.core.machine import Now
-from tasuki.core.routing import Candidate, Policy, RoutingFacts, SubjectRoute, choose, facts_of, route_of
+from tasuki.core.routing import Candidate, Policy, RoutingFacts, SubjectRoute, choose, facts_of, route_of, why
 from tasuki.core.store_messages import ChosenJob, JobKind, kind_of
 from tasuki.core.subject import group_of
 
@@ -26,9 +26,11 @@ QUEUES_MAX = 4096
 READ_SUBJECTS = 16  # subjects whose jobs are read at once
 READ_TIMEOUT_S = 5.0
 CHOICES_KEPT = 4096  # of other servers, for jobs that are not known here yet
+REASONS_KEPT = 4096
 ELSEWHERE_S = 0.1  # how long another server has for a job that any worker may take as well
 SUBJECTS_KEPT = 1024
 NOBODY = ""  # as a choice: the server that had the chosen worker did not act
+LEFT_BY = "The server of the worker that was chosen first did not give it the job in time, so that any worker might."
 
 Queue = tuple[str, JobKind, str]
 
@@ -65,6 +67,8 @@ class RoutedJobs:
         self._unread: dict[str, None] = {}
         self._asked_at: float | None = None
         self._choices: dict[str, str] = {}
+        self._reasons: dict[str, tuple[str, str]] = {}
+        """(worker of this server, why it was chosen) by job, those of the latest choices."""
         self._of_subject: dict[str, SubjectRoute | None] = {}
 
     def learn(self, elsewhere: Iterable[SubjectRoute]) -> bool:
@@ -147,6 +151,10 @@ class RoutedJobs:
                     self.note(queue[0])  # there may be more than were known
 
     # -- choices --------------------------------------------------------------------------------------------------
+    def reason(self, job_id: object) -> tuple[str, str]:
+        """Return the worker of this server that was chosen for a job, and why; empty texts if that is not known any more."""
+        return self._reasons.get(str(job_id), ("", ""))
+
     def _choose(self, job: RoutedJob, worker_id: str | None, now: Now) -> None:
         job.worker_id = worker_id
         job.until = now.monotonic + (self._wait_s if job.policy.waits else min(self._wait_s, ELSEWHERE_S))
@@ -196,11 +204,16 @@ class RoutedJobs:
             for worker in fitting:
                 if worker.worker_id == job.worker_id:
                     return worker
-        if job.worker_id == NOBODY:
-            fitting = [worker for worker in fitting if worker.worker_id in own]
-        waited = job.worker_id == NOBODY or now.monotonic - job.seen_at >= self._wait_s
-        chosen = choose(job.policy, job.facts, fitting, waited=waited)
+        is_left = job.worker_id == NOBODY
+        able = [worker for worker in fitting if worker.worker_id in own] if is_left else fitting
+        waited = is_left or now.monotonic - job.seen_at >= self._wait_s
+        chosen = choose(job.policy, job.facts, able, waited=waited)
         if chosen is not None:
+            if chosen.worker_id in own:
+                if len(self._reasons) >= REASONS_KEPT:
+                    self._reasons.clear()
+                words = LEFT_BY if is_left else why(job.policy, job.facts, chosen.worker_id, fitting, at_choice=True)
+                self._reasons[job.chosen.job_id] = chosen.worker_id, words
             self._last_turn += 1
             self._turns[chosen.worker_id] = chosen.turn = self._last_turn
             self._choose(job, chosen.worker_id, now)

@@ -117,6 +117,8 @@ class Ablation(msgspec.Struct, frozen=True):
     def __post_init__(self) -> None:
         if self.options.definitions is None:  # a smaller world shows it sooner
             msgspec.structs.force_setattr(self, "options", replace(self.options, definitions=0))
+        if self.options.attempts_scale is None:
+            msgspec.structs.force_setattr(self, "options", replace(self.options, attempts_scale=1.0))
         if self.options.policy is None:
             msgspec.structs.force_setattr(self, "options", replace(self.options, policy=""))
 

@@ -51,7 +51,7 @@ class DrawnEndings:
 
     def __init__(self, world: World) -> None:
         self._chance = world.streams.attempts
-        self._scale = world.options.attempts_scale
+        self._scale = world.options.attempts_scale or 1.0
 
     def lasts_s(self) -> float:
         return self._scale * self._drawn_s()

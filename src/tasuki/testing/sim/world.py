@@ -55,8 +55,8 @@ class SimOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     lock_ttl_s: float | None = None
     retention_s: float | None = None
     """The time for which finished jobs are kept."""
-    attempts_scale: float = 1.0
-    """The factor by which attempts take longer."""
+    attempts_scale: float | None = None
+    """The factor by which attempts take longer. While they are short, workers are sent jobs ahead."""
     definitions: int | None = None
     """The number of definitions that the project has."""
     ahead_s: float | None = None
@@ -101,7 +101,8 @@ def derived(seed: int, options: SimOptions, kinds: tuple[str, ...]) -> SimOption
         "definitions": chance.randint(2, 4),
         "ahead_s": chance.choice((0.0, 3.0, 3.0)),
         "policy": chance.choice(("", "", "", *Policy)),
-        "begin_within_s": chance.choice((300.0, 300.0, 1.0)),
+        "attempts_scale": chance.choice((1.0, 1.0, 0.1)),
+        "begin_within_s": chance.choice((300.0, 1.0)),
     }
     return replace(options, **{name: value for name, value in drawn.items() if getattr(options, name) is None})
 
