@@ -84,9 +84,10 @@ FAULTS: dict[str, Callable[[NodeRig, RigNode], None]] = {
 def end_leaders(rig: NodeRig, faults: Sequence[str], stale_s: float) -> None:
     """Start five processes on three nodes, end the leader in one way after the other, and check who follows it."""
     rig.rows(NOTE_LATE_WRITES)
-    rig.site.run(DEFINE)
     for name in ("n1a", "n1b", "n2a", "n2b", "n3a"):
         rig.start(name, name[:2])
+    rig.settled()
+    rig.site.run(DEFINE)  # now that everybody is there: a leader that was alone gives runs of its own back
     for what in faults:
         leader = rig.settled()
         ran(rig)
