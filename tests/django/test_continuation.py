@@ -348,7 +348,7 @@ def test_a_run_whose_worker_cannot_be_told_to_start_it_goes_to_whoever_is_free(
 def test_certificates_are_rotated_under_load_and_no_run_is_dropped(
     postgres: PostgresService, redis_url: str, tmp_path: Path, tls: str
 ) -> None:
-    with NodeRig(tmp_path, postgres, redis_url, slots=4, tls=tls, SITE_SECONDS="1") as rig:
+    with NodeRig(tmp_path, postgres, redis_url, slots=16, tls=tls, SITE_SECONDS="1") as rig:
         # Given runs that are assigned ahead, started by order, and one that goes on
         rig.settings(**QUICK, assign_ahead_seconds=2)
         nodes = [rig.start(name) for name in ("n1", "n2", "n3")]

@@ -18,7 +18,7 @@ from tests.support.waiting import until
 pytestmark = pytest.mark.e2e
 LOAD_S = 6.0  # what a machine with other load may add
 KNOWS_S = 30.0
-SLOTS = 4  # for all definitions at once: nobody gives a run back for want of a slot
+SLOTS = 16  # for the runs of many times at once: nobody gives one back for want of a slot
 QUICK = {
     "heartbeat_interval_seconds": 0.4,
     "heartbeat_ttl_seconds": 2,
