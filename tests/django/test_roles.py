@@ -153,9 +153,11 @@ def test_another_node_leads_soon_whatever_ends_the_leader_with_the_default_setti
 
 
 @pytest.mark.soak
+@pytest.mark.parametrize("coordination", ["database", "redis"])
 def test_a_leader_and_a_sub_leader_that_cannot_call_each_other_change_nothing(
-    postgres: PostgresService, redis_url: str, tmp_path: Path
+    request: pytest.FixtureRequest, postgres: PostgresService, tmp_path: Path, coordination: str
 ) -> None:
+    redis_url = request.getfixturevalue("redis_url") if coordination == "redis" else ""
     with NodeRig(tmp_path, postgres, redis_url) as rig:
         rig.settings(**QUICK)
         for name in ("n1", "n2", "n3"):
