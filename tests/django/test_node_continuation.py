@@ -9,7 +9,7 @@ from typing import Any
 
 from tasuki.clocks import now
 from tasuki.core.cluster_messages import ServerInfo
-from tasuki.core.store_messages import HeldLease
+from tasuki.core.store_messages import HeldLease, LeaseStatus
 from tasuki.django.continuation import NodeContinuation
 from tasuki.worker.status import RunningJob
 from tests.support.waiting import until_async
@@ -29,15 +29,18 @@ class DetachedWorker:
         """Values of `confirm_s` in the order in which the store took them."""
         self.answered: list[str] = []
         self.denied: list[str] = []
-        broker = SimpleNamespace(cluster=SimpleNamespace(servers={"1": LEADER}), epoch=0)
+        session = SimpleNamespace(owner="node:host:0")
+        broker = SimpleNamespace(cluster=SimpleNamespace(servers={"1": LEADER}), epoch=0, workers={"2": session})
         server: Any = SimpleNamespace(broker=broker, renew=self.renew)
         cluster: Any = SimpleNamespace(is_expelled=True)
         self.continuation = NodeContinuation(self, server, cluster, lambda: None)
         self.continuation.questions = self
 
-    async def renew(self, claims: list[HeldLease]) -> None:
+    async def renew(self, claims: list[HeldLease]) -> list[LeaseStatus]:
         await self.turns.wait()
-        self.shown += [claim.confirm_s for claim in claims if claim.confirm_s is not None]
+        mine = [claim for claim in claims if claim.owner == "node:host:0"]
+        self.shown += [claim.confirm_s for claim in mine if claim.confirm_s is not None]
+        return [LeaseStatus.GO_ON if claim in mine else LeaseStatus.LOST for claim in claims]
 
     async def confirms(self, node: ServerInfo, run: RunningJob, renewed_ago_s: float, timeout_s: float) -> bool | None:
         self.shown.append(0.0)  # whoever says yes has renewed the lease so

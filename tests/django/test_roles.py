@@ -18,7 +18,7 @@ from tests.support.waiting import until
 pytestmark = pytest.mark.e2e
 LOAD_S = 6.0  # what a machine with other load may add
 KNOWS_S = 30.0
-SLOTS = 4  # for all definitions at once: nobody gives a run back for want of a slot
+SLOTS = 16  # for the runs of many times at once: nobody gives one back for want of a slot
 QUICK = {
     "heartbeat_interval_seconds": 0.4,
     "heartbeat_ttl_seconds": 2,
@@ -84,9 +84,10 @@ FAULTS: dict[str, Callable[[NodeRig, RigNode], None]] = {
 def end_leaders(rig: NodeRig, faults: Sequence[str], stale_s: float) -> None:
     """Start five processes on three nodes, end the leader in one way after the other, and check who follows it."""
     rig.rows(NOTE_LATE_WRITES)
-    rig.site.run(DEFINE)
     for name in ("n1a", "n1b", "n2a", "n2b", "n3a"):
         rig.start(name, name[:2])
+    rig.settled()
+    rig.site.run(DEFINE)  # now that everybody is there: a leader that was alone gives runs of its own back
     for what in faults:
         leader = rig.settled()
         ran(rig)
@@ -152,9 +153,11 @@ def test_another_node_leads_soon_whatever_ends_the_leader_with_the_default_setti
 
 
 @pytest.mark.soak
+@pytest.mark.parametrize("coordination", ["database", "redis"])
 def test_a_leader_and_a_sub_leader_that_cannot_call_each_other_change_nothing(
-    postgres: PostgresService, redis_url: str, tmp_path: Path
+    request: pytest.FixtureRequest, postgres: PostgresService, tmp_path: Path, coordination: str
 ) -> None:
+    redis_url = request.getfixturevalue("redis_url") if coordination == "redis" else ""
     with NodeRig(tmp_path, postgres, redis_url) as rig:
         rig.settings(**QUICK)
         for name in ("n1", "n2", "n3"):

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Mapping
 from functools import lru_cache
 from importlib.resources import files
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from tasuki.coords.coordination import (
@@ -56,15 +57,18 @@ class SqlCoordination(Coordination):
         if not self._change("beat_again", mine):
             self._change("beat_anew", {**mine, "kind": me.kind, "schema_version": me.schema_version, "info": me.info})
         self._change("forget", {"forget_after_s": FORGET_AFTER_S, "limit": FORGET_BATCH})
-        known = {"seen_ids": list(seen), "seen_versions": list(seen.values()), "timeout_s": self.member_timeout_s}
         degraded = me.led_ago_s is not None and self._change("degraded", {}) == 1
         if me.led_ago_s is not None:
             self._change("led", {"led_ago_s": me.led_ago_s})
-        members = tuple(LiveMember(*row) for row in self._rows("live", known))
         detached = self._rows("detached", {})
         expelled = frozenset(name for name, actor in detached if actor == LEADER)
         seen_s = next((age for (age,) in self._rows("leader_seen", {})), None)
-        return View(members, frozenset(name for name, _ in detached), degraded, seen_s, expelled)
+        return View(tuple(self.live(seen)), frozenset(name for name, _ in detached), degraded, seen_s, expelled)
+
+    def live(self, seen: Mapping[str, int] = MappingProxyType({})) -> list[LiveMember]:
+        """Return the live members; by whoever is none of them, too."""
+        known = {"seen_ids": list(seen), "seen_versions": list(seen.values()), "timeout_s": self.member_timeout_s}
+        return [LiveMember(*row) for row in self._rows("live", known)]
 
     def heartbeat_ages(self) -> dict[str, float]:
         return dict(self._rows("heartbeat_ages", {}))
@@ -119,20 +123,20 @@ class SqlCoordination(Coordination):
             return self._connected()
 
     def _rows(self, name: str, values: Mapping[str, object]) -> list[tuple[Any, ...]]:
-        return self._execute(name, values)[0]
+        return self._execute(_statements()[name], values)[0]
 
     def _change(self, name: str, values: Mapping[str, object]) -> int:
         """Execute a statement and return how many rows it changed."""
-        return self._execute(name, values)[1]
+        return self._execute(_statements()[name], values)[1]
 
-    def _execute(self, name: str, values: Mapping[str, object]) -> tuple[list[tuple[Any, ...]], int]:
+    def _execute(self, statement: bytes, values: Mapping[str, Any]) -> tuple[list[tuple[Any, ...]], int]:
         import psycopg
 
         with self._mutex:
             if self._closed:
                 raise Unavailable("this coordination was closed; make a new one")
             try:
-                with self._connected().execute(_statements()[name], values) as cursor:
+                with self._connected().execute(statement, values) as cursor:
                     return (cursor.fetchall() if cursor.description else []), cursor.rowcount
             except psycopg.Error as error:
                 # Only the text is kept, without secrets; the cause would show them in every traceback.

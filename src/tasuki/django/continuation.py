@@ -16,7 +16,7 @@ from tasuki.clocks import now
 from tasuki.core.broker.events import WorkerDetached
 from tasuki.core.cluster_messages import ServerInfo
 from tasuki.core.scheduler.continuation import AskLeaders, Command, Confirming, Continuation, Deny
-from tasuki.core.store_messages import HeldLease
+from tasuki.core.store_messages import HeldLease, LeaseStatus
 from tasuki.errors import TasukiError
 from tasuki.event_loop import BackgroundTasks
 from tasuki.server.cluster import Cluster
@@ -96,9 +96,13 @@ class NodeContinuation:
             return
         if for_s:
             logger.info("job %s: detached; asks whether it may go on", run.job_id)
-        claim = HeldLease(run.job_id, self._worker.worker_id, self._worker.incarnation, lease_id, run.attempt, confirm_s=for_s)
+        worker, session = self._worker, self._server.broker.workers.get(self._worker.worker_id)
+        owner = session.owner if session is not None else ""
+        claim = HeldLease(run.job_id, worker.worker_id, worker.incarnation, lease_id, run.attempt, owner=owner, confirm_s=for_s)
         try:
-            await self._server.renew([claim])
+            [status] = await self._server.renew([claim])
+            if status is LeaseStatus.LOST:
+                logger.info("job %s: the database has another attempt, or none", run.job_id)
         except TasukiError as error:
             logger.info("job %s: whether its worker asks could not be written: %s", run.job_id, error.message)
         if for_s:

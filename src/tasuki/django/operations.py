@@ -14,12 +14,13 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from django.core.exceptions import ValidationError
 from django.db import connections, models, transaction
 
+from tasuki.coords.sql import SqlCoordination
 from tasuki.core.cluster_messages import Hint, ServerInfo, WorkerInfo
 from tasuki.core.explain import ExplainContext, explain
 from tasuki.core.job import Job, State
@@ -29,23 +30,24 @@ from tasuki.core.store_messages import Filter, Page
 from tasuki.core.subject import check_pattern
 from tasuki.django import definitions
 from tasuki.django.commands import enqueue_command
-from tasuki.django.conf import ProjectSettings, project_settings
+from tasuki.django.conf import project_settings
 from tasuki.django.definitions import scheduler_settings
 from tasuki.django.enqueueing import DEFAULT_QUEUE, hint_after_commit, new_id, patterns_of, project_store
 from tasuki.django.log_archive import LogArchive
 from tasuki.django.models import (
     AdminActionLog,
-    Detached,
     Event,
     JobDefinition,
     JobRun,
     SchedulerSettings,
     ScopeEpoch,
-    ScopeLease,
 )
 from tasuki.errors import ConfigError, Forbidden, InvalidInput, NotFound, quoted
 from tasuki.server.assembly import open_scheduler_coordination
 from tasuki.server.queries import describe
+
+if TYPE_CHECKING:
+    from tasuki.coords.scheduler_redis import SchedulerCoordination
 
 DAY_S = 86_400.0
 QUEUES_LOOKED_AT = 20
@@ -186,19 +188,9 @@ def live_workers() -> list[tuple[str, WorkerInfo]]:
 
 def live_servers() -> list[tuple[ServerInfo, float]]:
     """Return the live processes that share the PostgreSQL of the project, and how many seconds ago each was heard of."""
-    project = project_settings()
-    if project.coordination:
-        with closing(open_scheduler_coordination(project.coordination)) as shared:
-            ages = shared.heartbeat_ages()
-            return [(_decode_server(one.info or b""), ages.get(one.member_id, 0.0)) for one in shared.live()]
-    timeout_s = scheduler_settings().heartbeat_ttl_seconds
-    with connections[project.database].cursor() as cursor:
-        cursor.execute(
-            "SELECT info, extract(epoch FROM clock_timestamp()) - beat_at FROM tasuki_member"
-            " WHERE abs(extract(epoch FROM clock_timestamp()) - beat_at) < %s ORDER BY member_id",
-            [timeout_s],
-        )
-        return [(_decode_server(bytes(info)), float(age)) for info, age in cursor.fetchall()]
+    with _coordination() as shared:
+        shared.member_timeout_s = scheduler_settings().heartbeat_ttl_seconds
+        return [(_decode_server(bytes(one.info or b"")), one.age_s) for one in shared.live()]
 
 
 def _owner_of(file: Path) -> list[tuple[str, WorkerInfo]]:
@@ -363,26 +355,18 @@ def _role_of(worker: WorkerInfo, server: ServerInfo, *, leads: bool) -> str:
 
 
 def _detached() -> frozenset[str]:
-    project = project_settings()
-    if project.coordination:
-        with closing(open_scheduler_coordination(project.coordination)) as shared:
-            return shared.detached()
-    return frozenset(Detached.objects.using(project.database).values_list("worker_id", flat=True))
+    with _coordination() as shared:
+        return shared.detached()
 
 
 def set_detached(worker_id: str, detached: bool, *, actor: Actor, reason: str = "") -> bool:
     """Give a worker no more jobs, or give it jobs again; return whether that was a change. A worker that leads steps down."""
-    project = _several_nodes()
+    _several_nodes()
     if detached and not any(worker.worker_id == worker_id for _, worker in live_workers()):
         raise NotFound(f"there is no live worker {quoted(worker_id)}; see: manage.py tasuki_ops status")
-    with _noted(actor, MANAGE, "worker.detach" if detached else "worker.attach", [worker_id], reason) as name:
-        if project.coordination:
-            with closing(open_scheduler_coordination(project.coordination)) as shared:
-                return shared.set_detached(worker_id, detached, actor=name, reason=reason)
-        rows = Detached.objects.using(project.database)
-        if detached:
-            return rows.get_or_create(worker_id=worker_id, defaults={"at": time.time(), "actor": name, "reason": reason})[1]
-        return bool(rows.filter(worker_id=worker_id).delete()[0])
+    action = "worker.detach" if detached else "worker.attach"
+    with _noted(actor, MANAGE, action, [worker_id], reason) as name, _coordination() as shared:
+        return shared.set_detached(worker_id, detached, actor=name, reason=reason)
 
 
 def drain(worker_id: str, on: bool = True, *, actor: Actor, reason: str = "") -> None:
@@ -405,22 +389,38 @@ def drain(worker_id: str, on: bool = True, *, actor: Actor, reason: str = "") ->
 
 def degrade_leader(*, actor: Actor, reason: str = "") -> None:
     """Have the leader step down: it stands again only after another one had the time to be elected."""
-    project = _several_nodes()
-    with _noted(actor, MANAGE, "leader.degrade", [str(cluster_status()["leader"] or "")], reason):
-        if project.coordination:
-            with closing(open_scheduler_coordination(project.coordination)) as shared:
-                shared.degrade()
-        else:
-            ScopeLease.objects.using(project.database).get_or_create(
-                scope="degrade", defaults={"epoch": 0, "holder": "", "expires_at": 0.0}
-            )
+    _several_nodes()
+    with _noted(actor, MANAGE, "leader.degrade", [str(cluster_status()["leader"] or "")], reason), _coordination() as shared:
+        shared.degrade()
 
 
-def _several_nodes() -> ProjectSettings:
-    project = project_settings()
-    if connections[project.database].vendor == "sqlite":
+def _several_nodes() -> None:
+    if connections[project_settings().database].vendor == "sqlite":
         raise ConfigError("on SQLite there is one node, which leads; stop or start it instead")
-    return project
+
+
+class ProjectCoordination(SqlCoordination):
+    """Coordination in the database of the project, on the calling thread's connection and in its transaction."""
+
+    def __init__(self, alias: str) -> None:
+        self._alias = alias  # and no connection of its own, which would need psycopg, on SQLite too
+
+    def close(self) -> None:
+        """Leave the connection to Django."""
+
+    def _execute(self, statement: bytes, values: Mapping[str, Any]) -> tuple[list[tuple[Any, ...]], int]:
+        with connections[self._alias].cursor() as cursor:
+            cursor.execute(statement.decode(), values)
+            return (cursor.fetchall() if cursor.description else []), cursor.rowcount
+
+
+@contextmanager
+def _coordination() -> Iterator[SchedulerCoordination | ProjectCoordination]:
+    project = project_settings()
+    in_redis = bool(project.coordination)
+    shared = open_scheduler_coordination(project.coordination) if in_redis else ProjectCoordination(project.database)
+    with closing(shared):
+        yield shared
 
 
 def change_settings(changes: Mapping[str, str], *, actor: Actor, reason: str = "") -> SchedulerSettings:

@@ -95,6 +95,8 @@ def end_with_stdin(is_connected: Callable[[], bool], grace_s: float = ORPHAN_GRA
         while alone_s < grace_s:
             time.sleep(ORPHAN_POLL_S)
             alone_s = 0.0 if is_connected() else alone_s + ORPHAN_POLL_S
-        os.kill(os.getpid(), signal.SIGTERM)  # stop
+        while True:  # stop; again and again, since signals count as one if the process has not heard the first of them yet
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(ORPHAN_POLL_S)
 
     threading.Thread(target=watch, name="tasuki-stdin", daemon=True).start()
