@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("tasuki.server")
 JOURNAL_STRETCH_BYTES = 8 * 1024 * 1024  # some hundred jobs at idle; under load many share a commit
 BLOB_MAX_BYTES = 64 * 1024 * 1024 * 1024
-RESTS_AFTER_S = 5.0  # without anything to do: connecting again takes some milliseconds
+RESTS_AFTER_S = 1.0
 SHARED_READERS = 4  # read-only connections of a server to a database that it shares; SQLite's reader is quick enough alone
 REDIS_SCHEMES = (
     "redis://",
