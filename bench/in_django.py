@@ -412,7 +412,7 @@ def verdict(figures: dict[str, Any]) -> dict[str, Any]:
         least["warm_times_faster"] = (10.0, figures["warm"]["times_faster"])
     if "idle" in figures:
         other, leader = figures["idle"]["other"], figures["idle"]["leader"]
-        most |= {"idle_connections": (2, other["connections"]), "leader_connections": (4, leader["connections"])}
+        most |= {"idle_connections": (1, other["connections"]), "leader_connections": (3, leader["connections"])}
         most |= {"idle_cpu_percent": (1.0, other["cpu_percent"]), "leader_cpu_percent": (1.0, leader["cpu_percent"])}
     if "peers" in figures and {"enqueue", "tasks"} <= figures.keys():
         theirs, ours = figures["peers"], figures["tasks"]["tasks_per_s"]
