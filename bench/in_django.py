@@ -9,6 +9,7 @@ A project (examples/django_site with the app of bench/django_project) on a Postg
 
     due      from the nominal time of a definition to the first line of its command. One is due every three seconds: a definition
              is due each minute, so the zones of the bench are some seconds apart.
+    due_cluster  due, and the commands of crowd, by five nodes on three node ids, to which runs are assigned ahead.
     crowd    60 definitions due at the same second, with one slot per core; and 60 tasks with the same run_after and 60 slots, in
              processes that have run others before.
     enqueue  `enqueue` in a transaction beside `Model.objects.create` of a row with four columns, in turn; `enqueue_many` of
@@ -42,6 +43,7 @@ from _postgresql import PostgresService, postgresql, settings
 EXAMPLE = HERE.parent / "examples" / "django_site"
 PROJECT = HERE / "django_project"
 CROWD = 60
+CLUSTER_NODES, CLUSTER_NODE_IDS = 5, 3
 ZONE_STEP_S = 3
 LIMIT_S = 2_400.0
 QUICK_LIMIT_S = 400.0
@@ -107,9 +109,9 @@ class Site:
         return json.loads(done.stdout or "null")
 
     @contextlib.contextmanager
-    def node(self, *arguments: str) -> Iterator[Process]:
+    def node(self, *arguments: str, node_id: str = "") -> Iterator[Process]:
         command = [sys.executable, str(EXAMPLE / "manage.py"), "tasuki_worker", *arguments]
-        process = Process(command, ready="is warm", env=self.env)
+        process = Process(command, ready="is warm", env={**self.env, **({"TASUKI_NODE_ID": node_id} if node_id else {})})
         try:
             yield process
         finally:
@@ -159,29 +161,45 @@ def lateness(stamps: dict[str, float]) -> list[float]:
 def due(service: PostgresService, size: Size, data: Path) -> dict[str, Any]:
     """One definition after the other."""
     with site_on(service, data) as site, site.node():
-        site.ask(f"""
+        return {"first_line_ms": figures_ms(_late_one_by_one(site, size))}
+
+
+def _late_one_by_one(site: Site, size: Size) -> list[float]:
+    site.ask(f"""
 for second in range(0, 60, {ZONE_STEP_S}):
     JobDefinition.objects.create(name=f"s{{second}}", command_name="stamped", default_args_json=[f"s{{second}}"],
                                  schedule_type="cron", schedule_value="* * * * *", time_zone=f"Bench/S{{second:02d}}")
 """)
-        since = time.time() + 2.0  # until the leader has noticed all of them
-        time.sleep(size.due_s)
-        found = {name: at for name, at in site.stamped().items() if nominal(name) >= since}
-    return {"first_line_ms": figures_ms(lateness(found))}
+    since = time.time() + 2.0  # until the leader has noticed all of them
+    time.sleep(size.due_s)
+    return lateness({name: at for name, at in site.stamped().items() if nominal(name) >= since})
+
+
+def due_cluster(service: PostgresService, size: Size, data: Path) -> dict[str, Any]:
+    """What one node does in `due` and `crowd`, by orders of a leader that only leads."""
+    with site_on(service, data) as site, contextlib.ExitStack() as nodes:
+        for number in range(CLUSTER_NODES):
+            nodes.enter_context(site.node("--grpc", "127.0.0.1:0", node_id=f"n{number % CLUSTER_NODE_IDS + 1}"))
+        late = _late_one_by_one(site, size)
+        site.ask("JobDefinition.objects.all().delete()")
+        site.stamps.unlink()
+        return {"first_line_ms": figures_ms(late), "commands_ms": figures_ms(_late_crowd(site, size)), "crowds": size.crowds}
+
+
+def _late_crowd(site: Site, size: Size) -> list[float]:
+    site.ask(f"""
+for number in range({CROWD}):
+    JobDefinition.objects.create(name=f"c{{number}}", command_name="stamped", default_args_json=[f"c{{number}}"],
+                                 schedule_type="cron", schedule_value="* * * * *")
+""")
+    return [late for _ in range(size.crowds) for late in lateness(site.wait_for_stamps(CROWD, 150.0, since=time.time() + 2.0))]
 
 
 def crowd(service: PostgresService, size: Size, data: Path) -> dict[str, Any]:
     """Sixty commands of definitions, then sixty tasks, each time at one second."""
     with site_on(service, data) as site:
-        commands: list[float] = []
         with site.node():
-            site.ask(f"""
-for number in range({CROWD}):
-    JobDefinition.objects.create(name=f"c{{number}}", command_name="stamped", default_args_json=[f"c{{number}}"],
-                                 schedule_type="cron", schedule_value="* * * * *")
-""")
-            for _ in range(size.crowds):
-                commands += lateness(site.wait_for_stamps(CROWD, 150.0, since=time.time() + 2.0))
+            commands = _late_crowd(site, size)
         site.ask("JobDefinition.objects.all().delete()")
         tasks: list[float] = []
         with site.node("--slots", str(CROWD)):
@@ -347,6 +365,7 @@ def peers_due(service: PostgresService, size: Size, data: Path) -> dict[str, Any
 
 PARTS: dict[str, Callable[[PostgresService, Size, Path], dict[str, Any]]] = {
     "due": due,
+    "due_cluster": due_cluster,
     "crowd": crowd,
     "enqueue": enqueueing,
     "commit": commit,
@@ -369,14 +388,16 @@ def verdict(figures: dict[str, Any]) -> dict[str, Any]:
     """What was asked for, and what came of it: at most so much, or (tasks, times faster) at least."""
     most: dict[str, tuple[float, float]] = {}
     least: dict[str, tuple[float, float]] = {}
-    if "due" in figures:
-        line = figures["due"]["first_line_ms"]
-        most |= {"due_p50_ms": (20.0, line["p50"]), "due_p99_ms": (100.0, line["p99"])}
+    for part in ("due", "due_cluster"):
+        if part in figures:
+            line = figures[part]["first_line_ms"]
+            most |= {f"{part}_p50_ms": (20.0, line["p50"]), f"{part}_p99_ms": (100.0, line["p99"])}
     if "crowd" in figures:
         most["crowd_tasks_p99_ms"] = (150.0, figures["crowd"]["tasks_ms"]["p99"])
-        if "warm" in figures:
+    for part in ("crowd", "due_cluster"):
+        if part in figures and "warm" in figures:
             bound = 1.5 * CROWD * figures["warm"]["granted_to_first_line_ms"]["p50"] / (os.cpu_count() or 1)
-            most["crowd_commands_max_ms"] = (round(bound), figures["crowd"]["commands_ms"]["max"])
+            most[f"{part}_commands_max_ms"] = (round(bound), figures[part]["commands_ms"]["max"])
     if "enqueue" in figures:
         most["enqueue_to_create"] = (1.1, figures["enqueue"]["postgresql"]["enqueue_to_create"])
         for name, wanted in (("postgresql", 30.0), ("sqlite", 60.0)):
@@ -391,7 +412,7 @@ def verdict(figures: dict[str, Any]) -> dict[str, Any]:
         least["warm_times_faster"] = (10.0, figures["warm"]["times_faster"])
     if "idle" in figures:
         other, leader = figures["idle"]["other"], figures["idle"]["leader"]
-        most |= {"idle_connections": (2, other["connections"]), "leader_connections": (4, leader["connections"])}
+        most |= {"idle_connections": (1, other["connections"]), "leader_connections": (3, leader["connections"])}
         most |= {"idle_cpu_percent": (1.0, other["cpu_percent"]), "leader_cpu_percent": (1.0, leader["cpu_percent"])}
     if "peers" in figures and {"enqueue", "tasks"} <= figures.keys():
         theirs, ours = figures["peers"], figures["tasks"]["tasks_per_s"]

@@ -1,49 +1,58 @@
-"""How long does it take from the end of a leader to the start of the next due run?
+"""How long does it take from the end of a leader to the start of the next due run, and what does leading cost?
 
-    python bench/leadership.py             # five kills and five stops, with the settings' defaults
+    python bench/leadership.py                        # five kills and stops, with the settings' defaults; ticks
     python bench/leadership.py --quick
+    python bench/leadership.py --only takeover        # or tick; recorded beside the other
 
-Three nodes of a Django project on PostgreSQL, on three node ids, with the database as coordination and again with Redis. Runs are
-enqueued for a time right behind the fault, so that only a leader lets them start. SIGKILL and SIGTERM hit the node that leads.
-Recorded: seconds from the signal to the start of the first run that was due behind it.
+takeover  Five nodes of a Django project on PostgreSQL, on three node ids, with the database as coordination and again with Redis.
+          A definition is due each second, and its runs are assigned ahead. SIGKILL and SIGTERM hit the node that leads 0.1 s
+          before one of its times. Recorded: seconds from the signal to the start of the first run that was due behind it.
+tick      Fifty nodes and 600 definitions that are due once a minute, ten of them at each second, all assigned ahead. Recorded:
+          CPU time of the whole process that leads in each second, in which it looks once or twice at all definitions.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import math
 import signal
 import statistics
 import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from _common import record
+from _common import RESULTS, percentile, record
 
+from tests.django.test_many_nodes import many_nodes
 from tests.support.django_nodes import NodeRig
 from tests.support.postgres_service import PostgresService
 from tests.support.redis_service import RedisService
 from tests.support.waiting import until
 
-GOALS_S = {"SIGKILL": 7.0, "SIGTERM": 1.0}
-DUE = """
-from datetime import datetime, timedelta, timezone
-from tasuki.django import enqueue_command
-at = datetime.now(timezone.utc) + timedelta(seconds=2)
-print(json.dumps([enqueue_command("probe", "say", not_before=at), at.timestamp()]))
+GOALS = {"SIGKILL_s": 7.0, "SIGTERM_s": 1.0, "tick_cpu_p99_ms": 50.0}
+NODE_IDS = ("n1", "n2", "n3", "n1", "n2")
+DEFINE = """
+from tasuki.django.definitions import apply
+apply({"each": {"command_name": "probe", "default_args_json": ["say"], "schedule_type": "every_n_minutes", "schedule_value": "1",
+                "concurrency_policy": "allow"}}, source="bench")
 """
 
 
 def measured(rig: NodeRig, number: signal.Signals) -> float:
-    """Send the leader a signal, and return the seconds until a run starts that was due right behind it."""
+    """Send the leader a signal, and return the seconds until the first run starts that was due behind it."""
     leader = rig.settled()
-    job_id, due_at = rig.site.ask(DUE)
+    ahead = "SELECT 1 FROM tasuki_jobrun WHERE state = 'ASSIGNED' AND scheduled_for > extract(epoch FROM clock_timestamp()) + 2"
+    until(lambda: rig.rows(ahead), 60.0, "runs are assigned ahead")
+    due_at = math.ceil(time.time() + 1.0)
     time.sleep(max(0.0, due_at - 0.1 - time.time()))
     ended_at = time.time()
     leader.process.signal(number)
-    started = f"SELECT started_at FROM tasuki_jobrun WHERE idempotency_key = '{job_id}' AND started_at IS NOT NULL"
+    started = f"SELECT started_at FROM tasuki_jobrun WHERE scheduled_for = {due_at} AND started_at IS NOT NULL"
     [(started_at,)] = until(lambda: rig.rows(started), 60.0, "the run starts")
     leader.process.wait(30.0)
     del rig.nodes[leader.name]
@@ -51,22 +60,61 @@ def measured(rig: NodeRig, number: signal.Signals) -> float:
     return float(started_at) - ended_at
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true")
-    options = parser.parse_args()
+def takeover(*, quick: bool) -> dict[str, dict[str, list[float]]]:
     times: dict[str, dict[str, list[float]]] = {}
     with PostgresService() as postgres, RedisService() as redis:
         for coordination, url in (("database", ""), ("redis", redis.url())):
-            with tempfile.TemporaryDirectory() as folder, NodeRig(Path(folder), postgres, url) as rig:
-                for name in ("n1", "n2", "n3"):
-                    rig.start(name)
+            with tempfile.TemporaryDirectory() as folder, NodeRig(Path(folder), postgres, url, SITE_SECONDS="1") as rig:
+                for place, node_id in enumerate(NODE_IDS):
+                    rig.start(f"node-{place}", node_id)
+                rig.site.run(DEFINE)
                 for number in (signal.SIGKILL, signal.SIGTERM):
-                    found = [measured(rig, number) for _ in range(2 if options.quick else 5)]
+                    found = [measured(rig, number) for _ in range(2 if quick else 5)]
                     times.setdefault(coordination, {})[number.name] = [round(one, 2) for one in found]
-                    shown = f"median {statistics.median(found):.2f} s, most {max(found):.2f} s, goal {GOALS_S[number.name]:g} s"
+                    goal_s = GOALS[f"{number.name}_s"]
+                    shown = f"median {statistics.median(found):.2f} s, most {max(found):.2f} s, goal {goal_s:g} s"
                     print(f"{coordination:10} {number.name}: {shown}", flush=True)
-    record("leadership", {"seconds": times, "goals": GOALS_S}, save=not options.quick)
+    return times
+
+
+def tick(*, quick: bool) -> dict[str, Any]:
+    nodes, definitions, seconds = (12, 144, 15) if quick else (50, 600, 120)
+    with tempfile.TemporaryDirectory() as folder, many_nodes(Path(folder), nodes, definitions, 60) as many:
+        leader = until(many.project.leader, 60.0, "a node leads")
+        used_ms = []
+        for _ in range(seconds):
+            before = _cpu_ms(leader.pid)
+            time.sleep(1.0)
+            used_ms.append(_cpu_ms(leader.pid) - before)
+        assert many.project.leader() is leader, "another node leads: measure again"
+    shares = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "max": 1.0}
+    figures = {name: round(percentile(used_ms, share), 1) for name, share in shares.items()}
+    print(
+        f"tick, {nodes} nodes, {definitions} definitions: {figures} ms of CPU per second, goal p99 {GOALS['tick_cpu_p99_ms']:g}"
+    )
+    return {"nodes": nodes, "definitions_per_min": definitions, "seconds": seconds, "leader_cpu_ms_per_s": figures}
+
+
+def _cpu_ms(pid: int) -> float:
+    """Return the CPU time of all threads of a process so far; /proc/PID/stat counts in steps of 10 ms."""
+    spent_ns = [int((task / "schedstat").read_text().split()[0]) for task in Path(f"/proc/{pid}/task").iterdir()]
+    return sum(spent_ns) / 1e6
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--only", choices=("takeover", "tick"))
+    options = parser.parse_args()
+    recorded = RESULTS / "leadership.json"
+    figures: dict[str, Any] = json.loads(recorded.read_text()) if options.only and recorded.exists() else {}
+    figures |= {"goals": GOALS}
+    if options.only != "tick":
+        figures["seconds"] = takeover(quick=options.quick)
+    if options.only != "takeover":
+        figures["tick"] = tick(quick=options.quick)
+    figures.pop("machine", None)
+    record("leadership", figures, save=not options.quick)
 
 
 if __name__ == "__main__":

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -76,11 +77,19 @@ class Project:
     def rows(self, statement: str) -> list[tuple[Any, ...]]:
         return self._postgres.execute(statement, url=self._url)
 
+    def connect(self) -> AbstractContextManager[Any]:
+        return self._postgres.connect(self._url)
+
     def leader(self) -> ChildProcess | None:
         """Return the node that leads, if it lives."""
         for (holder,) in self.rows("SELECT holder FROM tasuki_scopeepoch WHERE scope = 'leader'"):
             return self.node_of(holder)
         return None
+
+    def led(self) -> dict[str, list[int]]:
+        """Return the epochs under which each node has led, in all its lives."""
+        found = {node.log.stem: re.findall(r"leads, under epoch (\d+)", node.output(all_starts=True)) for node in self._nodes}
+        return {name: list(map(int, epochs)) for name, epochs in found.items()}
 
     def close(self) -> None:
         self._stack.close()

@@ -5,18 +5,19 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, closing
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
 
+from tasuki.coords.sql import SqlCoordination
 from tasuki.core.cluster_messages import PIECE_MAX_BYTES, Hint, RelayedMessage, RelayedPieces, decode, everything, relay, split
 from tasuki.core.protocol import PublishedMessage
 from tasuki.errors import ConfigError
 from tasuki.stores.redis.connection import RedisWakeups
-from tasuki.stores.sql.postgres import PostgresWakeups
+from tasuki.stores.sql.postgres_wakeups import PostgresWakeups, SharedWakeups
 from tasuki.stores.wakeups import BATCH_MAX, MESSAGES_MAX, QUEUE_MAX, Wakeups
 from tests.stores.hearing import LISTENING, RUNNERS, TIMEOUT_S, Ear, hint, listening
 from tests.support.postgres_service import PASSWORD, PostgresService
@@ -50,6 +51,22 @@ class PostgresCarrier:
         return self.service.execute(f"SELECT {what} FROM pg_stat_activity WHERE {of_tasuki}", url=self.url)
 
 
+class SharedCarrier(PostgresCarrier):
+    """The same, over the connection of the coordination of each server."""
+
+    def __init__(self, service: PostgresService, url: str) -> None:
+        super().__init__(service, url)
+        self.coordinations: list[SqlCoordination] = []
+
+    def wakeups(self, name: str) -> Wakeups:
+        self.coordinations.append(SqlCoordination(self.url))
+        return SharedWakeups(self.url, self.coordinations[-1].shared_connection, server_id=name)
+
+    def close(self) -> None:
+        for coordination in self.coordinations:
+            coordination.close()
+
+
 class RedisCarrier:
     """A Redis database that carries hints."""
 
@@ -76,22 +93,32 @@ class RedisCarrier:
 Carrier = PostgresCarrier | RedisCarrier
 
 
-@pytest.fixture(params=["postgresql", "redis"])
-def carrier(request: pytest.FixtureRequest) -> Carrier:
+@pytest.fixture(params=["postgresql", "shared", "redis"])
+def carrier(request: pytest.FixtureRequest) -> Iterator[Carrier]:
     if request.param == "redis":
-        return RedisCarrier(request.getfixturevalue("redis_service"))
-    return PostgresCarrier(request.getfixturevalue("postgres"), request.getfixturevalue("postgres_url"))
+        yield RedisCarrier(request.getfixturevalue("redis_service"))
+        return
+    place = request.getfixturevalue("postgres"), request.getfixturevalue("postgres_url")
+    if request.param == "postgresql":
+        yield PostgresCarrier(*place)
+        return
+    with closing(SharedCarrier(*place)) as shared:
+        yield shared
 
 
-@pytest.fixture(params=["postgresql", "redis"])
+@pytest.fixture(params=["postgresql", "shared", "redis"])
 def own_carrier(request: pytest.FixtureRequest) -> Iterator[Carrier]:
     """A carrier whose service the test may stop."""
     if request.param == "redis":
         with RedisService() as redis:
             yield RedisCarrier(redis)
-    else:
-        with PostgresService() as postgres:
+        return
+    with PostgresService() as postgres:
+        if request.param == "postgresql":
             yield PostgresCarrier(postgres, postgres.empty_database())
+            return
+        with closing(SharedCarrier(postgres, postgres.empty_database())) as shared:
+            yield shared
 
 
 def server(carrier: Carrier, name: str) -> AbstractAsyncContextManager[tuple[Wakeups, Ear]]:
@@ -131,6 +158,28 @@ def test_many_pieces_of_full_size_arrive_in_order(carrier: Carrier) -> None:
             assert b.heard[1:] == [decode(piece) for piece in pieces]
 
     asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("loop", sorted(RUNNERS))
+@pytest.mark.parametrize("carrier", ["shared"], indirect=True)
+def test_hints_arrive_on_a_connection_that_others_use_all_the_time(carrier: SharedCarrier, loop: str) -> None:
+    async def scenario() -> None:
+        async with server(carrier, "a") as (sender, _), server(carrier, "b") as (_, b):
+            over = asyncio.Event()
+
+            async def use(coordination: SqlCoordination) -> None:
+                while not over.is_set():
+                    await asyncio.to_thread(coordination.detached)
+
+            users = [asyncio.ensure_future(use(coordination)) for coordination in carrier.coordinations for _ in range(2)]
+            for number in range(200):
+                sender.publish(split(hint("a", f"job-{number}")))
+                await b.hears(lambda heard, last=number: hint("a", f"job-{last}") in heard)
+            assert b.heard[1:] == [hint("a", f"job-{number}") for number in range(200)]
+            over.set()
+            await asyncio.gather(*users)
+
+    RUNNERS[loop](scenario())
 
 
 def test_any_text_arrives_as_it_was_sent(carrier: Carrier) -> None:
@@ -264,6 +313,7 @@ def test_a_listener_that_raises_is_called_again(carrier: Carrier, caplog: pytest
     assert "could not be taken in" in caplog.text
 
 
+@pytest.mark.parametrize("carrier", ["postgresql", "redis"], indirect=True)
 def test_closing_gives_both_connections_back(carrier: Carrier) -> None:
     async def scenario() -> None:
         async with server(carrier, "a") as (sender, ear):
@@ -275,6 +325,7 @@ def test_closing_gives_both_connections_back(carrier: Carrier) -> None:
     until(lambda: carrier.connections() == 0, TIMEOUT_S, "both are gone")
 
 
+@pytest.mark.parametrize("carrier", ["postgresql", "redis"], indirect=True)
 def test_the_connection_that_notifies_is_open_only_while_there_are_hints(
     carrier: Carrier, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -19,7 +19,7 @@ from contextlib import AsyncExitStack
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
@@ -45,6 +45,7 @@ from tasuki.server.server import Server, ServerConfig
 from tasuki.server.transfers import PresignedTransfers
 from tasuki.stores.batching import StoreThread
 from tasuki.stores.store import Reader, Store
+from tasuki.stores.wakeups import Wakeups
 
 if TYPE_CHECKING:
     from tasuki.coords.coordination import Coordination
@@ -242,14 +243,15 @@ def _cluster_on(
         wakeups = RedisWakeups(url, app=app, server_id=server_id)
         return cluster(open_coordination, wakeups, schema_version=redis_store.SCHEMA_VERSION)
     from tasuki.coords.sql import SqlCoordination
-    from tasuki.stores.sql.postgres import PostgresWakeups
+    from tasuki.stores.sql.postgres_wakeups import PostgresWakeups, SharedWakeups
     from tasuki.stores.sql.store import SCHEMA_VERSION
 
-    return cluster(
-        lambda: coordination or SqlCoordination(places.store, ttl_s=ttl_s),
-        PostgresWakeups(places.store, server_id=server_id),
-        schema_version=SCHEMA_VERSION,
+    hints: Wakeups[Any] = (
+        SharedWakeups(places.store, coordination.shared_connection, server_id=server_id)
+        if isinstance(coordination, SqlCoordination)
+        else PostgresWakeups(places.store, server_id=server_id)
     )
+    return cluster(lambda: coordination or SqlCoordination(places.store, ttl_s=ttl_s), hints, schema_version=SCHEMA_VERSION)
 
 
 def open_scheduler_coordination(url: str, ttl_s: float = LOCK_TTL_S) -> SchedulerCoordination:
@@ -284,9 +286,9 @@ def make_guest(places: StorageLocations, config: ServerConfig, *, candidate: boo
 def make_node_guest(places: StorageLocations, config: ServerConfig) -> tuple[Server, Cluster]:
     """Return a guest on PostgreSQL with few connections, for a process whose only peer is its own worker.
 
-    One connection listens, one is for heartbeats, the election and quick reads, of which such a guest has no others; a third, the
-    store's, is open while there is something to do. Where Redis coordinates, quick reads have their own connection, and hints
-    come by the database all the same: applications give them with their transactions.
+    One connection is for heartbeats, the election, hints and quick reads, of which such a guest has no others; the store's is
+    open while there is something to do. Where Redis coordinates, quick reads have their own connection, and hints come by another
+    one of the database all the same: applications give them with their transactions.
     """
     from tasuki.coords.sql import SqlCoordination
 

@@ -50,7 +50,7 @@ error_code, result_sha256, cancel_requested, body_hash, leader_epoch, created_at
 FROM tasuki_jobrun ORDER BY id"""
 _INCIDENTS = """SELECT job.idempotency_key, story.at, story.kind, story.attempt, story.worker_id
 FROM tasuki_incident story JOIN tasuki_jobrun job ON job.id = story.job_id ORDER BY story.id"""
-_EPOCH = "SELECT epoch, holder FROM tasuki_scopeepoch ORDER BY epoch DESC"
+_EPOCH = "SELECT epoch, holder FROM tasuki_scopeepoch WHERE scope = 'leader'"
 
 
 class StoredJob(NamedTuple):

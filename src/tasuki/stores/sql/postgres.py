@@ -1,4 +1,4 @@
-"""PostgreSQL under the SQL store: opening, settings, transactions with their marks, reconnecting, hints between servers.
+"""PostgreSQL under the SQL store: opening, settings, transactions with their marks, reconnecting.
 
 A writer's turn is one transaction on one connection. Before its first write it puts the number of the turn into its own row of
 `TurnMark`, and so holds that row until the transaction has ended, however it ends. If the connection breaks, the next one asks
@@ -12,24 +12,21 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import random
 import secrets
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import Callable
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import psycopg
 
-from tasuki.core.address import Address, with_deadlines, without_secrets
+from tasuki.core.address import Address, with_deadlines
 from tasuki.core.election import LOCK_TTL_S
 from tasuki.errors import ConfigError, InterruptCause, TurnInterrupted, Unavailable
 from tasuki.stores.sql.database import NOT_KNOWN, NOTHING_STORED, InDjango
 from tasuki.stores.sql.postgres_ready import ReadySession
 from tasuki.stores.sql.postgres_session import PostgresSession, Translated, is_lost, name_of, translate
 from tasuki.stores.store import Feature
-from tasuki.stores.wakeups import TIMEOUT_S as HINT_TIMEOUT_S
-from tasuki.stores.wakeups import Wakeups
 
 if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper
@@ -349,14 +346,15 @@ class PostgresReadOnly:
 
 
 def connection_parameters(url: str) -> dict[str, Any]:
-    """Return libpq's parameters of an address, with those that make a dead peer known soon."""
-    given = _parse(url)
+    """Return libpq's parameters of an address that names a database, with those that make a dead peer known soon."""
+    given = parse_address(url)
     if not given.get("dbname") and not given.get("service"):
         raise ConfigError(f"{name_of(given)}: name the database, as in postgresql://user@host:5432/database")
     return with_deadlines({"connect_timeout": CONNECT_TIMEOUT_S, **given}, TIMEOUT_S)
 
 
-def _parse(url: str) -> dict[str, Any]:
+def parse_address(url: str) -> dict[str, Any]:
+    """Return libpq's parameters of an address."""
     try:
         return psycopg.conninfo.conninfo_to_dict(url)
     except psycopg.ProgrammingError:
@@ -407,48 +405,3 @@ def check_rights(connection: psycopg.Connection[Any], where: str) -> None:
             f"{where}: user {connection.info.user!r} may not {', '.join(missing)} in tasuki's tables; "
             f"GRANT it, or use the user that owns them"
         )
-
-
-# ---------------------------------------------------------------------------------------------------- hints
-
-CHANNEL = "tasuki_hint"
-
-_NOTIFY_SETTINGS = b"SELECT set_config('synchronous_commit', 'off', false), set_config('statement_timeout', %s, false)"
-_NOTIFY = b"SELECT pg_notify(%s, piece) FROM unnest(%s::text[]) AS piece"
-
-
-class PostgresWakeups(Wakeups["psycopg.AsyncConnection[tuple[Any, ...]]"]):
-    """Hints over LISTEN and NOTIFY: one connection listens, another one notifies when needed, both apart from the store's.
-
-    NOTIFY is not part of the store's own transactions: from there on until its end such a commit holds a lock that every other
-    notifying commit of the database server waits for, fsync included, so the turns of all servers would queue up. Here a
-    notifying transaction writes nothing, waits for no disk (`synchronous_commit = off`), and carries all waiting hints.
-    `server_id` is the sender of the hint that replaces details that could not be sent.
-    """
-
-    def __init__(self, url: str, *, server_id: str, jitter: Callable[[], float] = random.random) -> None:
-        super().__init__(server_id=server_id, jitter=jitter)
-        self._parameters: dict[str, Any] = with_deadlines(_parse(url), HINT_TIMEOUT_S)
-
-    async def _connect(self) -> psycopg.AsyncConnection[tuple[Any, ...]]:
-        # No prepared statements: behind a pooler they would break.
-        return await psycopg.AsyncConnection.connect(**self._parameters, autocommit=True, prepare_threshold=None)
-
-    async def _disconnect(self, connection: psycopg.AsyncConnection[tuple[Any, ...]]) -> None:
-        await connection.close()
-
-    async def _received(self, connection: psycopg.AsyncConnection[tuple[Any, ...]]) -> AsyncGenerator[bytes | None]:
-        await connection.execute(f"LISTEN {CHANNEL}".encode())
-        yield None
-        async with contextlib.aclosing(connection.notifies()) as notifies:
-            async for notify in notifies:
-                yield notify.payload.encode()
-
-    async def _prepare_sending(self, connection: psycopg.AsyncConnection[tuple[Any, ...]]) -> None:
-        await connection.execute(_NOTIFY_SETTINGS, (str(int(HINT_TIMEOUT_S * 1000)),))
-
-    async def _send(self, connection: psycopg.AsyncConnection[tuple[Any, ...]], batch: Sequence[bytes]) -> None:
-        await connection.execute(_NOTIFY, (CHANNEL, [piece.decode() for piece in batch]))
-
-    def _describe(self, error: Exception) -> str:
-        return without_secrets(str(error), self._parameters)
