@@ -412,9 +412,17 @@ def check_rights(connection: psycopg.Connection[Any], where: str) -> None:
 # ---------------------------------------------------------------------------------------------------- hints
 
 CHANNEL = "tasuki_hint"
+HINT_LOOK_S = 5.0  # an end of the wait is seen at once
 
 _NOTIFY_SETTINGS = b"SELECT set_config('synchronous_commit', 'off', false), set_config('statement_timeout', %s, false)"
 _NOTIFY = b"SELECT pg_notify(%s, piece) FROM unnest(%s::text[]) AS piece"
+
+
+class _HintConnection(psycopg.AsyncConnection[tuple[Any, ...]]):
+    """A connection that waits for hints without waking its process ten times a second, as the driver does for Ctrl-C."""
+
+    async def wait(self, gen: Any, interval: float = HINT_LOOK_S, *limits: Any, **named_limits: Any) -> Any:
+        return await super().wait(gen, HINT_LOOK_S, *limits, **named_limits)
 
 
 class PostgresWakeups(Wakeups["psycopg.AsyncConnection[tuple[Any, ...]]"]):
@@ -432,7 +440,7 @@ class PostgresWakeups(Wakeups["psycopg.AsyncConnection[tuple[Any, ...]]"]):
 
     async def _connect(self) -> psycopg.AsyncConnection[tuple[Any, ...]]:
         # No prepared statements: behind a pooler they would break.
-        return await psycopg.AsyncConnection.connect(**self._parameters, autocommit=True, prepare_threshold=None)
+        return await _HintConnection.connect(**self._parameters, autocommit=True, prepare_threshold=None)
 
     async def _disconnect(self, connection: psycopg.AsyncConnection[tuple[Any, ...]]) -> None:
         await connection.close()
