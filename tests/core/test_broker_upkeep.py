@@ -85,8 +85,10 @@ def test_pruning_goes_on_at_once_only_while_there_is_much_to_prune(pruned: int, 
     assert next_duty(stage).prune is not None
 
 
-def test_an_idle_leader_looks_half_as_often_until_something_goes_on() -> None:
+@pytest.mark.parametrize(("fires", "idle_s"), [(True, FIRE_INTERVAL_S), (False, IDLE_DUTY_INTERVAL_S)])
+def test_an_idle_leader_looks_less_often_until_something_goes_on(fires: bool, idle_s: float) -> None:
     stage = BrokerStage()
+    stage.broker.config = replace(stage.broker.config, fires=fires)
 
     def looks_in(seconds: float) -> int:
         found, until = 0, stage.now().monotonic + seconds
@@ -104,7 +106,7 @@ def test_an_idle_leader_looks_half_as_often_until_something_goes_on() -> None:
     looks_in(1.0)
     busy = looks_in(4.0)
 
-    assert (idle, busy) == (4.0 / IDLE_DUTY_INTERVAL_S, 4.0 / DUTY_INTERVAL_S)
+    assert (idle, busy) == (4.0 / idle_s, 4.0 / DUTY_INTERVAL_S)
 
 
 def test_duties_are_a_turn_of_their_own() -> None:

@@ -15,7 +15,7 @@ from tasuki.core.protocol import (
     JobsStarted,
 )
 from tasuki.core.worker.events import AttemptEnded, AttemptReturned, Drain, Exit, Forget, Run, Started, Stop
-from tasuki.core.worker.machine import AHEAD_WAIT_S, SHORT_S, STARTED_AFTER_S, TOGETHER_S
+from tasuki.core.worker.machine import AHEAD_PER_SLOT, AHEAD_WAIT_S, SHORT_S, STARTED_AFTER_S, TOGETHER_S
 from tests.core.worker_bench import TTL_S, Bench, assign, grant, only, sent
 
 DONE = Outcome(exit_code=0)
@@ -52,6 +52,18 @@ def test_after_long_attempts_it_asks_for_its_places_only() -> None:
     bench.hear(assign(grant("long")))
 
     assert sent(end(bench, "long", after_s=2 * SHORT_S), GiveCredit) == [GiveCredit(1)]
+
+
+@pytest.mark.parametrize(("after_s", "ahead"), [(SHORT_S / 2, AHEAD_PER_SLOT), (SHORT_S / 10, 10), (0.001, 32)])
+def test_the_shorter_its_attempts_the_more_it_asks_for_ahead_up_to_its_limit(after_s: float, ahead: int) -> None:
+    bench = Bench(capacity=1, ahead=32)
+    bench.answer_beats(bench.connect())
+    given = [1]
+    for number in range(80):  # the average is near the latest ones
+        bench.hear(assign(grant(f"job-{number}")))
+        given += [given_now.credit for given_now in sent(end(bench, f"job-{number}", after_s=after_s), GiveCredit)]
+
+    assert sum(given) - 80 == pytest.approx(1 + ahead, abs=1)
 
 
 def test_what_is_here_ahead_of_its_time_runs_when_a_place_is_free(bench: Bench) -> None:

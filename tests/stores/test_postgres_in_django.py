@@ -20,6 +20,7 @@ from django.test.utils import CaptureQueriesContext  # noqa: E402
 
 from tasuki.core.job import JobSpec, Outcome, State, body_hash  # noqa: E402
 from tasuki.core.store_messages import GroupCounts, LeaseRequest, Report, Submission, Submitted  # noqa: E402
+from tasuki.core.subject import group_of  # noqa: E402
 from tasuki.django.models import Counter, JobDefinition, JobRun, Token  # noqa: E402
 from tasuki.errors import Conflict, StaleEpoch  # noqa: E402
 from tasuki.stores.sql.postgres import connection_parameters  # noqa: E402
@@ -189,6 +190,10 @@ def test_enqueue_is_one_statement_without_a_savepoint(alias: str, store: SqlStor
             sent.append(statement.text)
             return super()._run(statement, parameters)
 
+        def _rows_of_text(self, name: str, parameters: Any) -> Any:
+            sent.append(name)
+            return super()._rows_of_text(name, parameters)
+
     with transaction.atomic(using=alias):
         store.enqueue([submission("the first of this connection")])
         connection = connections[alias].connection
@@ -242,6 +247,20 @@ def test_an_id_that_is_known_is_answered_like_a_submit(store: SqlStore) -> None:
     assert isinstance(other, Conflict)
     assert fresh == Submitted("b", True)
     assert store.counts()["mail"].pending == 2
+
+
+def test_jobs_that_are_alike_and_jobs_that_differ_are_stored_as_they_are(alias: str, store: SqlStore) -> None:
+    alike = [submission(name, payload=name.encode(), max_retries=1) for name in "ab"]
+    mixed = [submission("c", "report.c", priority=7), submission("d", not_before=1.0)]
+
+    store.enqueue(alike)
+    store.enqueue(mixed)
+
+    given = [one.spec for one in (*alike, *mixed)]
+    assert [job.spec for job in store.get([spec.job_id for spec in given]) if job is not None] == given
+    columns = ("subject", "group", "priority", "max_retries")
+    rows = list(JobRun.objects.using(alias).order_by("id").values_list(*columns))
+    assert rows == [(spec.subject, group_of(spec.subject), spec.priority, spec.max_retries) for spec in given]
 
 
 def test_a_time_ahead_delays_and_a_time_that_is_over_does_not(store: SqlStore, postgres_url: str) -> None:

@@ -35,5 +35,5 @@ def test_both_vendors_have_the_same_statements_but_for_what_their_sessions_do_as
     assert set(SQLITE) - set(POSTGRESQL) == {"oldest_of_queue", "oldest_of_queues", "leased_groups", "succeeded_of"}
     floors = {"band_above", "groups_above", "subjects_above", "ready_below"}
     claims = {"claim_of_queue", "claim_of_rows", "next_of_queues"}
-    enqueues = {"enqueue", "enqueue_one", "has_enqueue_function"}
+    enqueues = {"enqueue", "enqueue_alike", "enqueue_one", "has_enqueue_function"}
     assert set(POSTGRESQL) - set(SQLITE) == {*floors, *claims, *enqueues, "mark", "last_mark", "forget_mark"}

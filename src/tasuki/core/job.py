@@ -546,6 +546,7 @@ def broadcast_specs(spec: JobSpec, worker_ids: Iterable[str], not_after: float) 
 
 _body_encoder = msgspec.msgpack.Encoder()
 _NO_FILES: list[tuple[str, str]] = []
+_NO_ENV: list[tuple[str, str]] = []
 
 
 def body_hash(spec: JobSpec) -> bytes:
@@ -558,7 +559,7 @@ def body_hash(spec: JobSpec) -> bytes:
                 spec.subject,
                 spec.exec,
                 spec.args,
-                sorted(spec.env.items()),
+                sorted(spec.env.items()) if spec.env else _NO_ENV,
                 hashlib.sha256(spec.payload).hexdigest() if spec.payload else EMPTY_SHA256,
                 files,
                 spec.cwd,

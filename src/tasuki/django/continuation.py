@@ -24,6 +24,7 @@ from tasuki.server.server import Server
 from tasuki.worker.status import RunningJob
 
 LOOK_S = 0.1
+IDLE_LOOK_S = 0.5  # while nothing runs here
 logger = logging.getLogger("tasuki.django")
 
 
@@ -59,7 +60,7 @@ class NodeContinuation:
     async def run(self) -> None:
         try:
             while True:
-                await asyncio.sleep(LOOK_S)
+                await asyncio.sleep(LOOK_S if self._worker.deadlines() else IDLE_LOOK_S)
                 self._look()
         finally:
             await self._tasks.close()

@@ -86,8 +86,7 @@ HARD_STOP_S = 15.0  # a second signal: how long killed jobs may take to be gone
 LOG_AGAIN_S = 60.0  # how often the reason of a missing connection is repeated in the log
 RECONNECT_GRACE_MAX_S = GRACE_MAX_S  # no server waits longer unless it was told to
 ASYNC_CONCURRENCY = 100
-AHEAD_PER_SLOT = 4  # commands that are requested beyond the slots while commands are short
-AHEAD_MAX = 32
+AHEAD_MAX = 32  # attempts that are requested beyond the slots while attempts are short
 
 CONNECTED_WITHIN_S = 30.0  # how long a message waits for a connection
 
@@ -290,7 +289,7 @@ class Worker:
             token=find_token(self._token_file) if self._token is None else self._token,
             patterns=self.patterns,
             capacity=capacity,
-            ahead=min(AHEAD_MAX, AHEAD_PER_SLOT * capacity) if self._execs or self._any_program else 0,
+            ahead=AHEAD_MAX if self._execs or self._any_program else 0,
             on_disconnect=on_disconnect,
             reconnect_grace_s=grace_s,
             ttl_s=ttl_s,

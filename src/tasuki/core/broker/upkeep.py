@@ -52,7 +52,7 @@ from tasuki.errors import StaleEpoch, TasukiError
 FIRE_INTERVAL_S = 1.0  # looking for changed definitions and new events
 FIRE_BATCH = 256
 DUTY_INTERVAL_S = 0.25  # reaping, skipping and promoting: three index seeks when there is nothing to do
-IDLE_DUTY_INTERVAL_S = 0.5  # when the last look found nothing, and no attempt runs at this server
+IDLE_DUTY_INTERVAL_S = 0.5  # when the last look found nothing, and no attempt runs at this server.
 PRUNE_INTERVAL_S = 10.0
 PRUNE_BATCH = 256  # jobs deleted in one turn: small, so that pruning never stalls the hot path
 PRUNE_AGAIN = 128  # jobs pruned in one turn: then there may be many more, and the next turn goes on; fewer wait for the interval
@@ -172,7 +172,8 @@ class Upkeep:
         turn.assign, self._assignments = self._assignments, ()
         if now.monotonic >= self._duty_at - (DUTY_INTERVAL_S if turn.fire else 0.0):  # a turn for it alone would follow soon
             is_idle = self._found_nothing and self._state.is_idle
-            self._duty_at = now.monotonic + (IDLE_DUTY_INTERVAL_S if is_idle else DUTY_INTERVAL_S)
+            idle_s = FIRE_INTERVAL_S if config.fires else IDLE_DUTY_INTERVAL_S  # one turn for both; a tick is often as long
+            self._duty_at = now.monotonic + (idle_s if is_idle else DUTY_INTERVAL_S)
             turn.reap = 0 if self._has_lapsed else REAP_BATCH
             turn.skip, turn.promote = SKIP_BATCH, PROMOTE_BATCH
         if now.monotonic >= self._prune_at:

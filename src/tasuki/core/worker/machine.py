@@ -34,8 +34,10 @@ from tasuki.core.worker import events
 from tasuki.errors import TasukiError, Unavailable, VersionMismatch, from_wire
 
 SEEN_S = 600.0  # how long a lease is remembered, so that a delivery that comes twice is run once
+SHORTEST_S = 0.001
 SHORT_S = 0.05  # attempts that take less, on average, are worth requesting ahead
 LATEST_SHARE = 1 / 8  # weight of the latest attempt in that average
+AHEAD_PER_SLOT = 4  # attempts that are requested ahead, or as many as take SHORT_S together: the shorter, the more in one turn
 AHEAD_WAIT_S = 0.2  # after that another worker had better run it
 GIVE_BACK_PAUSE_S = 5.0  # an attempt that could not be started here (no space, no processes) would come back at once
 SAVE_AFTER_S = 3.0  # an ending that no server has taken by then is saved
@@ -173,8 +175,13 @@ class Slots:
 
     def wanted(self, blocked: int) -> int:
         """Return how much credit to give now; `blocked` slots are not to be filled yet."""
-        ahead = self._ahead_max if self.short else 0
-        return max(0, self.capacity + ahead - blocked - self.asked)
+        return max(0, self.capacity + self._ahead() - blocked - self.asked)
+
+    def _ahead(self) -> int:
+        if not self.short:
+            return 0
+        per_slot = max(AHEAD_PER_SLOT, SHORT_S / max(self._average_s, SHORTEST_S))
+        return min(self._ahead_max, int(per_slot * self.capacity))
 
 
 class ProgressNotes:

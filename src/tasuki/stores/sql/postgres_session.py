@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import cached_property, lru_cache
+from functools import cache, cached_property, lru_cache
 from itertools import chain, islice
 from operator import itemgetter
 from struct import Struct
@@ -24,6 +24,7 @@ from tasuki.errors import ConfigError, DiskFull, InterruptCause, TasukiError, Tu
 from tasuki.stores.sql.database import WALL, Batch, InsertedRows, Parameters, Queues, TranslatedErrors, load_statements
 
 WALK_FIRST = 256  # rows of the first step of a `find`; each further step takes four times as many
+_OWN_COLUMNS = {0, 4, 5}  # job_id, body_hash and spec among the values of `enqueue`: other ones are often those of all jobs
 LOOK_AGAIN_MAX = 4  # how often a claim looks further when other servers took the jobs it found; four times as far each time
 
 # ---------------------------------------------------------------------------------------------------- values
@@ -167,6 +168,12 @@ def find_statement(name: str, conditions: str) -> Statement:
     return statement_of(load_statements("postgresql").one[name].replace("{and}", conditions))
 
 
+@cache
+def with_literals(name: str) -> str:
+    """Return a statement that names each parameter once, in order, as a ClientCursor takes it."""
+    return _NUMBER.sub("%s", statements()[name].text)
+
+
 def columns(batch: Iterable[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
     """Return the columns of a batch of rows."""
     return list(zip(*batch, strict=True))
@@ -219,6 +226,15 @@ class PostgresSession:
             self._before_write()
         return self._cursor.execute(statement.text, statement.values(parameters), prepare=self._prepare or None, binary=True)
 
+    def _rows_of_text(self, name: str, parameters: Sequence[Any]) -> list[Any]:
+        """Run a statement with its parameters as literals in its text: one message to the server. Where nothing is prepared, to
+        parse, bind and describe parameters costs more than a statement that calls a function."""
+        return self._client_cursor.execute(with_literals(name), parameters).fetchall()
+
+    @cached_property
+    def _client_cursor(self) -> psycopg.ClientCursor[Any]:
+        return psycopg.ClientCursor(self.connection)
+
     # -- lists as parameters --------------------------------------------------------------------------------------
     def listed(self, values: Sequence[Any]) -> Sequence[Any]:
         return values
@@ -238,8 +254,12 @@ class PostgresSession:
         """Insert the jobs whose ids are new in one statement, and count them in rows that no other transaction changes; return
         their row ids."""
         if len(batch) == 1 and self._has_enqueue_function:
-            return {row_id for (row_id,) in self.rows("enqueue_one", batch[0]) if row_id is not None}
-        return {row_id for (row_id,) in self.rows("enqueue", columns(batch))}
+            return {row_id for (row_id,) in self._rows_of_text("enqueue_one", batch[0]) if row_id is not None}
+        given = columns(batch)
+        if all(values.count(values[0]) == len(values) for place, values in enumerate(given) if place not in _OWN_COLUMNS):
+            alike = [values if place in _OWN_COLUMNS else values[0] for place, values in enumerate(given)]
+            return {row_id for (row_id,) in self.rows("enqueue_alike", alike)}
+        return {row_id for (row_id,) in self.rows("enqueue", given)}
 
     @cached_property
     def _has_enqueue_function(self) -> bool:

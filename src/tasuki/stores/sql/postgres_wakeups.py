@@ -27,6 +27,16 @@ _NOTIFY_SETTINGS = b"SELECT set_config('synchronous_commit', 'off', false), set_
 _NOTIFY = b"SELECT pg_notify(%s, piece) FROM unnest(%s::text[]) AS piece"
 
 
+HINT_LOOK_S = 5.0  # an end of the wait is seen at once
+
+
+class _HintConnection(psycopg.AsyncConnection[tuple[Any, ...]]):
+    """A connection that waits for hints without waking its process ten times a second, as the driver does for Ctrl-C."""
+
+    async def wait(self, gen: Any, interval: float = HINT_LOOK_S, *limits: Any, **named_limits: Any) -> Any:
+        return await super().wait(gen, HINT_LOOK_S, *limits, **named_limits)
+
+
 class PostgresWakeups(Wakeups["psycopg.AsyncConnection[tuple[Any, ...]]"]):
     """Hints over two connections: one listens, another one notifies when needed, both apart from the store's.
 
@@ -39,7 +49,7 @@ class PostgresWakeups(Wakeups["psycopg.AsyncConnection[tuple[Any, ...]]"]):
 
     async def _connect(self) -> psycopg.AsyncConnection[tuple[Any, ...]]:
         # No prepared statements: behind a pooler they would break.
-        return await psycopg.AsyncConnection.connect(**self._parameters, autocommit=True, prepare_threshold=None)
+        return await _HintConnection.connect(**self._parameters, autocommit=True, prepare_threshold=None)
 
     async def _disconnect(self, connection: psycopg.AsyncConnection[tuple[Any, ...]]) -> None:
         await connection.close()
