@@ -16,6 +16,9 @@ import pytest
 from tasuki.core.job import JobSpec
 from tasuki.stores.sql.store import FIND_SCAN_MAX
 from tests.cli.commands import User, running
+from tests.client.agent_processes import start_agents
+from tests.support.django_site import DjangoSite
+from tests.support.ports import free_port
 from tests.support.processes import ServerProcess, start_server, start_worker
 from tests.support.waiting import until
 
@@ -209,9 +212,42 @@ def test_the_audit_of_a_server_has_older_pages_and_is_filtered(tmp_path: Path, p
         assert len(csv) > 61
 
 
+def test_agents_are_shown_with_their_breakers_in_both_homes_where_the_environment_names_them(tmp_path: Path) -> None:
+    gone = f"http://127.0.0.1:{free_port()}"
+    with start_agents(tmp_path, 1) as agents:
+        env = {"TASUKI_URL": f"agents:{agents.urls[0]},{gone}", "TASUKI_DATA": str(tmp_path / "notes")}
+        with start_server(tmp_path, "--http", "127.0.0.1:0", env={"TASUKI_URL": env["TASUKI_URL"]}) as server:
+            browser, _ = log_in(http_of(server), server.token)
+            of_server = browser.get("/ops/agents/?format=json").json()
+            page = browser.get("/ops/agents/").text
+        site = DjangoSite(tmp_path, **env)
+        site.migrate()
+        of_project = site.ask(
+            """
+from django.contrib.auth.models import User
+from django.test import Client
+browser = Client(headers={"host": "localhost"})
+browser.force_login(User.objects.create_superuser("admin"))
+print(browser.get("/ops/agents/?format=json").content.decode())
+"""
+        )
+
+    for found in (of_server, of_project):
+        assert [(node["node"], node["standing"], node["breaker"]) for node in found] == [
+            (agents.urls[0], "free", "closed"),
+            (gone, "left_out", "open"),
+        ]
+    assert ">Agents</a>" in page
+
+
 def test_pages_that_do_not_exist_have_the_headers_of_a_screen(server: ServerProcess) -> None:
     browser, _ = log_in(http_of(server), server.token)
-    for answer in (browser.get("/ops/nowhere/"), browser.get("/ops/settings/"), browser.post("/ops/run/", data={"program": "x"})):
+    for answer in (
+        browser.get("/ops/nowhere/"),
+        browser.get("/ops/settings/"),
+        browser.get("/ops/agents/"),
+        browser.post("/ops/run/", data={"program": "x"}),
+    ):
         assert answer.status_code in (403, 404)
         assert "default-src 'none'" in answer.headers["content-security-policy"]
 
