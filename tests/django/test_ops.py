@@ -76,7 +76,7 @@ names = {"job_id": job_id, "stream": "stdout", "pk": nightly.pk, "name": "ops.cs
 found = {}
 for pattern in get_resolver("tasuki.django.ops.urls").url_patterns:
     address = "/ops/" + re.sub(r"<\\w+:(\\w+)>", lambda match: str(names[match[1]]), str(pattern.pattern))
-    if pattern.name in ("login", "logout", "language", "asset", "result", "tokens", "caches"):
+    if pattern.name in ("login", "logout", "language", "asset", "result", "tokens", "caches", "agents"):
         continue
     gets = [browser.get(address) for browser in (anonymous, nobody, viewer, operator, admin)]
     posts = [post(browser, address).status_code for browser in (viewer, operator)]

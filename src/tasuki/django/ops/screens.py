@@ -31,7 +31,7 @@ from django.utils.translation import gettext as _
 from django.views.decorators.csrf import csrf_exempt, csrf_protect
 from django.views.decorators.http import require_POST
 
-from tasuki.django.ops.backend import backend_of
+from tasuki.django.ops.backend import Backend, backend_of, has_agents
 from tasuki.errors import Forbidden, NotFound, TasukiError, Unauthorized, quoted
 
 VIEW = "tasuki.view_jobrun"
@@ -117,7 +117,7 @@ def screen(template: str, *, change: str = "", needs: str = "") -> Callable[[Scr
             if request.method == "POST" and (question := _question(request)):
                 return render(request, "sure", {"title": _("Are you sure?"), "question": question, "fields": _fields(request)})
             try:
-                if needs and needs not in backend_of(request).screens:
+                if needs and needs not in _optional_screens(backend_of(request)):
                     raise NotFound(f"there is no screen of {needs} here")
                 found = function(request, **arguments)
             except Unauthorized:  # the token of the session was revoked, or has expired
@@ -158,12 +158,13 @@ def render(request: HttpRequest, template: str, values: dict[str, Any], status: 
     for name in ("cursor", "done"):
         query.pop(name, None)
     backend = backend_of(request)
+    shown = _optional_screens(backend)
     everywhere = {
         "request": request,
         "user": getattr(request, "user", None),
         "csrf_token": get_token(request),
         "backend": backend,
-        "menu": [(name, label) for name, label in _menu().items() if name in backend.screens or name not in _OPTIONAL],
+        "menu": [(name, label) for name, label in _menu().items() if name in shown or name not in _OPTIONAL],
         "language": translation.get_language() or "en",
         "languages": LANGUAGES,
         "title": "",
@@ -201,7 +202,11 @@ def _done(request: HttpRequest) -> str:
         return ""
 
 
-_OPTIONAL = frozenset({"definitions", "events", "settings", "tokens", "caches"})
+_OPTIONAL = frozenset({"definitions", "events", "settings", "tokens", "caches", "agents"})
+
+
+def _optional_screens(backend: Backend) -> frozenset[str]:
+    return backend.screens | {"agents"} if has_agents() else backend.screens
 
 
 def _menu() -> dict[str, str]:
@@ -211,6 +216,7 @@ def _menu() -> dict[str, str]:
         "jobs": _("Jobs"),
         "dead": _("Dead letters"),
         "workers": _("Workers"),
+        "agents": _("Agents"),
         "subjects": _("Subjects"),
         "definitions": _("Definitions"),
         "events": _("Events"),

@@ -277,6 +277,22 @@ def workers(request: HttpRequest) -> HttpResponse | dict[str, Any]:
     return {"title": _("Workers"), "table": Table(columns, rows, empty=empty, buttons=shown)}
 
 
+@screen("list", needs="agents")
+def agents(request: HttpRequest) -> dict[str, Any]:
+    """List the node agents that TASUKI_URL names. Each look is a health check, as each of `tasuki nodes`: it is not repeated."""
+    columns = {
+        "node": _("Node"),
+        "standing": _("Standing"),
+        "running": _("Running"),
+        "limit": _("Slots"),
+        "breaker": _("Breaker"),
+        "left_out_s": _("Left out for, s"),
+        "good_checks": _("Good checks"),
+        "said": _("Last answer"),
+    }
+    return {"title": _("Agents"), "table": Table(columns, backend_of(request).agents()), "ended": True}
+
+
 # ---------------------------------------------------------------------------------------------------- jobs
 
 
