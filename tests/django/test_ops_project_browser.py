@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -46,9 +47,9 @@ def browser() -> Iterator[Browser]:
         yield opened
 
 
-@pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Home]:
-    site = DjangoSite(tmp_path_factory.mktemp("site"))
+@contextlib.contextmanager
+def served(site: DjangoSite) -> Iterator[Home]:
+    """A web server on a project with its tables and users."""
     site.manage("migrate", "-v0")
     site.run(USERS)
     place = f"127.0.0.1:{free_port()}"
@@ -56,6 +57,12 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Home]:
     with ChildProcess(command, site.folder / "web.log", site.env):
         until(lambda: _answers(f"http://{place}/ops/login/"), what="the web server answers")
         yield Home(f"http://{place}", site)
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Home]:
+    with served(DjangoSite(tmp_path_factory.mktemp("site"))) as home:
+        yield home
 
 
 def _answers(url: str) -> bool:
