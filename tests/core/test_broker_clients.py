@@ -229,6 +229,7 @@ def test_no_job_is_taken_while_the_disk_is_full(stage: BrokerStage) -> None:
     stage.apply(DiskSpace("3 bytes free"))
     stage.submit(conn, "a")
     assert stage.last(conn, ErrorMessage).code == "DISK_FULL"
+    assert [server["problem"] for server in stage.broker.describe_servers()] == ["3 bytes free"]
     stage.apply(DiskSpace(""))
     stage.submit(conn, "a")
     assert stage.job("a") is not None
@@ -338,11 +339,13 @@ def test_orders_of_operators_need_an_admin(stage: BrokerStage, verb: str) -> Non
 
 
 def test_an_admin_sees_the_workers(stage: BrokerStage) -> None:
-    stage.worker("w1", credit=3, host="box", slots=3, patterns=("a.*",))
+    stage.worker("w1", credit=3, host="box", slots=3, patterns=("a.*",), agent="mine/2")
+    stage.clock.advance(4)
     answer = stage.request(stage.client("admin", "root"), "workers")
     assert isinstance(answer, Reply)
     [worker] = answer.body
     assert (worker["worker_id"], worker["credit"], worker["running"], worker["patterns"]) == ("w1", 3, 0, ["a.*"])
+    assert (worker["agent"], worker["heartbeat_age_s"]) == ("mine/2", 4.0)
 
 
 def test_a_token_is_made_listed_without_its_hash_and_usable(stage: BrokerStage) -> None:

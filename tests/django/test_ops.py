@@ -20,7 +20,8 @@ from functools import partial
 from django.test import Client as AnyClient
 from django.urls import get_resolver
 from tasuki.django import emit, enqueue_command
-from tasuki.django.definitions import apply
+from tasuki.django.definitions import apply, run_now
+from tasuki.django.enqueueing import project_store
 from tasuki.django.logs import write_log
 from tasuki.django.models import Event, JobDefinition, JobRun, SchedulerSettings
 
@@ -75,7 +76,7 @@ names = {"job_id": job_id, "stream": "stdout", "pk": nightly.pk, "name": "ops.cs
 found = {}
 for pattern in get_resolver("tasuki.django.ops.urls").url_patterns:
     address = "/ops/" + re.sub(r"<\\w+:(\\w+)>", lambda match: str(names[match[1]]), str(pattern.pattern))
-    if pattern.name in ("login", "logout", "language", "asset", "result", "tokens", "caches"):
+    if pattern.name in ("login", "logout", "language", "asset", "result", "tokens", "caches", "agents"):
         continue
     gets = [browser.get(address) for browser in (anonymous, nobody, viewer, operator, admin)]
     posts = [post(browser, address).status_code for browser in (viewer, operator)]
@@ -166,7 +167,8 @@ admin.get("/ops/settings/")
 [row] = SchedulerSettings.objects.values()
 limits = {**{name: value for name, value in row.items() if value is not None}, "skip_late_runs_after_seconds": 60}
 late = [post(browser, "/ops/settings/", **limits).status_code for browser in (operator, admin)]
-print(json.dumps([wrong.status_code, "Enter a valid time" in wrong.content.decode(), refused, saved, "03:30" in page, run, emitted,
+at_field = "Enter a valid time" in wrong.content.decode()
+print(json.dumps([wrong.status_code, at_field, refused, saved, "03:30" in page, run, emitted,
                   "is not JSON" in unreadable, Event.objects.count(), told, late,
                   SchedulerSettings.objects.get().skip_late_runs_after_seconds,
                   [(one["actor"], one["action"]) for one in json.loads(viewer.get("/ops/audit/?format=json").content)]]))
@@ -240,7 +242,6 @@ def test_a_manager_pauses_and_resumes_subjects_and_nobody_else_does(tmp_path: Pa
         """
 from django.contrib.auth.models import Group
 from tasuki.django import operations
-from tasuki.django.enqueueing import project_store
 
 manager = user("manager")
 User.objects.get(username="manager").groups.add(Group.objects.get(name="tasuki admin"))
@@ -300,3 +301,414 @@ print(json.dumps([[f'value="{action}"' in page for action in ("drain", "undrain"
         ["manager", action] for action in ("leader.degrade", "worker.attach", "worker.detach", "worker.undrain", "worker.drain")
     ]
     assert found[4] == ["tasuki admin", "tasuki operator", "tasuki viewer"]
+
+
+# ---------------------------------------------------------------------------------------------------- the overview
+
+
+def test_the_overview_says_what_needs_attention_until_it_is_gone(postgres: PostgresService, tmp_path: Path) -> None:
+    url = postgres.empty_database()
+    site = DjangoSite(tmp_path, postgres_url=url)
+    site.manage("migrate", "-v0")
+    found = ask(
+        site,
+        """
+import msgspec
+from tasuki.core.cluster_messages import ServerInfo, WorkerInfo
+from tasuki.django.models import DefinitionState, Member, ScopeEpoch
+
+def member(name, age_s, **facts):
+    info = ServerInfo(server_id=name, node_id="n1", workers=(WorkerInfo(name, "i", (">",)),), sub_leads=True, **facts)
+    row = {"kind": "server", "incarnation": "i", "beat_at": time.time() - age_s, "info": msgspec.msgpack.encode(info)}
+    Member.objects.update_or_create(member_id=name, defaults=row)
+
+def alerts():
+    page = viewer.get("/ops/").content.decode()
+    return re.findall(r'role="alert">([^<]*)<', page), re.search(r"Sub-leaders: ([^<]*)", page)
+
+SchedulerSettings.objects.update_or_create(id=1, defaults={"heartbeat_ttl_seconds": 600})
+member("w1", 400, blob_problem="the folder is full")
+member("w2", 0)
+DefinitionState.objects.create(definition=nightly, next_at=time.time() - 7_000)
+JobRun.objects.update(state="FAILED", ready=0, error_code="EXIT_CODE", finished_at=time.time() - 60)
+before, subleaders = alerts()
+member("w1", 0)
+member("w2", 0, epoch=7)
+ScopeEpoch.objects.create(scope="leader", epoch=7, holder="w2")
+DefinitionState.objects.update(next_at=time.time() + 1_000)
+JobRun.objects.update(finished_at=time.time() - 4_000)
+print(json.dumps([before, subleaders[1], alerts()[0]]))
+""",
+    )
+    postgres.drop(url)
+
+    said, subleaders, after = found
+    assert [line.partition(":")[0].partition(" for ")[0] for line in said] == [
+        "Nobody leads",
+        "Worker w1 was not heard of",
+        "Jobs that failed",
+        "Definition nightly is late",
+        "Disk or store of w1",
+    ]
+    assert subleaders == "w1, w2"
+    assert after == []
+
+
+def test_the_screen_of_subjects_sums_up_what_happened_over_the_chosen_span(tmp_path: Path) -> None:
+    site = DjangoSite(tmp_path)
+    site.migrate()
+    found = ask(
+        site,
+        """
+from tasuki.core.statistics import GroupStatistics, Rollup, current_minute, encode_rollup
+from tasuki.django.models import MinuteRollup
+
+for age_s, lost in ((600, 3), (7_200, 40)):
+    counted = GroupStatistics(succeeded=110, failed=10, redelivered=4, retried_failed=2, retried_lost=lost)
+    for latency_s in (0.02, 0.02, 0.02, 4.0):
+        counted.observe(latency_s)
+    minute = current_minute(time.time() - age_s)
+    data = encode_rollup(Rollup(minute, "s", {"default": counted}))
+    MinuteRollup.objects.create(minute=minute, server_id="s", data=data)
+rows = [json.loads(viewer.get("/ops/subjects/", {"span": span, "format": "json"}).content)[0] for span in ("1h", "24h")]
+print(json.dumps([rows, viewer.get("/ops/subjects/").content.decode()]))
+""",
+    )
+    (hour, day), page = found
+
+    assert (hour["queue"], hour["pending"], hour["per_minute"]) == ("default", 1, "2.00")
+    assert (hour["redelivered"], hour["retried"], hour["dead"]) == (4, 5, 10)
+    assert hour["p50"].endswith("ms")
+    assert hour["p99"].endswith(" s")
+    assert (day["per_minute"], day["retried"], day["dead"]) == ("0.17", 47, 20)
+    assert "Delivery p99" in page
+
+
+# ---------------------------------------------------------------------------------------------------- definitions
+
+
+def test_next_times_tell_of_changes_of_the_clock_also_before_the_first_one(tmp_path: Path) -> None:
+    site = DjangoSite(tmp_path)
+    site.migrate()
+    forward, back, first, preview = ask(
+        site,
+        """
+from datetime import UTC, datetime
+from unittest.mock import patch
+from django.utils import timezone
+from tasuki.django.ops.project_views import next_times
+
+def times(kind, value, *start):
+    return [(one["shown"], one["change"]) for one in next_times((kind, value), "Europe/Berlin", datetime(*start, tzinfo=UTC))]
+
+fields = {"kind": "weekly", "days": ["mon", "sun"], "at": "02:30", "time_zone": "Europe/Berlin"}
+places = ("/ops/definitions/new/", f"/ops/definitions/{nightly.pk}/")
+with patch.object(timezone, "now", lambda: datetime(2026, 3, 28, 12, tzinfo=UTC)):
+    shown = [viewer.get(address, fields).content.decode() for address in places]
+print(json.dumps([
+    times("daily_at", "02:30", 2026, 3, 27, 12)[:3],
+    times("hourly_at_minute", "30", 2026, 10, 24, 23)[:4],
+    times("weekly", "mon 08:00", 2026, 3, 24)[:2],
+    [re.findall(r"<li>([^<]*)(?: <mark>([^<]*)</mark>)?</li>", page)[:2] for page in shown],
+]))
+""",
+    )
+
+    assert forward == [
+        ["Sat 2026-03-28 02:30+01:00", ""],
+        ["Sun 2026-03-29 03:00+02:00", "clock set forward by 60 min"],
+        ["Mon 2026-03-30 02:30+02:00", ""],
+    ]
+    assert back == [
+        ["Sun 2026-10-25 01:30+02:00", ""],
+        ["Sun 2026-10-25 02:30+02:00", ""],
+        ["Sun 2026-10-25 02:30+01:00", "clock set back by 60 min"],
+        ["Sun 2026-10-25 03:30+01:00", ""],
+    ]
+    assert first[0] == ["Mon 2026-03-30 08:00+02:00", "clock set forward by 60 min"]
+    for of_unsaved in preview:
+        assert [" ".join(one).strip() for one in of_unsaved] == [
+            "Sun 2026-03-29 03:00+02:00 clock set forward by 60 min",
+            "Mon 2026-03-30 02:30+02:00",
+        ]
+
+
+def test_the_form_of_a_definition_refuses_what_cannot_be_fired_at_its_field(tmp_path: Path) -> None:
+    site = DjangoSite(tmp_path)
+    site.migrate()
+    refused, saved, shown = ask(
+        site,
+        """
+fields = {"name": "new", "command_name": "daily_report", "time_zone": "Europe/Berlin", "queue": "default", "max_retries": 3,
+          "retry_backoff_seconds": 10, "enabled": "on"}
+wrong = [{"kind": "daily_at", "at": "25:00"}, {"kind": "daily_at"}, {"kind": "weekly", "at": "02:30"},
+         {"kind": "weekly", "at": "02:30", "days": ["mon", "someday"]}, {"kind": "hourly_at_minute", "minute": "60"},
+         {"kind": "every_n_minutes", "every": "7"}, {"kind": "cron", "cron": "0 0 31 2 *"}, {"kind": "cron", "cron": "now"},
+         {"kind": "event", "event_type": "a..b"}, {"kind": "yearly"},
+         {"kind": "daily_at", "at": "02:30", "time_zone": "Mars/Base"},
+         {"kind": "daily_at", "at": "02:30", "command_name": "flush"}, {"kind": "daily_at", "at": "02:30", "name": "nightly"},
+         {"kind": "daily_at", "at": "02:30", "default_args_json": '["--nonsense"]'},
+         {"kind": "daily_at", "at": "02:30", "default_args_json": "{"}]
+refused = []
+for one in wrong:
+    page = post(admin, "/ops/definitions/new/", **{**fields, **one})
+    body = page.content.decode()
+    form = body[body.index('id="form"'):body.index('id="preview"')]
+    blocks = form.split('<div class="field"')[1:]
+    refused.append([page.status_code, [re.search(r'name="([^"]*)"', block)[1] for block in blocks if 'class="problem"' in block]])
+right = [{"kind": "daily_at", "at": "02:30"}, {"kind": "weekly", "at": "02:30", "days": ["mon", "thu"]},
+         {"kind": "hourly_at_minute", "minute": "0"}, {"kind": "every_n_minutes", "every": "15"},
+         {"kind": "cron", "cron": "0 2 * * *"}, {"kind": "event", "event_type": "order.>"}]
+saved, shown = [], []
+for number, one in enumerate(right):
+    name = f"new-{number}"
+    post(admin, "/ops/definitions/new/", **{**fields, **one, "name": name})
+    row = JobDefinition.objects.get(name=name)
+    saved.append([row.type, row.schedule_type, row.schedule_value, row.event_type])
+    page = viewer.get(f"/ops/definitions/{row.pk}/").content.decode()
+    again = post(admin, f"/ops/definitions/{row.pk}/", **{**fields, **one, "name": name, "max_retries": 5})
+    shown.append([f'value="{one["kind"]}" selected' in page, again.status_code, page.count("checked")])
+print(json.dumps([refused, saved, shown]))
+""",
+    )
+
+    places = ["at", "at", "days", "days", "minute", "every", "cron", "cron", "event_type", "kind", "time_zone", "command_name"]
+    assert refused == [[200, [place]] for place in [*places, "name", "default_args_json", "default_args_json"]]
+    assert saved == [
+        ["time", "daily_at", "02:30", ""],
+        ["time", "weekly", "mon,thu 02:30", ""],
+        ["time", "hourly_at_minute", "0", ""],
+        ["time", "every_n_minutes", "15", ""],
+        ["time", "cron", "0 2 * * *", ""],
+        ["event", "", "", "order.>"],
+    ]
+    assert [(selected, status) for selected, status, _ in shown] == [(True, 302)] * 6
+    assert [checked for _, _, checked in shown] == [1, 3, 1, 1, 1, 1], "the two days of the weekly one, and enabled"
+
+
+def test_a_definition_is_paused_resumed_tried_and_deleted_by_those_who_may(tmp_path: Path) -> None:
+    site = DjangoSite(tmp_path)
+    site.migrate()
+    found = ask(
+        site,
+        """
+apply({"paid": {"command_name": "probe", "event_type": "order.*"}, "off": {"command_name": "probe", "event_type": ">",
+      "enabled": False}}, source="here")
+paid = JobDefinition.objects.get(name="paid")
+address = f"/ops/definitions/{paid.pk}/"
+matches = [re.findall(r">(paid|off)</a>", viewer.get("/ops/events/", {"event_type": kind}).content.decode())
+           for kind in ("order.paid", "mail.sent")]
+refused = [post(operator, address, action=action).status_code for action in ("pause", "resume", "delete")]
+events = Event.objects.count()
+states = []
+for action in ("pause", "resume"):
+    states.append([post(admin, address, action=action).status_code, JobDefinition.objects.get(pk=paid.pk).enabled])
+fired = said(post(operator, "/ops/definitions/", id=paid.pk, payload='{"order": 1}'))
+event = Event.objects.get()
+gone = said(post(admin, address, action="delete")), viewer.get(address).status_code
+print(json.dumps([matches, refused, events, states, fired, [event.payload_json, event.job_definition_id == paid.pk], gone,
+                  [row["action"] for row in json.loads(viewer.get("/ops/audit/?format=json").content)],
+                  [b'value="pause"' in one.get(f"/ops/definitions/{nightly.pk}/").content for one in (viewer, admin)]]))
+""",
+    )
+
+    assert found[:4] == [[["off", "paid"], ["off"]], [403, 403, 403], 0, [[302, False], [302, True]]]
+    assert "was asked for" in found[4]
+    assert found[5] == [{"order": 1}, True]
+    assert found[6] == ["/ops/definitions/: Definition paid is deleted.", 404]
+    assert found[7] == ["definition.delete", "definition.run", "definition.enable", "definition.disable"]
+    assert found[8] == [False, True]
+
+
+# ---------------------------------------------------------------------------------------------------- jobs, audit
+
+
+def test_jobs_are_found_by_definition_and_time_and_page_by_page(migrated: DjangoSite) -> None:
+    found = ask(
+        migrated,
+        """
+from datetime import datetime, timedelta
+from zoneinfo import ZoneInfo
+import tasuki.stores.sql.store as sql_store
+
+for number in range(60):
+    enqueue_command("daily_report", job_id=f"job-{number:02}")
+apply({"other": {"command_name": "daily_report", "daily_at": "02:30"}}, source="here")
+for row in (nightly, JobDefinition.objects.get(name="other")):
+    run_now(row)
+project_store().take_over("leader", 1)
+project_store().fire(epoch=1)
+
+def listed(**wanted):
+    page = viewer.get("/ops/jobs/", wanted)
+    body = page.content.decode()
+    older = re.search(r'href="\\?([^"]*cursor=[^"]*)" rel="next"', body)
+    return page.status_code, re.findall(r">((?:job|d|e)[0-9]*-[0-9]+)</a>", body), older and older[1].replace("&amp;", "&"), body
+
+of_definition = listed(definition="nightly")[1]
+unknown = listed(definition="nobody")[0]
+there = datetime.now(ZoneInfo("Asia/Tokyo")).replace(tzinfo=None)
+times = [len(listed(**{name: (there + timedelta(hours=hours)).isoformat(timespec="minutes")}, zone="Asia/Tokyo")[1])
+         for name, hours in (("from", -1), ("from", 1), ("until", -1), ("until", 1))]
+wrong = listed(**{"from": "yesterday"})[0]
+first = listed()
+second = viewer.get("/ops/jobs/?" + first[2]).content.decode()
+sql_store.FIND_SCAN_MAX = 20
+scanned = listed(text="job-3")
+went_on = viewer.get("/ops/jobs/?" + scanned[2]).content.decode()
+print(json.dumps([of_definition, unknown, times, wrong, len(first[1]), second.count(">job-"), "job-00" in second,
+                  scanned[1], "go on with older ones" in scanned[3], "No such job" in scanned[3], went_on.count(">job-3")]))
+""",
+    )
+
+    assert found[:2] == [["e1-1"], 400]
+    assert found[2:4] == [[50, 0, 0, 50], 400]
+    assert found[4:7] == [50, 12, True]
+    assert found[7:] == [[], True, False, 10]
+
+
+def test_the_audit_is_filtered_paged_and_exported_as_a_whole(tmp_path: Path) -> None:
+    site = DjangoSite(tmp_path)
+    site.migrate()
+    found = ask(
+        site,
+        """
+from tasuki.django.models import AdminActionLog
+
+AdminActionLog.objects.bulk_create(
+    [AdminActionLog(at=1_000.0 + n, actor=f"user{n % 3}", action="run.cancel" if n % 2 else "run.rerun", target=f"job-{n}")
+     for n in range(10_050)])
+
+def listed(address="", **wanted):
+    body = viewer.get("/ops/audit/" + address, wanted).content.decode()
+    older = re.search(r'href="(\\?[^"]*cursor=[^"]*)" rel="next"', body)
+    return re.findall(r">(job-\\d+)<", body), older and older[1].replace("&amp;", "&"), body
+
+first = listed(actor="user0", action="cancel")
+second = listed(first[1])
+exact = listed(target="job-77", until="1970-01-01T00:20", zone="UTC")
+live = ["hx-trigger" in one for one in (first[2], listed()[2])]
+csv = viewer.get("/ops/audit/", {"format": "csv"}).content.decode().splitlines()
+print(json.dumps([first[0][:2], len(first[0]), second[0][0], exact[0], exact[1], live, len(csv), csv[1].endswith(",10050")]))
+""",
+    )
+
+    assert found[:3] == [["job-10047", "job-10041"], 50, "job-9747"]
+    assert found[3:6] == [["job-77"], None, [False, True]]
+    assert found[6:] == [10_051, True]
+
+
+def test_dead_letters_are_run_again_one_by_one_and_a_refused_one_does_not_keep_the_others(migrated: DjangoSite) -> None:
+    found = ask(
+        migrated,
+        """
+for number in range(3):
+    enqueue_command("daily_report", job_id=f"dead-{number}")
+store = project_store()
+store.take_over("leader", 1)
+for _ in range(2):
+    dead = JobRun.objects.exclude(idempotency_key=job_id)
+    run_now(nightly)
+    store.fire(epoch=1)
+    if not dead.filter(state="FAILED").exists():
+        dead.update(state="FAILED", ready=0, error_code="EXIT_CODE", finished_at=time.time())
+page = operator.get("/ops/dead/").content.decode()
+one = said(post(operator, "/ops/dead/", action="rerun_one", id="dead-0"))
+rest = said(post(operator, "/ops/dead/", action="rerun", id="EXIT_CODE"))
+states = dict(JobRun.objects.values_list("idempotency_key", "state"))
+refused = post(operator, "/ops/dead/", action="rerun_one", id=f"e1-{nightly.pk}")
+print(json.dumps([page.count('value="rerun_one"'), "There are more than" in page, one, rest, states, refused.status_code]))
+""",
+    )
+
+    buttons, says_more, one, rest, states, refused = found
+    assert (buttons, says_more) == (4, False)
+    assert one == "/ops/dead/: Run again: 1."
+    assert rest.startswith("/ops/dead/: Run again: 2. Refused: 1: job 'e1-1' cannot run now: run e2-1 of the same definition")
+    assert [states[name] for name in ("dead-0", "dead-1", "dead-2", "e1-1")] == ["PENDING"] * 3 + ["FAILED"]
+    assert refused == 400
+
+
+def test_the_end_of_a_long_log_is_read_without_the_rest(migrated: DjangoSite) -> None:
+    found = ask(
+        migrated,
+        """
+from tasuki.django import logs
+
+for number in range(80):
+    write_log(job_id, 1, "stdout", b"%07d\\n" % number * 512, offset=number * 4_096)
+write_log(job_id, 2, "stdout", b"the second attempt\\n")
+whole = b"".join(logs.log_bytes(job_id, "stdout"))
+unpacked, plain = [], logs._plain
+logs._plain = lambda row: unpacked.append(row.pk) or plain(row)
+tail, cut = logs.log_tail(job_id, "stdout", 20_000)
+looked_at = len(unpacked)
+short = [logs.log_tail(job_id, "stdout", size) for size in (len(whole) - 1, len(whole), 1_000_000)]
+print(json.dumps([whole.endswith(tail), len(tail), cut, looked_at, [[text == whole[-len(text):], more] for text, more in short]]))
+""",
+    )
+
+    assert found[:3] == [True, 20_000, True]
+    assert found[3] <= 32, "rows that were unpacked"
+    assert found[4] == [[True, True], [True, False], [True, False]]
+
+
+# ---------------------------------------------------------------------------------------------------- pages
+
+
+def test_every_answer_has_the_headers_and_links_of_others_put_no_words_into_a_page(tmp_path: Path) -> None:
+    site = DjangoSite(tmp_path)
+    site.migrate()
+    found = ask(
+        site,
+        """
+answers = {
+    "nothing": viewer.get("/ops/jobs/nobody/"),
+    "wrong": viewer.get("/ops/jobs/?state=GONE"),
+    "forged": admin.post("/ops/settings/"),
+    "logout": admin.post("/ops/logout/"),
+    "refused": post(viewer, "/ops/settings/"),
+    "method": admin.delete("/ops/"),
+    "login": anonymous.get("/ops/login/"),
+    "to login": anonymous.get("/ops/"),
+    "form": viewer.get("/ops/jobs/?format=xml"),
+    "language": post(viewer, "/ops/language/", language="ja"),
+}
+policies = {name: "default-src 'none'" in answer.headers.get("Content-Security-Policy", "") for name, answer in answers.items()}
+canceled = post(operator, "/ops/jobs/", action="cancel", job_id=[job_id])
+link = canceled.headers["Location"]
+pages = [viewer.get(address).content.decode() for address in (link, link[:-2] + "xx", "/ops/jobs/?done=Pay+here")]
+print(json.dumps([policies, [answers[name].status_code for name in ("nothing", "forged", "logout", "refused")],
+                  ['class="done"' in page for page in pages], "Pay here" in pages[2]]))
+""",
+    )
+    policies, statuses, says, is_foreign = found
+
+    assert {name for name, has_policy in policies.items() if not has_policy} == set()
+    assert statuses == [404, 403, 403, 403]
+    assert says == [True, False, False]
+    assert not is_foreign
+
+
+def test_a_browser_without_script_is_asked_by_a_page_before_anything_is_done(tmp_path: Path) -> None:
+    site = DjangoSite(tmp_path)
+    site.migrate()
+    found = ask(
+        site,
+        """
+other = enqueue_command("daily_report")
+page = operator.get("/ops/jobs/").content.decode()
+questions = dict(re.findall(r'name="(question\\w*)" value="([^"]*)"', page))
+asked = post(operator, "/ops/jobs/", action="cancel", job_id=[job_id, other], reason="<b>", **questions).content.decode()
+states = set(JobRun.objects.values_list("state", flat=True))
+form = asked[asked.index('id="main"'):]
+fields = re.findall(r'<input type="hidden" name="(\\w+)" value="([^"]*)"', form)
+values = {name: [value for key, value in fields if key == name] for name, _ in fields if name != "csrfmiddlewaretoken"}
+done = post(operator, "/ops/jobs/", **{**values, "reason": "<b>"}).status_code
+print(json.dumps([questions["question_cancel"] in asked, sorted(values), values["reason"], sorted(states), done,
+                  sorted(set(JobRun.objects.values_list("state", flat=True)))]))
+""",
+    )
+
+    assert found[:4] == [True, ["action", "job_id", "reason"], ["&lt;b&gt;"], ["PENDING"]]
+    assert found[4:] == [302, ["CANCELED"]]

@@ -13,6 +13,7 @@ from zoneinfo import ZoneInfo
 import pytest
 from playwright.sync_api import Browser, BrowserContext, Page, expect
 
+from tasuki.core.subject import DEFAULT_SUBJECT
 from tests.support.browser import TIMEOUT_MS, keep_picture, look_at, new_context, open_browser, refused_by_policy
 from tests.support.processes import ChildProcess, ServerProcess, start_server, start_worker
 
@@ -199,16 +200,16 @@ def test_a_subject_is_paused_and_resumed_on_the_screen_of_a_server(server: Serve
     page = home.context.new_page()
     with worker_of(server):
         page.goto(f"{home.url}/ops/subjects/")
-        page.get_by_label("Pattern").fill("default.>")
+        page.get_by_label("Pattern").fill(DEFAULT_SUBJECT)
         page.get_by_label("Reason").fill("the disk is full")
         page.get_by_role("button", name="Pause", exact=True).click()
-        on(page, "default.> is paused: its jobs wait.")
+        on(page, f"{DEFAULT_SUBJECT} is paused: its jobs wait.")
         run_job(page, home.url, "sh", "-c 'echo went on'")
         on(page, "because: the disk is full")
         job = page.url
         page.goto(f"{home.url}/ops/subjects/")
         page.get_by_role("button", name="Resume").click()
-        on(page, "default.> is resumed.")
+        on(page, f"{DEFAULT_SUBJECT} is resumed.")
         page.goto(job)
         on(page, "SUCCEEDED")
     page.close()

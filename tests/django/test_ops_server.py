@@ -13,7 +13,12 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
+from tasuki.core.job import JobSpec
+from tasuki.stores.sql.store import FIND_SCAN_MAX
 from tests.cli.commands import User, running
+from tests.client.agent_processes import start_agents
+from tests.support.django_site import DjangoSite
+from tests.support.ports import free_port
 from tests.support.processes import ServerProcess, start_server, start_worker
 from tests.support.waiting import until
 
@@ -124,10 +129,127 @@ def test_subjects_are_paused_and_resumed_on_the_screen_of_a_server(server: Serve
 
         assert [paused.status_code, resumed.status_code] == [302, 302]
         assert "because: a test" in said
-        assert 'data-confirm="held.&gt;: Resume?' in shown
+        assert 'name="question" value="held.&gt;: Resume?' in shown
         assert client.wait(client.aio.call("paused")) == []
         audit = client.wait(client.aio.call("token.audit", limit=2))
         assert [row["action"] for row in audit] == ["subject.resume", "subject.pause"]
+
+
+def test_workers_of_a_server_show_what_they_run_on_and_when_they_were_heard_of(server: ServerProcess) -> None:
+    browser, _ = log_in(http_of(server), server.token)
+    with start_worker(server, "--worker-id", "shown", "--exec", "say=/bin/echo {args}", command=True):
+        [row] = browser.get("/ops/workers/?format=json").json()
+        page = browser.get("/ops/workers/").text
+
+    assert row["agent"].startswith("tasuki-python/")
+    assert 0 <= row["heartbeat_age_s"] < 60
+    assert row["cpu"].endswith("%")
+    assert "Version" in page
+    assert "Cached files" not in page, "nobody knows of any"
+
+
+def test_dead_letters_raise_an_alert_and_are_run_again_one_by_one(server: ServerProcess) -> None:
+    browser, _ = log_in(http_of(server), server.token)
+    with server.client() as client, start_worker(server, "--exec", "fail=/bin/false", command=True):
+        for name in ("dead-1", "dead-2"):
+            client.submit(exec="fail", retries=0, job_id=name).outcome(20)
+    alert = "Jobs that failed for good within the last hour: %d."
+
+    before = browser.get("/ops/").text
+    one = post(browser, "/ops/dead/", action="rerun_one", id="dead-1")
+    after = browser.get("/ops/").text
+
+    assert alert % 2 in before
+    assert "Nobody leads" not in before
+    assert one.status_code == 302
+    assert alert % 1 in after
+    assert post(browser, "/ops/dead/", action="rerun_one", id="dead-1").status_code == 400
+    assert post(browser, "/ops/dead/", action="rerun_one", id="nobody").status_code == 404
+
+
+def test_a_second_page_has_older_jobs_and_one_without_any_says_how_to_go_on(tmp_path: Path) -> None:
+    with start_server(tmp_path, "--http", "127.0.0.1:0") as server, server.client() as client:
+        browser, _ = log_in(http_of(server), server.token)
+        client.submit(subject="old.one", payload=b"", job_id="old", watch=False)
+        client.submit_many([JobSpec(job_id=f"many-{n}", subject="many.x") for n in range(FIND_SCAN_MAX)], watch=False)
+
+        first = browser.get("/ops/jobs/?subject=many.x").text
+        second = browser.get(older(first)).text
+        empty = browser.get("/ops/jobs/?subject=old.*").text
+        found = browser.get(older(empty)).text
+
+    assert [first.count(">many-"), second.count(">many-")] == [50, 50]
+    assert f">many-{FIND_SCAN_MAX - 51}<" in second
+    assert "None among the 20,000 jobs looked at" in empty
+    assert ">old<" in found
+
+
+def older(page: str) -> str:
+    """Return the address of the next page."""
+    link = re.search(r'href="(\?[^"]*)" rel="next"', page)
+    assert link is not None
+    return "/ops/jobs/" + link[1].replace("&amp;", "&")
+
+
+def test_the_audit_of_a_server_has_older_pages_and_is_filtered(tmp_path: Path, postgres_url: str) -> None:
+    for store in ("", postgres_url):
+        with start_server(tmp_path, "--http", "127.0.0.1:0", store=store, data="shared" if store else "own") as server:
+            browser, _ = log_in(http_of(server), server.token)
+            with server.client() as client:
+                for number in range(60):
+                    client.wait(client.aio.call("pause", pattern=f"p{number}.>", reason="one of many"))
+            first = browser.get("/ops/audit/").text
+            second = browser.get(older(first).replace("jobs", "audit")).text
+            filtered = browser.get("/ops/audit/", params={"target": "p7.>", "action": "pause"}).text
+            none = browser.get("/ops/audit/", params={"actor": "nobody"}).text
+            csv = browser.get("/ops/audit/?format=csv").text.splitlines()
+
+        assert [f">p{number}.&gt;<" in first for number in (59, 10, 9)] == [True, True, False]
+        assert [f">p{number}.&gt;<" in second for number in (10, 9, 0)] == [False, True, True]
+        assert "token.create" in second
+        assert filtered.count("<tr>") == 2
+        assert "No such entry" in none
+        assert len(csv) > 61
+
+
+def test_agents_are_shown_with_their_breakers_in_both_homes_where_the_environment_names_them(tmp_path: Path) -> None:
+    gone = f"http://127.0.0.1:{free_port()}"
+    with start_agents(tmp_path, 1) as agents:
+        env = {"TASUKI_URL": f"agents:{agents.urls[0]},{gone}", "TASUKI_DATA": str(tmp_path / "notes")}
+        with start_server(tmp_path, "--http", "127.0.0.1:0", env={"TASUKI_URL": env["TASUKI_URL"]}) as server:
+            browser, _ = log_in(http_of(server), server.token)
+            of_server = browser.get("/ops/agents/?format=json").json()
+            page = browser.get("/ops/agents/").text
+        site = DjangoSite(tmp_path, **env)
+        site.migrate()
+        of_project = site.ask(
+            """
+from django.contrib.auth.models import User
+from django.test import Client
+browser = Client(headers={"host": "localhost"})
+browser.force_login(User.objects.create_superuser("admin"))
+print(browser.get("/ops/agents/?format=json").content.decode())
+"""
+        )
+
+    for found in (of_server, of_project):
+        assert [(node["node"], node["standing"], node["breaker"]) for node in found] == [
+            (agents.urls[0], "free", "closed"),
+            (gone, "left_out", "open"),
+        ]
+    assert ">Agents</a>" in page
+
+
+def test_pages_that_do_not_exist_have_the_headers_of_a_screen(server: ServerProcess) -> None:
+    browser, _ = log_in(http_of(server), server.token)
+    for answer in (
+        browser.get("/ops/nowhere/"),
+        browser.get("/ops/settings/"),
+        browser.get("/ops/agents/"),
+        browser.post("/ops/run/", data={"program": "x"}),
+    ):
+        assert answer.status_code in (403, 404)
+        assert "default-src 'none'" in answer.headers["content-security-policy"]
 
 
 def test_the_link_of_tasuki_up_works_once_from_this_machine_and_logins_are_slowed_down(tmp_path: Path) -> None:

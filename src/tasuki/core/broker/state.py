@@ -799,7 +799,8 @@ class BrokerState:
         """Describe all live workers for people, those of this server first; with the monotonic time, these also say how long ago
         they were heard of."""
         own = [worker.view(self.config.server_id) for worker in self._worker_infos()]
-        for view, session in zip(own, self.workers.values(), strict=True) if now is not None else ():
-            view["heartbeat_age_s"] = round(max(0.0, now - session.heard_at), 1)
+        if now is not None:
+            for view, session in zip(own, self.workers.values(), strict=True):
+                view["heartbeat_age_s"] = round(max(0.0, now - session.heard_at), 1)
         views = own + [worker.view(server_id) for server_id, worker in self.cluster.workers()]
         return [{**view, "detached": view["worker_id"] in self.cluster.detached} for view in views]

@@ -6,8 +6,10 @@ show them, so that a screen does not know where it is.
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
 import msgspec
@@ -16,6 +18,8 @@ from django.db import connections
 from django.http import HttpRequest
 from django.utils.translation import gettext as _
 
+from tasuki.config import data_folder, default_url
+from tasuki.core.address import AGENTS
 from tasuki.core.job import State
 from tasuki.core.statistics import describe_periods, periods
 from tasuki.django import operations
@@ -50,6 +54,9 @@ class Backend(Protocol):
         """Say why a login failed."""
 
     def log_out(self, request: HttpRequest) -> None: ...
+
+    def agents(self) -> list[View]:
+        """Return the node agents that TASUKI_URL names, the best first, as `tasuki nodes` shows them."""
 
     def counts(self) -> dict[str, dict[str, int]]:
         """Count jobs by group and state."""
@@ -129,6 +136,9 @@ class ProjectBackend:
 
     def log_out(self, request: HttpRequest) -> None:
         auth.logout(request)
+
+    def agents(self) -> list[View]:
+        return asyncio.run(ranked_agents(data_folder().root))
 
     def counts(self) -> dict[str, dict[str, int]]:
         return {queue: msgspec.structs.asdict(counts) for queue, counts in project_store().counts().items()}
@@ -233,6 +243,19 @@ class ProjectBackend:
 
     def set_paused(self, pattern: str, paused: bool, *, actor: Any, reason: str) -> None:
         operations.set_paused(pattern, paused, actor=actor, reason=reason)
+
+
+def has_agents() -> bool:
+    """Return whether the environment of this process names node agents."""
+    return (default_url() or "").startswith(AGENTS)
+
+
+async def ranked_agents(folder: Path) -> list[View]:
+    """Check all node agents, and return them with their breakers, which are remembered in the data folder."""
+    from tasuki.client.agents.client import AsyncAgentsClient  # an HTTP client, which no other screen needs
+
+    async with AsyncAgentsClient(default_url() or "", notes=folder) as client:
+        return [node.view() for node in await client.ranking()]
 
 
 def _actions(row: View) -> list[str]:

@@ -95,7 +95,7 @@ def _number(value: float) -> str:
 
 def shown_seconds(value: float) -> str:
     """Return a latency as people read it."""
-    return f"{value * 1000:.0f} ms" if value < 1 else f"{value:.1f} s"
+    return f"{value * 1000:.{int(value < 0.01)}f} ms" if value < 1 else f"{value:.1f} s"
 
 
 def _chart(
@@ -107,8 +107,8 @@ def _chart(
     """Draw some series over the same time; a step without a value is a gap."""
     highest = max((value for _name, _kind, values in series for value in values if value is not None), default=0.0)
     top = highest or 1.0
-    latest = [next((value for value in reversed(values) if value is not None), 0.0) for _name, _colour, values in series]
-    said = ", ".join(f"{name} {shown(last)}" for (name, _colour, _values), last in zip(series, latest, strict=True))
+    latest = [next((shown(value) for value in reversed(values) if value is not None), "–") for _name, _colour, values in series]
+    said = ", ".join(f"{name} {last}" for (name, _colour, _values), last in zip(series, latest, strict=True))
     lines = format_html_join(
         "\n",
         '<path class="series {}" d="{}"><title>{}</title></path>',
@@ -117,7 +117,7 @@ def _chart(
     names = format_html_join(
         " · ",
         '<span class="key {}">{}</span> {}',
-        ((colour, name, shown(last)) for (name, colour, _values), last in zip(series, latest, strict=True)),
+        ((colour, name, last) for (name, colour, _values), last in zip(series, latest, strict=True)),
     )
     return format_html(
         "<figure><figcaption><strong>{title}</strong> {names}</figcaption>"

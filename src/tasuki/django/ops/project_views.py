@@ -237,6 +237,7 @@ def _initial_of(row: JobDefinition) -> dict[str, Any]:
     days, _space, at = row.schedule_value.rpartition(" ")
     of_kind = {ScheduleType.WEEKLY.value: {"days": [day.strip().lower() for day in days.split(",")], "at": at}}
     one = dict.fromkeys(_FIELDS_OF.get(row.schedule_type, ()), row.schedule_value)
+    found.setdefault("default_args_json", forms.fields.InvalidJSONInput(""))  # shown as it is, not as null
     return {**found, "kind": kind, **of_kind.get(row.schedule_type, one)}
 
 
@@ -376,7 +377,7 @@ def settings(request: HttpRequest) -> HttpResponse | dict[str, Any]:
         return back("settings", done=_("Saved. In force within two ticks."))
     for name, (label, effect) in _effects().items():
         least, most = RANGES[name]
-        values = {"default": f"{getattr(DEFAULTS, name):g}", "least": f"{least:g}", "most": f"{most:g}"}
+        values = {"default": f"{getattr(DEFAULTS, name):,g}", "least": f"{least:g}", "most": f"{most:,.12g}"}
         form.fields[name].label = label
         form.fields[name].help_text = effect + " " + _("Default %(default)s, from %(least)s to %(most)s.") % values
     return {"form": form}
@@ -406,7 +407,7 @@ def _effects() -> dict[str, tuple[str, str]]:
             _("Each process is heard of so often."),
         ),
         "heartbeat_ttl_seconds": (
-            _("Heartbeat ttl seconds"),
+            _("Heartbeat TTL seconds"),
             _("A process that was not heard of for so long is taken to be dead."),
         ),
         "worker_detach_grace_seconds": (
@@ -418,7 +419,7 @@ def _effects() -> dict[str, tuple[str, str]]:
             _("A leader that was not seen for so long is suspected."),
         ),
         "leader_lock_ttl_seconds": (
-            _("Leader lock ttl seconds"),
+            _("Leader lock TTL seconds"),
             _("The leader's lock ends so long after its last renewal."),
         ),
         "subleader_check_seconds": (
@@ -442,11 +443,11 @@ def _effects() -> dict[str, tuple[str, str]]:
             _("It waits so long between two such questions."),
         ),
         "grpc_ping_timeout_seconds": (
-            _("Grpc ping timeout seconds"),
+            _("gRPC ping timeout seconds"),
             _("A worker has so long to answer a call."),
         ),
         "grpc_ping_failures": (
-            _("Grpc ping failures"),
+            _("gRPC ping failures"),
             _("A worker that did not answer so many calls in a row is suspected."),
         ),
     }

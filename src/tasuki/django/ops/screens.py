@@ -31,7 +31,7 @@ from django.utils.translation import gettext as _
 from django.views.decorators.csrf import csrf_exempt, csrf_protect
 from django.views.decorators.http import require_POST
 
-from tasuki.django.ops.backend import backend_of
+from tasuki.django.ops.backend import Backend, backend_of, has_agents
 from tasuki.errors import Forbidden, NotFound, TasukiError, Unauthorized, quoted
 
 VIEW = "tasuki.view_jobrun"
@@ -114,23 +114,25 @@ def screen(template: str, *, change: str = "", needs: str = "") -> Callable[[Scr
                 return HttpResponse(status=405, headers={"Allow": "GET, POST"})
             if request.method == "POST" and not (change and user.has_perm(change)):
                 return _forbidden(request, change or "none: this screen only shows")
-            problem, status = "", 200
+            if request.method == "POST" and (question := _question(request)):
+                return render(request, "sure", {"title": _("Are you sure?"), "question": question, "fields": _fields(request)})
             try:
-                if needs and needs not in backend_of(request).screens:
+                if needs and needs not in _optional_screens(backend_of(request)):
                     raise NotFound(f"there is no screen of {needs} here")
                 found = function(request, **arguments)
             except Unauthorized:  # the token of the session was revoked, or has expired
                 backend_of(request).log_out(request)
                 return _to_login(request)
+            except NotFound as error:
+                return not_found(request, error)
             except TasukiError as error:
-                status = 404 if isinstance(error, NotFound) else 403 if isinstance(error, Forbidden) else 400
-                problem, found = error.message, {}
+                values = {"title": _("Not done"), "problem": error.message, "way_back": request.path}
+                return render(request, "problem", values, 403 if isinstance(error, Forbidden) else 400)
             if isinstance(found, HttpResponseBase):
-                return _with_headers(found)
+                return found
             if (kind := request.GET.get("format")) and isinstance(table := found.get("table"), Table):
-                return _with_headers(_exported(table, kind, function.__name__))
-            values = {"may": bool(change) and user.has_perm(change), "problem": problem, **found}
-            return render(request, "problem" if problem and not found else template, values, status)
+                return _exported(table, kind, function.__name__)
+            return render(request, template, {"may": bool(change) and user.has_perm(change), **found})
 
         return answer
 
@@ -156,20 +158,40 @@ def render(request: HttpRequest, template: str, values: dict[str, Any], status: 
     for name in ("cursor", "done"):
         query.pop(name, None)
     backend = backend_of(request)
+    shown = _optional_screens(backend)
     everywhere = {
         "request": request,
         "user": getattr(request, "user", None),
         "csrf_token": get_token(request),
         "backend": backend,
-        "menu": [(name, label) for name, label in _menu().items() if name in backend.screens or name not in _OPTIONAL],
+        "menu": [(name, label) for name, label in _menu().items() if name in shown or name not in _OPTIONAL],
         "language": translation.get_language() or "en",
         "languages": LANGUAGES,
         "title": "",
+        "problem": "",
         "query": query.urlencode(),
         "done": _done(request),
     }
     text = _engine().get_template(f"ops/{template}.html").render(Context({**everywhere, **values}))
     return _with_headers(HttpResponse(text, status=status))
+
+
+def not_found(request: HttpRequest, exception: Exception) -> HttpResponseBase:
+    """Say that there is nothing at an address; also the page of a server for addresses without a screen."""
+    problem = exception.message if isinstance(exception, NotFound) else ""
+    values = {"title": _("Not found"), "problem": problem, "way_back": reverse("tasuki_ops:overview")}
+    return render(request, "problem", values, 404)
+
+
+def _question(request: HttpRequest) -> str:
+    """Return the question that the script would have asked before this form was sent; with the script the form has none."""
+    return request.POST.get(f"question_{request.POST.get('action', '')}") or request.POST.get("question", "")
+
+
+def _fields(request: HttpRequest) -> list[tuple[str, str]]:
+    """Return the fields of a form without its questions and its token."""
+    names = (name for name in request.POST if not name.startswith(("question", "csrf")))
+    return [(name, value) for name in names for value in request.POST.getlist(name)]
 
 
 def _done(request: HttpRequest) -> str:
@@ -180,7 +202,11 @@ def _done(request: HttpRequest) -> str:
         return ""
 
 
-_OPTIONAL = frozenset({"definitions", "events", "settings", "tokens", "caches"})
+_OPTIONAL = frozenset({"definitions", "events", "settings", "tokens", "caches", "agents"})
+
+
+def _optional_screens(backend: Backend) -> frozenset[str]:
+    return backend.screens | {"agents"} if has_agents() else backend.screens
 
 
 def _menu() -> dict[str, str]:
@@ -190,6 +216,7 @@ def _menu() -> dict[str, str]:
         "jobs": _("Jobs"),
         "dead": _("Dead letters"),
         "workers": _("Workers"),
+        "agents": _("Agents"),
         "subjects": _("Subjects"),
         "definitions": _("Definitions"),
         "events": _("Events"),

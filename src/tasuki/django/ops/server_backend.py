@@ -379,6 +379,11 @@ class ServerBackend:
         found: list[View] = self._call("token.audit", limit=limit, before=before)
         return found
 
+    def agents(self) -> list[View]:
+        from tasuki.django.ops.backend import ranked_agents
+
+        return self._screens.wait(ranked_agents(self._screens.folder.root))
+
     # ------------------------------------------------------------------------------------------------ changes
 
     def cancel(self, job_ids: Sequence[str], *, actor: Any, reason: str) -> list[State]:

@@ -4,4 +4,5 @@ from __future__ import annotations
 
 from django.urls import include, path
 
+handler404 = "tasuki.django.ops.screens.not_found"
 urlpatterns = [path("ops/", include("tasuki.django.ops.urls"))]

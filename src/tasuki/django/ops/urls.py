@@ -17,6 +17,7 @@ urlpatterns = [
     path("dead/", views.dead, name="dead"),
     path("subjects/", views.subjects, name="subjects"),
     path("workers/", views.workers, name="workers"),
+    path("agents/", views.agents, name="agents"),
     path("definitions/", project_views.definitions, name="definitions"),
     path("definitions/new/", project_views.definition, name="new_definition"),
     path("definitions/<int:pk>/", project_views.definition, name="definition"),

@@ -147,8 +147,10 @@ def subjects(request: HttpRequest) -> HttpResponse | dict[str, Any]:
         found.sort(key=lambda one: (not one["takes"], one["worker_id"]))
     span = request.GET.get("span", "")
     span = span if span in SPANS else "1h"
-    table = _queues([])
-    table.columns |= {
+    columns = {
+        "queue": _("Queue"),
+        "pending": _("Waiting"),
+        "active": _("Running"),
         "per_minute": _("Ended per minute"),
         "p50": _("Delivery p50"),
         "p99": _("Delivery p99"),
@@ -156,7 +158,7 @@ def subjects(request: HttpRequest) -> HttpResponse | dict[str, Any]:
         "retried": _("Retried"),
         "dead": _("Failed for good"),
     }
-    table.rows = _group_rows(backend, span)
+    table = Table(columns, _group_rows(backend, span), empty=_("No job yet."))
     columns = {"worker_id": _("Worker"), "takes": _("Takes it"), "because": _("Because")}
     return {
         "title": _("Subjects"),
@@ -268,9 +270,27 @@ def workers(request: HttpRequest) -> HttpResponse | dict[str, Any]:
         "agent": _("Version"),
         "server_id": _("Server"),
     }
+    unknown = [name for name in columns if rows and all(row.get(name) in (None, "", [], ()) for row in rows)]
+    columns = {name: label for name, label in columns.items() if name not in unknown}
     shown = [Button(action, label, question, f"may_{action}") for action, (label, question, _done) in buttons.items()]
     empty = _("No worker runs. Start one with: %s") % backend.start_worker
     return {"title": _("Workers"), "table": Table(columns, rows, empty=empty, buttons=shown)}
+
+
+@screen("list", needs="agents")
+def agents(request: HttpRequest) -> dict[str, Any]:
+    """List the node agents that TASUKI_URL names. Each look is a health check, as each of `tasuki nodes`: it is not repeated."""
+    columns = {
+        "node": _("Node"),
+        "standing": _("Standing"),
+        "running": _("Running"),
+        "limit": _("Slots"),
+        "breaker": _("Breaker"),
+        "left_out_s": _("Left out for, s"),
+        "good_checks": _("Good checks"),
+        "said": _("Last answer"),
+    }
+    return {"title": _("Agents"), "table": Table(columns, backend_of(request).agents()), "ended": True}
 
 
 # ---------------------------------------------------------------------------------------------------- jobs
@@ -402,9 +422,8 @@ def dead(request: HttpRequest) -> HttpResponse | dict[str, Any]:
     button = Button("rerun", _("Run all again"), question)
     one = Button("rerun_one", _("Run again"), _("Run this job again, under its id?"))
     looked = ngettext("%d dead letter", "%d dead letters", len(found)) % len(found)
-    letters = Table(
-        job_columns() | {"message": _("Message")}, [_dead_row(view) for view in found[:PAGE]], {"job_id": "job"}, buttons=[one]
-    )
+    of_job = {name: label for name, label in job_columns().items() if name != "created"} | {"message": _("Message")}
+    letters = Table(of_job, [_dead_row(view) for view in found[:PAGE]], {"job_id": "job"}, buttons=[one])
     return {
         "title": _("Dead letters"),
         "table": Table(columns, rows, empty=_("No dead letter: every job that failed has succeeded since."), buttons=[button]),

@@ -23,7 +23,12 @@ for (const field of document.querySelectorAll("[data-zone]")) field.value = Intl
 adapt(document);
 document.addEventListener("htmx:afterSettle", () => adapt(document));
 
+// A form may have a question that is to be asked before it is sent; without this script the server asks it.
 document.addEventListener("click", (event) => {
-  const button = event.target.closest("[data-confirm]");
-  if (button && !window.confirm(button.dataset.confirm)) event.preventDefault();
+  const button = event.target.closest("button");
+  const asked = button?.form?.elements;
+  const question = asked?.namedItem(`question_${button.value}`) ?? asked?.namedItem("question");
+  if (!question) return;
+  question.disabled = window.confirm(question.value);
+  if (!question.disabled) event.preventDefault();
 });
