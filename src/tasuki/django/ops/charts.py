@@ -67,8 +67,8 @@ def totals(backend: Backend, span: str) -> dict[str, View]:
 
 
 def _periods(backend: Backend, since: int, until: int, step_s: int) -> dict[int, View]:
-    """Return the sums of each step by its time. Steps that are over do not change: a week is added up once, half a day at each look,
-    so that no look takes long; the chart fills from its right."""
+    """Return the sums of each step by its time. Steps that are over do not change: a week is added up once, half a day at each
+    look, so that no look takes long; the chart fills from its right."""
     key, now = f"tasuki-ops-charts:{step_s}", time.time()
     asked_at, oldest, known = cache.get(key) or (0.0, until, {})
     if now - asked_at > ASK_INTERVAL_S or oldest > since:
