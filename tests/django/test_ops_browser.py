@@ -17,7 +17,7 @@ from tasuki.core.subject import DEFAULT_SUBJECT
 from tests.support.browser import TIMEOUT_MS, keep_picture, look_at, new_context, open_browser, refused_by_policy
 from tests.support.processes import ChildProcess, ServerProcess, start_server, start_worker
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
 NOISY = r"""
 import sys
 import pathlib

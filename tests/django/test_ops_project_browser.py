@@ -18,7 +18,7 @@ from tests.support.ports import free_port
 from tests.support.processes import ChildProcess
 from tests.support.waiting import until
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
 LOSS_TIMEOUT_MS = 40_000
 PASSWORD = "a long password"
 USERS = f"""
