@@ -1,29 +1,35 @@
-"""The operations screens in a real browser: the story of a first job, every operation, output of any kind, accessibility."""
+"""The operations screens of a server in a real browser: every operation, output of any kind, the keyboard, accessibility."""
 
 from __future__ import annotations
 
-import contextlib
 import re
-import signal
 import sys
 from collections.abc import Iterator
+from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
+from zoneinfo import ZoneInfo
 
 import pytest
 from playwright.sync_api import Browser, BrowserContext, Page, expect
 
-from tests.support.browser import TIMEOUT_MS, keep_picture, look_at, new_context, open_browser
-from tests.support.processes import TASUKI, ChildProcess, ServerProcess, start_server, start_worker
+from tasuki.core.subject import DEFAULT_SUBJECT
+from tests.support.browser import TIMEOUT_MS, keep_picture, look_at, new_context, open_browser, refused_by_policy
+from tests.support.processes import ChildProcess, ServerProcess, start_server, start_worker
 
-pytestmark = pytest.mark.e2e
-LOSS_TIMEOUT_MS = 30_000
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
 NOISY = r"""
 import sys
+import pathlib
+import time
 out = sys.stdout.buffer
 out.write(b"<script>document.title='owned'</script>\x1b[31mred\x1b[0m\x00\xff\n" + b"y" * 200_000 + b"\n")
 for number in range(100_000):
     out.write(b"%099d\n" % number)
+    if number == 50_000:
+        out.flush()
+        while not pathlib.Path(sys.argv[1]).exists():
+            time.sleep(0.01)
 out.write(b"the last line\n")
 """
 
@@ -60,38 +66,6 @@ def run_job(page: Page, url: str, program: str, arguments: str) -> None:
     page.get_by_role("button", name="Run", exact=True).click()
 
 
-# ---------------------------------------------------------------------------------------------------- tasuki up
-
-
-@contextlib.contextmanager
-def up(tmp_path: Path) -> Iterator[tuple[ChildProcess, str]]:
-    """`tasuki up`, and the link that it prints."""
-    command = [*TASUKI, "up", "--data", str(tmp_path / "data"), "--tcp", "127.0.0.1:0", "--http", "127.0.0.1:0"]
-    with ChildProcess(command, tmp_path / "up.log", {}) as started:
-        started.wait_for_output("/v1/jobs")
-        link = re.search(r"http://\S+/ops/login/\?code=\S+", started.output())
-        assert link is not None
-        yield started, link[0]
-
-
-def test_the_link_of_tasuki_up_opens_the_screens_and_a_first_job_runs_from_there(tmp_path: Path, page: Page) -> None:
-    with up(tmp_path) as (_, link):
-        page.goto(link)
-        on(page, "No job yet")
-        keep_picture(page, "overview")
-        page.get_by_role("link", name="Run a job").click()
-        page.get_by_label("Program").fill("echo")
-        page.get_by_label("Arguments").fill("hello 'from the browser'")
-        page.get_by_role("button", name="Run", exact=True).click()
-
-        expect(page.locator("pre")).to_have_text("hello from the browser\n")
-        on(page, "SUCCEEDED")
-        page.goto(link)
-        on(page, "This link was used before")
-        page.goto(f"{link.partition('login')[0]}jobs/")
-        expect(page.locator("tbody tr")).to_have_count(1)
-
-
 # ---------------------------------------------------------------------------------------------------- a server
 
 
@@ -126,34 +100,22 @@ def worker_of(server: ServerProcess, *options: str) -> ChildProcess:
     return start_worker(server, "--subject", ">", *execs, *options, command=True)
 
 
-def test_a_job_whose_worker_is_killed_moves_to_another_and_the_page_tells_why(server: ServerProcess, home: Home) -> None:
-    page = home.context.new_page()
-    with worker_of(server, "--worker-id", "first") as first:
-        run_job(page, home.url, "sh", "-c 'for i in $(seq 600); do echo line $i; sleep 0.1; done'")
-        on(page, "line 5")
-        on(page, "It runs at worker first")
-        with worker_of(server, "--worker-id", "second"):
-            first.signal(signal.SIGKILL)
-
-            expect(page.get_by_text("It runs at worker second")).to_be_visible(timeout=LOSS_TIMEOUT_MS)
-            on(page, "Attempt 1 at first was lost")
-            on(page, "line 5")
-            keep_picture(page, "job")
-            page.get_by_role("button", name="Cancel").click()
-            expect(page.locator(".summary .state")).to_have_text("CANCELED")
-    page.close()
-
-
 def test_output_of_any_kind_is_text_live_and_from_the_result(server: ServerProcess, home: Home, tmp_path: Path) -> None:
     page = home.context.new_page()
     (tmp_path / "noisy.py").write_text(NOISY)
     with worker_of(server):
-        run_job(page, home.url, "python", str(tmp_path / "noisy.py"))
+        run_job(page, home.url, "python", f"{tmp_path / 'noisy.py'} {tmp_path / 'go'}")
+        expect(page.locator("pre")).to_contain_text(f"{49_999:099d}")
+        expect(page.locator(".summary .state")).to_have_text("RUNNING")
+        assert page.title() != "owned"
+        assert len(page.content()) < 500_000
+        (tmp_path / "go").touch()
         on(page, "SUCCEEDED")
         page.reload()
         on(page, "the last line")
         assert page.title() != "owned"
         assert len(page.content()) < 500_000
+        assert refused_by_policy(page) == []
         page.get_by_label("Lines with").fill("<script>")
         page.get_by_role("button", name="Search output").click()
         expect(page.locator("pre")).to_contain_text("document.title='owned'")
@@ -234,6 +196,69 @@ def test_a_token_is_shown_once_and_revoked_and_the_language_is_changed(home: Hom
     page.close()
 
 
+def test_a_subject_is_paused_and_resumed_on_the_screen_of_a_server(server: ServerProcess, home: Home) -> None:
+    page = home.context.new_page()
+    with worker_of(server):
+        page.goto(f"{home.url}/ops/subjects/")
+        page.get_by_label("Pattern").fill(DEFAULT_SUBJECT)
+        page.get_by_label("Reason").fill("the disk is full")
+        page.get_by_role("button", name="Pause", exact=True).click()
+        on(page, f"{DEFAULT_SUBJECT} is paused: its jobs wait.")
+        run_job(page, home.url, "sh", "-c 'echo went on'")
+        on(page, "because: the disk is full")
+        job = page.url
+        page.goto(f"{home.url}/ops/subjects/")
+        page.get_by_role("button", name="Resume").click()
+        on(page, f"{DEFAULT_SUBJECT} is resumed.")
+        page.goto(job)
+        on(page, "SUCCEEDED")
+    page.close()
+
+
+def test_a_job_is_submitted_by_the_keyboard_alone(server: ServerProcess, home: Home) -> None:
+    page = home.context.new_page()
+    with worker_of(server):
+        page.goto(f"{home.url}/ops/")
+        page.keyboard.press("Tab")
+        assert page.evaluate("document.activeElement.className") == "skip"
+        page.keyboard.press("Enter")
+        assert page.url.endswith("#main")
+        tab_to(page, "Run a job")
+        page.keyboard.press("Enter")
+        page.wait_for_url("**/ops/run/")
+        tab_to(page, "program")
+        page.keyboard.type("sh")
+        tab_to(page, "arguments")
+        page.keyboard.type("-c 'echo typed'")
+        tab_to(page, "Run")
+        page.keyboard.press("Enter")
+        expect(page.locator("pre")).to_have_text("typed\n")
+    page.close()
+
+
+def tab_to(page: Page, name: str) -> None:
+    """Press Tab until the field with this name, or the link or button with this text, has the focus."""
+    for _ in range(40):
+        page.keyboard.press("Tab")
+        if page.evaluate("[document.activeElement.name, document.activeElement.innerText]").count(name):
+            return
+    raise AssertionError(f"no Tab leads to {name}")
+
+
+def test_times_are_those_of_the_viewers_zone(server: ServerProcess, home: Home, browser: Browser) -> None:
+    with server.client() as client:
+        client.submit(subject="zone.x", payload=b"", job_id="in-tokyo", watch=False)
+    context = new_context(browser, timezone_id="Asia/Tokyo", storage_state=home.context.storage_state())
+    page = context.new_page()
+    page.goto(f"{home.url}/ops/jobs/in-tokyo/")
+    time = page.locator("time").first
+    at = datetime.fromisoformat(time.get_attribute("datetime") or "").astimezone(ZoneInfo("Asia/Tokyo"))
+    shown = " ".join(time.inner_text().split())
+
+    assert shown == f"{at.month}/{at.day}/{at.year}, {at:%I:%M:%S %p}".replace(", 0", ", ")
+    context.close()
+
+
 @pytest.mark.parametrize("theme", ["light", "dark"])
 def test_screens_of_a_server_are_accessible_and_fit_a_phone(
     server: ServerProcess, home: Home, browser: Browser, theme: Any
@@ -241,6 +266,6 @@ def test_screens_of_a_server_are_accessible_and_fit_a_phone(
     with worker_of(server), server.client() as client:
         job_id = client.run("sh", "-c", "echo done; exit 1", retries=0, check=False).job_id
         context = new_context(browser, color_scheme=theme, storage_state=home.context.storage_state())
-        names = ("", "jobs/", f"jobs/{job_id}/", "run/", "dead/", "workers/", "subjects/?subject=a&exec=sh", "tokens/", "caches/")
-        look_at(context.new_page(), home.url, names, f"server-{theme}")
+        some = ("", "jobs/", f"jobs/{job_id}/", "run/", "dead/", "workers/", "subjects/?subject=a&exec=sh", "tokens/", "caches/")
+        look_at(context.new_page(), home.url, (*some, "audit/", "login/"), f"server-{theme}")
         context.close()

@@ -1,23 +1,24 @@
-"""The operations screens of a Django project in a real browser: the story of a job, operations and the audit, who sees what."""
+"""The operations screens of a Django project in a real browser: operations and the audit, output, live parts, who sees what."""
 
 from __future__ import annotations
 
+import contextlib
 import re
-import signal
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import httpx
 import pytest
 from playwright.sync_api import Browser, BrowserContext, Page, expect
 
-from tests.support.browser import TIMEOUT_MS, keep_picture, look_at, new_context, open_browser
+from tests.support.browser import TIMEOUT_MS, keep_picture, look_at, new_context, open_browser, refused_by_policy
 from tests.support.django_site import EXAMPLE, DjangoSite
 from tests.support.ports import free_port
 from tests.support.processes import ChildProcess
 from tests.support.waiting import until
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
 LOSS_TIMEOUT_MS = 40_000
 PASSWORD = "a long password"
 USERS = f"""
@@ -47,9 +48,9 @@ def browser() -> Iterator[Browser]:
         yield opened
 
 
-@pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Home]:
-    site = DjangoSite(tmp_path_factory.mktemp("site"))
+@contextlib.contextmanager
+def served(site: DjangoSite) -> Iterator[Home]:
+    """A web server on a project with its tables and users."""
     site.manage("migrate", "-v0")
     site.run(USERS)
     place = f"127.0.0.1:{free_port()}"
@@ -57,6 +58,12 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Home]:
     with ChildProcess(command, site.folder / "web.log", site.env):
         until(lambda: _answers(f"http://{place}/ops/login/"), what="the web server answers")
         yield Home(f"http://{place}", site)
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Home]:
+    with served(DjangoSite(tmp_path_factory.mktemp("site"))) as home:
+        yield home
 
 
 def _answers(url: str) -> bool:
@@ -82,25 +89,63 @@ def on(page: Page, text: str, timeout: float = TIMEOUT_MS) -> None:
     expect(page.get_by_text(text).first).to_be_visible(timeout=timeout)
 
 
-def test_a_job_of_a_project_moves_when_its_worker_is_killed_and_the_page_tells_why(home: Home, browser: Browser) -> None:
-    page = logged_in(browser, home, "admin", locale="ja").new_page()
-    with home.site.worker() as first:
+def test_output_of_any_kind_is_text_of_which_beginning_and_end_are_kept(home: Home, browser: Browser) -> None:
+    page = logged_in(browser, home, "admin").new_page()
+    with home.site.worker():
         page.goto(f"{home.url}/ops/run/")
-        page.get_by_label("コマンド").select_option("probe")
-        page.get_by_label("引数").fill(f"hold '{home.site.folder}'")
-        page.get_by_role("button", name="実行", exact=True).click()
-        expect(page.locator("pre").first).to_contain_text("begun")
-        first.signal(signal.SIGKILL)
-        first.wait()
-    with home.site.worker(log="second.log"):
-        on(page, "Attempt 1", LOSS_TIMEOUT_MS)
-        on(page, "was lost")
-        expect(page.locator(".summary .state")).to_have_text("RUNNING", timeout=LOSS_TIMEOUT_MS)
-        keep_picture(page, "project-job")
-        (home.site.folder / "go").touch()
-        expect(page.locator(".summary .state")).to_have_text("SUCCEEDED")
-        expect(page.locator("pre").first).to_contain_text("ended")
+        page.get_by_label("Command").select_option("probe")
+        page.get_by_label("Arguments").fill("noisy")
+        page.get_by_role("button", name="Run", exact=True).click()
+        expect(page.locator(".summary .state")).to_have_text("SUCCEEDED", timeout=LOSS_TIMEOUT_MS)
+        page.reload()
+        expect(page.locator("pre").first).to_contain_text("the last line")
+        assert page.title() != "owned"
+        assert len(page.content()) < 500_000
+        page.get_by_label("Lines with").fill("<script>")
+        page.get_by_role("button", name="Search output").click()
+        expect(page.locator("pre").first).to_contain_text("document.title='owned'")
+        assert page.title() != "owned"
+        assert refused_by_policy(page) == []
+        with page.expect_download() as downloading:
+            page.get_by_role("link", name="download all").first.click()
+        kept = downloading.value.path().read_bytes()
+        assert b"bytes were not kept" in kept
+        assert 1_000_000 < len(kept) < 2_000_000
+        assert b"\x1b[31mred" in kept
     page.context.close()
+
+
+def test_the_overview_and_a_job_follow_within_two_seconds_and_rest_in_a_hidden_tab(home: Home, browser: Browser) -> None:
+    context = logged_in(browser, home, "admin")
+    overview, job = context.new_page(), context.new_page()
+    overview.goto(f"{home.url}/ops/")
+    waiting = overview.locator(".figures li", has_text="Waiting").locator("strong")
+    before = int(waiting.inner_text())
+    job_id = home.site.run("from tasuki.django import enqueue_command\nprint(enqueue_command('daily_report'))").strip()
+    expect(waiting).to_have_text(str(before + 1))
+    job.goto(f"{home.url}/ops/jobs/{job_id}/")
+    home.site.manage("tasuki_runs", "cancel", job_id)
+    expect(job.locator(".summary .state")).to_have_text("CANCELED")
+    expect(waiting).to_have_text(str(before))
+
+    for page in (overview, job):
+        page.evaluate(COUNT_REQUESTS)
+    until(lambda: overview.evaluate("window.looks.length") >= 3, what="the overview asks three times")
+    looks = overview.evaluate("window.looks")
+    assert min(later - sooner for sooner, later in pairwise(looks)) <= 2_000, looks
+    overview.evaluate("Object.defineProperty(document, 'visibilityState', {get: () => 'hidden'})")
+    overview.wait_for_timeout(500)  # for a request under way
+    seen = overview.evaluate("window.looks.length")
+    overview.wait_for_timeout(3_500)  # longer than two intervals
+    assert overview.evaluate("window.looks.length") == seen, "a hidden tab asks for nothing"
+    assert job.evaluate("window.looks.length") == 0, "nothing more happens to a job that has ended"
+    context.close()
+
+
+COUNT_REQUESTS = """
+window.looks = [];
+document.addEventListener("htmx:beforeRequest", () => window.looks.push(performance.now()));
+"""
 
 
 def test_operations_of_a_project_take_effect_and_stand_in_the_audit(home: Home, browser: Browser) -> None:
@@ -178,10 +223,14 @@ def test_a_viewer_sees_every_screen_without_buttons_to_change_anything(home: Hom
     page.context.close()
 
 
-def test_screens_of_a_project_are_accessible_and_fit_a_phone(home: Home, browser: Browser) -> None:
-    page = logged_in(browser, home, "admin").new_page()
+@pytest.mark.parametrize(("theme", "locale"), [("light", "en-GB"), ("dark", "ja-JP")])
+def test_screens_of_a_project_are_accessible_and_fit_a_phone(home: Home, browser: Browser, theme: Any, locale: str) -> None:
+    job_id = home.site.run("from tasuki.django import enqueue_command\nprint(enqueue_command('daily_report'))").strip()
+    page = logged_in(browser, home, "admin", color_scheme=theme, locale=locale).new_page()
     page.goto(f"{home.url}/ops/definitions/")
+    assert page.locator("html").get_attribute("lang") == locale[:2]
     nightly = page.get_by_role("link", name="nightly").get_attribute("href") or ""
-    names = ("", "run/", "definitions/", nightly.removeprefix("/ops/"), "definitions/new/", "events/", "settings/", "audit/")
-    look_at(page, home.url, names, "project")
+    common = ("", "jobs/", f"jobs/{job_id}/", "run/", "dead/", "workers/", "subjects/?subject=tasuki.default", "audit/", "login/")
+    own = ("definitions/", nightly.removeprefix("/ops/"), "definitions/new/", "events/", "settings/")
+    look_at(page, home.url, common + own, f"project-{theme}")
     page.context.close()

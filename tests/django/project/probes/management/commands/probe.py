@@ -39,6 +39,15 @@ class Command(BaseCommand):
         for number in range(300):
             print(f"{number:05d} " + "x" * 8000)
 
+    def noisy(self, _folder):
+        """Write 10 MB with HTML, escape sequences, bytes that are no text, and a very long line."""
+        out = sys.stdout.buffer
+        out.write(b"<script>document.title='owned'</script>\x1b[31mred\x1b[0m\x00\xff\n" + b"y" * 200_000 + b"\n")
+        for number in range(100_000):
+            out.write(b"%099d\n" % number)
+        out.write(b"the last line\n")
+        out.flush()
+
     def hold(self, folder):
         print("begun")
         (folder / "running").touch()
