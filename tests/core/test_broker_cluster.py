@@ -8,7 +8,7 @@ import pytest
 
 from tasuki.core.broker.cluster import POLL_INTERVAL_S, POLLED_JOBS, SPARE_LOOKERS
 from tasuki.core.broker.events import AskEnded, AskRevoked, ClusterView, Elected, Hinted, Publish, SomeEnded, SomeRevoked
-from tasuki.core.broker.state import READY_SUBJECTS_MAX
+from tasuki.core.broker.other_servers import READY_SUBJECTS_MAX
 from tasuki.core.cluster_messages import Hint
 from tasuki.core.election import TakeOver
 from tasuki.core.job import JobSpec, State

@@ -13,7 +13,8 @@ the state. Nothing here imports more than the rest of `tasuki.core`, and each mo
     log_reads         a client's reads of a log that a worker has
     caches            files that clients put and workers keep; the hash and size of those that jobs name
     authentication    Hello, tokens, enrolment of workers
-    state             the state that these share: sessions, credit, watchers, other servers
+    state             the state that these share: sessions, credit, watchers
+    other_servers     the live servers beside this one, and the hint that they get after a turn
     turn_builder      the next turn: questions for the store, and the functions that get the answers
     routes            ready jobs of routed subjects, and the workers that policies chose for them
     subscriptions     patterns of the workers, and what became ready for each since its workers looked

@@ -2,7 +2,7 @@
 
 Two ways. Every server says once a second that it is alive, at which addresses, and which workers are connected to it
 (`ServerInfo`, through the coordination): so all know which workers a subject's last token may name, and which servers a peer can
-turn to. And after a commit a server sends a hint (`Hint`, collected in `state.OtherServers`) about what others may be waiting
+turn to. And after a commit a server sends a hint (`Hint`, collected in `other_servers.py`) about what others may be waiting
 for. A hint may be lost: everything that a hint tells is also asked for, a little later, by the server that needs it.
 """
 
