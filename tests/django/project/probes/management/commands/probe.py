@@ -26,6 +26,9 @@ class Command(BaseCommand):
         print(f"{words.WORD} pid {os.getpid()} parent {os.getppid()} fresh {'TASUKI_FRESH_INTERPRETER' in os.environ}")
         print("to stderr", file=sys.stderr)
 
+    def schedule(self, _folder):
+        print(os.environ["TASUKI_DEFINITION"], os.environ["TASUKI_SCHEDULED_FOR"])
+
     def fail(self, _folder):
         raise CommandError("as wanted", returncode=7)
 
