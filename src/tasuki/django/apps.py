@@ -19,7 +19,8 @@ class TasukiConfig(AppConfig):
 
         post_migrate.connect(_migrated, sender=self)
         # Here, because models know nothing of the project; and not in a migration.
-        self.get_model("JobDefinition")._meta.get_field("command_name").validators.append(_check_command)
+        command_name: Any = self.get_model("JobDefinition")._meta.get_field("command_name")
+        command_name.validators.append(_check_command)
 
 
 def _check_command(name: str) -> None:
