@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterator
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
@@ -150,6 +151,75 @@ print(json.dumps([[[row.state, row.error_code, row.exit_code, row.attempt] for r
     assert command == ["FAILED", "COMMAND_NOT_ALLOWED", None, 1]
     assert settings == ["FAILED", "EXIT_CODE", 2, 1]
     assert errors == "arguments of command 'probe': --settings=other is not for jobs; the worker's own holds\n"
+
+
+def test_a_command_is_enqueued_from_async_code_and_waits_for_its_time(site: DjangoSite, worker: ChildProcess) -> None:
+    said, waited, starts = site.ask(
+        IMPORTS
+        + """
+import asyncio
+from datetime import timedelta
+from django.utils import timezone
+from tasuki.django import aenqueue_command
+
+at = timezone.now() + timedelta(seconds=2)
+later = enqueue_command("probe", "say", not_before=at)
+job_id = asyncio.run(aenqueue_command("probe", "say"))
+ended(job_id)
+waited = [JobRun.objects.get(idempotency_key=later).state, timezone.now() < at]
+starts = [row.started_at is not None and row.started_at >= at for row in (ended(later),)]
+print(json.dumps([log(job_id), waited, starts]))
+"""
+    )
+
+    assert said.startswith("first pid ")
+    assert waited[0] == "PENDING" or not waited[1]
+    assert starts == [True]
+
+
+def test_a_run_by_time_is_told_its_definition_and_nominal_time(tmp_path: Path) -> None:
+    site = DjangoSite(tmp_path, SITE_SECONDS="1")
+    site.migrate()
+    with site.worker() as worker:
+        worker.wait_for_output("is warm")
+        times, said = site.ask(
+            IMPORTS
+            + """
+from tasuki.django.definitions import apply
+each_second = {"schedule_type": "every_n_minutes", "schedule_value": "1", "concurrency_policy": "allow"}
+apply({"each second": {"command_name": "probe", "default_args_json": ["schedule"], **each_second}}, source="test")
+until = time.monotonic() + 20
+while len(rows := JobRun.objects.filter(state="SUCCEEDED").order_by("scheduled_for")) < 2:
+    assert time.monotonic() < until
+    time.sleep(0.05)
+print(json.dumps([[row.scheduled_for.timestamp() for row in rows], [log(row.idempotency_key) for row in rows]]))
+"""
+        )
+
+    assert len(times) >= 2
+    assert all(at == int(at) for at in times)
+    assert said == [f"each second {datetime.fromtimestamp(at, UTC).isoformat()}\n" for at in times]
+
+
+def test_a_log_that_cannot_be_stored_is_warned_of_once_and_changes_no_outcome(tmp_path: Path) -> None:
+    site = DjangoSite(tmp_path)
+    site.migrate()
+    with site.worker() as worker:
+        worker.wait_for_output("is warm")
+        ends = site.ask(
+            IMPORTS
+            + """
+with connection.cursor() as cursor:
+    cursor.execute("ALTER TABLE tasuki_logchunk RENAME TO elsewhere")
+rows = [ended(enqueue_command("probe", "say")) for _ in range(2)] + [ended(enqueue_command("probe", "fail", max_retries=0))]
+print(json.dumps([[row.state, row.exit_code, row.attempt] for row in rows]))
+"""
+        )
+        warned = [line for line in worker.output().splitlines() if "logs cannot be stored" in line]
+
+    assert ends == [["SUCCEEDED", 0, 1], ["SUCCEEDED", 0, 1], ["FAILED", 7, 1]]
+    assert len(warned) == 1
+    assert "tasuki_logchunk" in warned[0]
 
 
 def test_the_log_can_be_read_while_the_command_runs_and_is_cut_in_the_middle(

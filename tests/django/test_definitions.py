@@ -36,6 +36,12 @@ def alias(tmp_path: Path) -> Iterator[str]:
     standalone.forget(alias)
 
 
+@pytest.fixture(autouse=True)
+def any_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is no project here: `test_testing` and `test_schedules` look at its commands."""
+    monkeypatch.setattr("tasuki.django.commands.check_command", lambda name: name)
+
+
 def names(alias: str) -> list[str]:
     return sorted(JobDefinition.objects.using(alias).values_list("name", flat=True))
 

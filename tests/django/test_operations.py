@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -76,6 +77,21 @@ print(json.dumps([waiting, task, listed, of_queue, why, canceled, shown, again, 
     assert problems[:2] == [[number], f"event {number} will be processed again\n"]
     assert f"CommandError: events without a problem: {number}" in problems[2]
     assert problems[3] is None
+
+
+def test_the_log_of_a_worker_is_json_for_programs(tmp_path: Path) -> None:
+    site = DjangoSite(tmp_path)
+    site.migrate()
+    with site.worker("--json") as worker:
+        result = site.ask("print(json.dumps(finished(fail.enqueue('broken')).status))")
+        assert worker.stop(20.0) == 0
+        lines = [json.loads(line) for line in worker.output().splitlines()]
+
+    assert result == "FAILED"
+    assert {"at", "level", "logger", "message"} <= set.intersection(*map(set, lines))
+    told = [one["message"] for one in lines]
+    assert any(message.startswith("connected to ") for message in told)
+    assert any("(default.task.probes.tasks.fail) failed" in message for message in told)
 
 
 def test_running_jobs_are_followed_and_stopped_and_old_ones_pruned(site: DjangoSite, tmp_path: Path) -> None:

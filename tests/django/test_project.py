@@ -175,6 +175,83 @@ print(json.dumps([[one.worker_ids[0], one.started_at.timestamp(), one.finished_a
             (folder / "go").touch()
 
 
+def test_on_sqlite_whose_transactions_begin_as_readers_all_works_but_what_the_check_says(tmp_path: Path) -> None:
+    site = DjangoSite(tmp_path, SITE_DEFERRED="1")
+    site.manage("migrate", "-v0")
+    checked = site.manage("check")
+    with site.worker():
+        value, report = site.ask("""
+from tasuki.django import enqueue_command
+from tasuki.django.models import JobRun
+
+with transaction.atomic():
+    kept = add.enqueue(20, b=22)
+value = finished(kept).return_value
+report = JobRun.objects.get(idempotency_key=enqueue_command("daily_report"))
+until = time.monotonic() + 20
+while report.finished_at is None:
+    assert time.monotonic() < until
+    time.sleep(0.01)
+    report.refresh_from_db()
+print(json.dumps([value, report.state]))
+""")
+    error, waited_s = site.ask("""
+import sqlite3
+from tasuki.errors import Unavailable
+
+other = sqlite3.connect(connection.settings_dict["NAME"], isolation_level=None)
+try:
+    with transaction.atomic():
+        Order.objects.count()
+        other.execute("BEGIN IMMEDIATE")
+        began = time.monotonic()
+        add.enqueue(1)
+except Unavailable as locked:
+    print(json.dumps([locked.message, time.monotonic() - began]))
+""")
+
+    assert "tasuki.W001" in checked.stderr
+    assert "fails at once with 'database is locked'" in checked.stderr
+    assert (value, report) == (42, "SUCCEEDED")
+    assert error.startswith("the database is locked by another process")
+    assert waited_s < 4.0  # a writer waits for 5 s
+
+
+def test_the_router_keeps_the_tables_in_a_database_of_their_own(tmp_path: Path) -> None:
+    site = DjangoSite(tmp_path, SITE_JOBS=str(tmp_path / "jobs.sqlite3"))
+    site.manage("migrate", "-v0")
+    site.manage("migrate", "-v0", "--database", "jobs")
+    with site.worker():
+        value, report, rows, tables = site.ask("""
+from django.db import connections
+from tasuki.django import enqueue_command
+from tasuki.django.logs import read_log
+from tasuki.django.models import JobRun
+
+order = Order.objects.create(customer="Sato", total=300)
+with transaction.atomic(using="jobs"):
+    invoice, report = send_invoice.enqueue(order.pk), enqueue_command("daily_report")
+try:
+    with transaction.atomic(using="jobs"):
+        add.enqueue(1)
+        raise ZeroDivisionError
+except ZeroDivisionError:
+    pass
+value = finished(invoice).return_value["text"]
+until = time.monotonic() + 20
+while not (log := read_log(report, "stdout")):
+    assert time.monotonic() < until
+    time.sleep(0.01)
+tables = [[name for name in connections[alias].introspection.table_names() if name in ("tasuki_jobrun", "shop_order")]
+          for alias in ("default", "jobs")]
+print(json.dumps([value, log[0].data.decode(), JobRun.objects.count(), tables]))
+""")
+
+    assert (value, rows) == ("Sato: 300 yen", 2)
+    assert report.startswith("1 orders, 300 yen")
+    assert tables == [["shop_order"], ["shop_order", "tasuki_jobrun"]]
+
+
 def test_the_tables_of_a_project_have_their_version(migrated: DjangoSite) -> None:
     found = migrated.ask("""
 from tasuki.django.models import Schema

@@ -26,6 +26,42 @@ default_args_json = ["say"]
 """
 
 
+def test_definitions_of_the_settings_are_applied_and_enabled_and_events_emitted_by_hand(site: DjangoSite) -> None:
+    site.migrate()
+    found = site.ask(
+        IMPORTS
+        + """
+from django.conf import settings
+from tasuki.django.models import JobDefinition
+
+settings.TASUKI = {"definitions": {"nightly": {"command_name": "daily_report", "daily_at": "02:30"}}}
+applied = data("tasuki_definitions", "apply")
+row = JobDefinition.objects.get()
+switched = [data("tasuki_definitions", what, "nightly") for what in ("disable", "enable")]
+enabled = JobDefinition.objects.get()
+settings.TASUKI = {}
+deleted = data("tasuki_definitions", "apply")["deleted"]
+paid = ("tasuki_events", "emit", "order.paid", "--payload", '{"order": 17}', "--dedupe-key", "order-17")
+events = [data(*paid), data(*paid), data("tasuki_events", "emit", "order.sent")]
+wrong = [said("tasuki_events", "emit", *words) for words in (("order.paid", "--payload", "{"), ("order paid",))]
+stored = list(Event.objects.order_by("id").values_list("id", "event_type", "payload_json", "dedupe_key"))
+print(json.dumps([applied, row.managed_by, switched, [enabled.enabled, enabled.changed_at > row.changed_at], deleted, events,
+                  wrong, stored]))
+"""
+    )
+    applied, source, switched, enabled, deleted, events, wrong, stored = found
+
+    assert (applied["created"], source, deleted) == (["nightly"], "settings", ["nightly"])
+    assert switched == [{"name": "nightly", "enabled": False}, {"name": "nightly", "enabled": True}]
+    assert enabled == [True, True]  # its times count from now on
+    first, again, sent = events
+    assert first == again == {"id": stored[0][0], "event_type": "order.paid"}
+    assert [row[1:] for row in stored] == [["order.paid", {"order": 17}, "order-17"], ["order.sent", None, None]]
+    assert sent["id"] == stored[1][0]
+    assert "CommandError: --payload is not JSON" in wrong[0]
+    assert "'order paid'" in wrong[1]
+
+
 def test_a_file_of_definitions_becomes_runs_by_hand_and_upon_events(site: DjangoSite, tmp_path: Path) -> None:
     (tmp_path / "jobs.toml").write_text(DEFINITIONS)
     (tmp_path / "wrong.toml").write_text('[definitions.bad]\ncommand_name = "flush"\ndaily_at = "02:30"\n')

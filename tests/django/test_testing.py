@@ -51,6 +51,7 @@ print(json.dumps({job.job_id: [str(job.state), job.outcome.error_code, job.outco
 
 
 CHECKS = """
+import pathlib
 import threading
 from django.conf import settings
 from django.core.checks import run_checks
@@ -86,17 +87,37 @@ mode = options.pop("transaction_mode")
 deferred = found()
 options["transaction_mode"] = mode
 project = [found(TASUKI={"blobs": "results"}), found(TASUKI={"commands": ["reindex"]})]
+(folder := pathlib.Path("tls")).mkdir()
+files = {f"tls_{name}": str(folder / name) for name in ("cert", "key", "ca")}
+grpc = [found(TASUKI={"grpc": one}) for one in ({"advertise": "n1:50051"}, {"authentication": "mtls"}, files)]
+for name in ("cert", "ca"):
+    (folder / name).touch()
+(folder / "key").mkdir()
+settings.TASUKI = {"grpc": files}
+grpc.append([one.msg for one in run_checks() if one.id == "tasuki.W011"])
+settings.TASUKI = {}
+(folder / "key").rmdir()
+(folder / "key").touch()
+grpc.append(found(TASUKI={"grpc": files}))
+sys.modules["grpc"] = None
+grpc += [found(), found(TASUKI={"grpc": files})]
+messages = [message(databse="default"), message(database="other"), message(commands="migrate")]
 thread = threading.Thread(target=time.sleep, args=[60.0], daemon=True)
 thread.start()
 threads = found()
-messages = [message(databse="default"), message(database="other"), message(commands="migrate")]
-print(json.dumps([fine, no_debug, no_zones, deferred, [*project, threads], messages]))
+print(json.dumps([fine, no_debug, no_zones, deferred, [*project, threads], grpc, messages]))
 """
     )
-    fine, no_debug, no_zones, deferred, of_project, messages = found
+    fine, no_debug, no_zones, deferred, of_project, grpc, messages = found
 
     assert (fine, no_debug, no_zones, deferred) == ([], ["tasuki.W002"], ["tasuki.W003"], ["tasuki.W001"])
     assert of_project == [["tasuki.W005"], ["tasuki.W006"], ["tasuki.W007"]]
+    *ids, unreadable, readable, without_grpc, without_grpcio = grpc
+    assert ids == [[], ["tasuki.W011"], ["tasuki.W011"]]
+    assert unreadable == [
+        'TASUKI["grpc"] names TLS files that cannot be read here: tls_key tls/key: Is a directory.',
+    ]
+    assert (readable, without_grpc, without_grpcio) == ([], [], ["tasuki.W010"])
     assert "unknown field `databse`; its keys are database, worker_database" in messages[0]
     assert "the database 'other', which is not in DATABASES (default)" in messages[1]
     assert "Expected `array`, got `str`" in messages[2]
@@ -116,15 +137,24 @@ missing = of_database()
 call_command("migrate", verbosity=0)
 fine = of_database()
 common = {"schedule_type": "daily_at", "schedule_value": "02:30"}
+refused = []
+for name in ("reindex", "flush", "daily_report"):
+    try:
+        JobDefinition(name="x", command_name=name, **common).full_clean()
+    except Exception as error:
+        refused.append(error.message_dict)
 JobDefinition.objects.create(name="gone", command_name="reindex", **common)
 JobDefinition.objects.create(name="off", command_name="reindex", enabled=False, **common)
 JobDefinition.objects.create(name="good", command_name="daily_report", **common)
 JobDefinition.objects.create(name="wrong", command_name="daily_report", schedule_type="cron", schedule_value="x")
-print(json.dumps([missing, fine, of_database()]))
+print(json.dumps([missing, fine, of_database(), refused]))
 """
     )
-    [[id_, text]], fine, definitions = found
+    [[id_, text]], fine, definitions, refused = found
 
+    assert [list(one) for one in refused] == [["command_name"]] * 2
+    assert "'reindex' is not a management command of this project" in refused[0]["command_name"][0]
+    assert "'flush' may not be run by jobs" in refused[1]["command_name"][0]
     assert (id_, fine) == ("tasuki.W008", [])
     assert "run: python manage.py migrate" in text
     assert [(id_, text.split(":")[0]) for id_, text in definitions] == [
@@ -145,6 +175,20 @@ print(json.dumps(found()))
     )
 
     assert found == ["tasuki.W004"]
+
+
+def test_postgresql_without_psycopg_3_is_an_error(tmp_path: Path, postgres: PostgresService) -> None:
+    site = DjangoSite(tmp_path, postgres_url=postgres.url("postgres"))
+    found = site.ask(
+        CHECKS
+        + """
+from django.db.backends.postgresql import psycopg_any
+psycopg_any.is_psycopg3 = False
+print(json.dumps(found()))
+"""
+    )
+
+    assert found == ["tasuki.E002"]
 
 
 def test_a_second_worker_on_the_same_sqlite_file_is_refused(tmp_path: Path) -> None:

@@ -40,6 +40,7 @@ ARROWS[""] = BELOW_DJANGO | {"cli"}  # the public names, and `python -m tasuki`
 ALSO: dict[str, set[str]] = {
     "stores/sql/*.py": {"django.models", "django.standalone"},
     "cli/sim.py": {"testing.sim"},  # a command whose whole work is there
+    "django/management/commands/tasuki_worker.py": {"cli.process"},  # it logs as `tasuki worker` does
 }
 # file -> the only thing of ours it may import
 ONLY: dict[str, set[str]] = {

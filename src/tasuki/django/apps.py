@@ -18,6 +18,22 @@ class TasukiConfig(AppConfig):
         from tasuki.django import checks  # noqa: F401 - registers them
 
         post_migrate.connect(_migrated, sender=self)
+        # Here, because models know nothing of the project; and not in a migration.
+        command_name: Any = self.get_model("JobDefinition")._meta.get_field("command_name")
+        command_name.validators.append(_check_command)
+
+
+def _check_command(name: str) -> None:
+    """ValidationError if jobs may not run this command."""
+    from django.core.exceptions import ValidationError
+
+    from tasuki.django.commands import check_command  # imports the store, which sets Django up
+    from tasuki.errors import InvalidInput
+
+    try:
+        check_command(name)
+    except InvalidInput as error:
+        raise ValidationError(error.message) from None
 
 
 GROUPS = {

@@ -9,6 +9,8 @@ tasuki.W004   a pooler before PostgreSQL, and no direct address for workers
 tasuki.W005   a folder for large results that every process would take for another one
 tasuki.W006   names of commands in TASUKI that no app has
 tasuki.W007   threads that the project starts when it is imported
+tasuki.W010   TASUKI["grpc"] without the package grpcio
+tasuki.W011   TASUKI["grpc"] with TLS files that are missing or cannot be read
 
 With `manage.py check --database default`, and in `manage.py tasuki_doctor`:
 
@@ -21,6 +23,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +34,7 @@ from django.db import connections
 
 from tasuki.core.scheduler.firing import problem_of
 from tasuki.django import standalone
-from tasuki.django.conf import ProjectSettings, project_settings
+from tasuki.django.conf import GrpcSettings, ProjectSettings, project_settings
 from tasuki.django.models import JobDefinition
 from tasuki.errors import ConfigError, InvalidInput
 
@@ -64,6 +67,7 @@ def _project_problems(found: ProjectSettings) -> Iterator[CheckMessage]:
             hint="manage.py help lists those that there are.",
             id="tasuki.W006",
         )
+    yield from _grpc_problems(found.grpc)
     own = threading.main_thread()
     # In another thread, as below runserver's reloader, threads say nothing about the import.
     if threading.current_thread() is own and (others := [one.name for one in threading.enumerate() if one is not own]):
@@ -72,6 +76,31 @@ def _project_problems(found: ProjectSettings) -> Iterator[CheckMessage]:
             "an interpreter of its own, which takes as long as manage.py does.",
             hint="Start them on first use, not in settings, apps.ready() or at import.",
             id="tasuki.W007",
+        )
+
+
+def _grpc_problems(grpc: GrpcSettings) -> Iterator[CheckMessage]:
+    if grpc == GrpcSettings():
+        return
+    if find_spec("grpc") is None:
+        yield Warning(
+            'TASUKI["grpc"] is set, and grpcio is not installed: tasuki_worker --grpc cannot start.',
+            hint="Install it with: pip install 'tasuki[django]'",
+            id="tasuki.W010",
+        )
+    if grpc.authentication != "mtls" and grpc.tls_cert == GrpcSettings().tls_cert and not Path(grpc.tls_cert).exists():
+        return  # no certificates, and none are asked for
+    problems = []
+    for name in ("tls_cert", "tls_key", "tls_ca"):
+        try:
+            Path(getattr(grpc, name)).read_bytes()
+        except OSError as error:
+            problems.append(f"{name} {getattr(grpc, name)}: {error.strerror}")
+    if problems:
+        yield Warning(
+            f'TASUKI["grpc"] names TLS files that cannot be read here: {"; ".join(problems)}.',
+            hint="tasuki_worker --grpc needs them, readable by its user; a process that starts no such worker does not.",
+            id="tasuki.W011",
         )
 
 

@@ -13,6 +13,12 @@ if "SITE_TASUKI" in os.environ:
     import json
 
     TASUKI = json.loads(os.environ["SITE_TASUKI"])
+if "SITE_DEFERRED" in os.environ:  # Django's default on SQLite
+    DATABASES = {"default": {**DATABASES["default"], "OPTIONS": {}}}
+if "SITE_JOBS" in os.environ:  # tasuki's tables have a database of their own
+    DATABASES = {**DATABASES, "jobs": {**DATABASES["default"], "NAME": os.environ["SITE_JOBS"]}}
+    DATABASE_ROUTERS = ["tasuki.django.TasukiRouter"]
+    TASUKI = {"database": "jobs"}
 if "SITE_DIRECT_PORT" in os.environ:  # DATABASE_URL is a pooler's
     DATABASES = {
         "default": {**DATABASES["default"], "DISABLE_SERVER_SIDE_CURSORS": True},

@@ -9,6 +9,7 @@ from typing import Any
 
 from django.core.management.base import BaseCommand, CommandError, CommandParser
 
+from tasuki.cli.process import configure_log
 from tasuki.errors import TasukiError
 
 
@@ -39,11 +40,12 @@ class Command(BaseCommand):
             help="Write metrics for Prometheus here, for the textfile collector of its node exporter. Default: none.",
         )
         parser.add_argument("--data", metavar="FOLDER", help="Folder for run folders and results. Default: a temporary one.")
+        parser.add_argument("--json", action="store_true", help="Log one line of JSON for each record, for programs.")
 
     def handle(self, *_arguments: Any, **options: Any) -> None:
         from tasuki.django.node import NodeWorker
 
-        _show_log(options["verbosity"])
+        _show_log(options["verbosity"], json=options["json"])
         try:
             worker = NodeWorker(
                 options["queue"],
@@ -65,13 +67,16 @@ def _repeated(options: dict[str, Any]) -> Iterator[str]:
     """Yield the options that hold for every process of --workers."""
     yield from ("--skip-checks", f"--verbosity={options['verbosity']}")
     yield from (f"--queue={queue}" for queue in options["queue"])
+    yield from ("--json",) if options["json"] else ()
     for name in ("slots", "drain_timeout", "data"):
         if options[name] is not None:
             yield f"--{name.replace('_', '-')}={options[name]}"
 
 
-def _show_log(verbosity: int) -> None:
-    """Show tasuki's log on stderr, unless the project's LOGGING has a place for it."""
+def _show_log(verbosity: int, *, json: bool) -> None:
+    """Show tasuki's log on stderr; if it is not JSON, unless the project's LOGGING has a place for it."""
+    if json:
+        configure_log({0: "warning", 1: "info"}.get(verbosity, "debug"), json=True)
     log = logging.getLogger("tasuki")
     if not log.hasHandlers():
         handler = logging.StreamHandler()

@@ -32,6 +32,9 @@ class Command(BaseCommand):
             ledger.write(f"{os.environ['TASUKI_JOB_ID']} {os.environ['TASUKI_ATTEMPT']} {os.getpid()} {time.time():.3f}\n")
         print("noted")
 
+    def schedule(self, _folder):
+        print(os.environ["TASUKI_DEFINITION"], os.environ["TASUKI_SCHEDULED_FOR"])
+
     def fail(self, _folder):
         raise CommandError("as wanted", returncode=7)
 
