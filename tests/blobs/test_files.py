@@ -120,3 +120,27 @@ def test_a_file_system_without_locks_is_not_taken_for_another_transfer(tmp_path:
 
     with pytest.raises(OSError, match="no locks"):
         PartFile.claim(tmp_path / "part")
+
+
+def test_what_comes_is_written_to_the_disk_meanwhile_also_behind_a_new_beginning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun: list[tuple[int, int]] = []
+    advise = os.posix_fadvise
+
+    def advised(descriptor: int, start: int, size_bytes: int, advice: int) -> None:
+        begun.append((start, size_bytes))
+        advise(descriptor, start, size_bytes, advice)
+
+    monkeypatch.setattr(files, "WRITE_BACK_BYTES", 1000)
+    monkeypatch.setattr(os, "posix_fadvise", advised)
+    with PartFile.create(tmp_path / "part") as part:
+        for piece in (b"a" * 900, b"b" * 300, b"c" * 900):
+            part.write(piece)
+        part.truncate()
+        for piece in (b"d" * 900, b"e" * 200):
+            part.write(piece)
+        part.publish(tmp_path / "whole")
+
+    assert begun == [(0, 1200), (0, 1100)]
+    assert (tmp_path / "whole").read_bytes() == b"d" * 900 + b"e" * 200

@@ -437,6 +437,24 @@ def test_of_a_damaged_file_one_read_names_the_store_and_another_at_the_same_time
     assert (first.ended, late.ended, again.ended) == (False, True, False)
 
 
+def test_a_file_that_has_just_come_is_not_hashed_again_until_a_worker_asks_a_second_time(tmp_path: Path) -> None:
+    blobs = FolderBlobs(tmp_path / "blobs", max_blob_bytes=10**6, floor_free_bytes=0)
+    command = SendBlob(1, BlobGet(9, SHA256, "cache:c/a"), WORKER, "w", "w-1")
+    first, second = Receiver(), Receiver()
+
+    async def work(transfers: BlobTransfers, link: FakeConnection) -> None:
+        await upload(transfers, link, BlobPut(5, SHA256, len(DATA)), PLACE)
+        path = blobs.local_path(SHA256)
+        assert path is not None
+        path.write_bytes(b"x" + DATA[1:])
+        await transfers.send(first, True, command, STORED)
+        with pytest.raises(Corrupt, match=str(blobs.root)):
+            await transfers.send(second, True, command, STORED)
+
+    run(blobs, work)
+    assert (first.ended, second.ended) == (True, False)
+
+
 # ---------------------------------------------------------------------------------------------------- away
 
 

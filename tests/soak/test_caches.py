@@ -32,7 +32,7 @@ MIB = 1024 * 1024
 SIZE_MIB = 500
 FILES = 10_000
 PUT_S = 600.0
-GROWTH_MAX_BYTES = 80 * MIB  # at the peak, of the server and each worker
+GROWTH_MAX_BYTES = 64 * MIB  # at the peak, of the server and each worker
 CLIENT_MAX_BYTES = 128 * MIB
 
 

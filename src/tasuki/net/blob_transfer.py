@@ -181,9 +181,10 @@ class _ChunkTransport:
     ) -> None:
         async with contextlib.aclosing(source.pieces(offset, ref.size_bytes)) as pieces:
             async for piece in pieces:
+                whole = memoryview(piece)  # a slice of it is no copy
                 for start in range(0, len(piece), CHUNK_BYTES):
-                    data = piece[start : start + CHUNK_BYTES]
-                    self._link.send(Chunk(conversation.msg_id, offset, data))
+                    data = whole[start : start + CHUNK_BYTES]
+                    self._link.send(Chunk(conversation.msg_id, offset, data))  # type: ignore[arg-type]  # encoded at once
                     offset += len(data)
                     await self._link.drain()
                     if progress is not None:

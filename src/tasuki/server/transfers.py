@@ -11,7 +11,8 @@ one, because its connection may be dead without anybody having noticed.
 
 A file of a cache is read once for all workers that get it at about the same place. A worker that is too far behind, because it
 came later or has stood still, reads by itself from there on. One read verifies the file for all of them, and names a damaged
-store; workers verify what they get in any case, so further reads at the same time do without.
+store; workers verify what they get in any case, so further reads at the same time do without, and so does the first read after
+an upload, which was verified as it came.
 
 With presigned URLs the bytes travel between the peer and the bucket. The server signs the URLs, and moves a verified upload to
 its place. Verification takes as long as reading the blob; so it goes on by itself, and the peer asks again.
@@ -62,6 +63,7 @@ UPLOADS_PER_CONNECTION_MAX = 16
 QUEUED_MAX_BYTES = 8 * 1024 * 1024  # of one upload; past this the peer is not read from
 CHUNK_COST_BYTES = 1024  # what a chunk takes beside its bytes: one of a single byte is not free
 WRITE_MAX_BYTES = 2 * 1024 * 1024  # in one call on the thread, which costs as much as hashing some 100 KiB
+JUST_WRITTEN_MAX = 1024  # blobs that are remembered
 READ_CHUNKS = 4  # a batch: read in one call on the thread
 FAN_OUT_BATCHES = 4  # kept of a file that several workers get, for those behind the first: 4 MiB
 SILENT_S = 5.0  # without a byte; then the uploader's next upload takes its place
@@ -250,6 +252,8 @@ class BlobTransfers:
         self._uploads: dict[tuple[int, int], _IncomingBlob] = {}
         self._latest: dict[tuple[str, str], _IncomingBlob] = {}
         """By key: the upload that the next one has to wait for."""
+        self._just_written: deque[tuple[str, int]] = deque(maxlen=JUST_WRITTEN_MAX)
+        """By sha256 and generation: blobs that were hashed when they came, and that no worker has read since."""
         self._fan_outs: dict[tuple[str, int], _BlobRead] = {}
         """By sha256 and generation: the read of a cache's file that further workers may join."""
         self._tasks = BackgroundTasks()
@@ -352,6 +356,7 @@ class BlobTransfers:
         if ref is None:
             link.send(Reply(put.msg_id, {"have": True}))
         else:
+            self._just_written.append((ref.sha256, upload.place.generation))
             self._shares.add(upload.uploader, ref)
             self._arrived(upload.conn, put, replace(upload.place, size_bytes=ref.size_bytes))
 
@@ -417,9 +422,12 @@ class BlobTransfers:
         fans_out = bool(command.worker_id) and not offset and parse_cache_source(get.job_id) is not None
         read = self._fan_outs.get(key) if fans_out else None
         if read is None:
-            read = _BlobRead(self._chunks(*key, offset), self._download_threads, FAN_OUT_BATCHES if fans_out else 1)
+            verify = not fans_out or key not in self._just_written
+            read = _BlobRead(self._chunks(*key, offset, verify), self._download_threads, FAN_OUT_BATCHES if fans_out else 1)
             if fans_out:
                 self._fan_outs[key] = read
+            if not verify:
+                self._just_written.remove(key)  # whoever asks again, because the bytes were wrong, is told which store it is
         try:
             while (some := await read.batch(peer, number)) != []:
                 if some is None:
