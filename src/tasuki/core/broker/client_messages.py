@@ -440,8 +440,8 @@ def request(
             workers, trouble = state.describe_workers(), state.disk_problem or state.store_problem
             if trouble and not identity.admin:
                 trouble = discreet(DiskFull("") if state.disk_problem else Unavailable("")).message
-            routes, wait_s, reason = state.routed.routes, state.config.route_wait_s, state.routed.reason(params.get("job_id"))
-            return [events.Query(conn, msg_id, verb, params, identity, workers, None, trouble, routes, wait_s, reason)]
+            routes, wait_s, chosen = state.routed.routes, state.config.route_wait_s, state.routed.reason(params.get("job_id"))
+            return [events.Query(conn, msg_id, verb, params, identity, workers, None, trouble, routes, wait_s, chosen)]
         return [events.Query(conn, msg_id, verb, params, identity, [])]
     if verb == "logs":
         question = question_of(params)
