@@ -5,8 +5,9 @@
     python bench/isolation.py --quick           small numbers, nothing recorded
 
 Each waiting job has a subject of its own (`render.N.gpu`). An idle worker subscribes to `render.*.cpu`, which matches none,
-and to the patterns that are counted, 200 for each connection. Beside them jobs of another group run one after the other: how long
-each takes, submit to result, and how much CPU server and store take when nothing is submitted any more.
+and to the patterns that are counted, 200 for each connection: once `pM.qN.>`, once `*.qN`. Beside them jobs of another group
+run one after the other: how long each takes, submit to result, and how much CPU server and store take when nothing is submitted
+any more.
 """
 
 from __future__ import annotations
@@ -36,6 +37,10 @@ STORES = ("sqlite", "postgresql", "redis")
 SUBJECTS = (1_000, 10_000, 100_000, 1_000_000)
 PATTERNS = (1, 200, 4_000, 40_000)
 PATTERNS_EACH = 200
+OF_GROUPS, OF_ANY_GROUP = (
+    "p{parent}.q{number}.>",
+    "*.q{number}",
+)  # forms of patterns; the index finds none of the latter by a group
 FEW_SUBJECTS = 1_000
 CHUNK = 5_000
 PROBES = 2_000  # p99 of fewer is one hiccup of the machine
@@ -68,9 +73,9 @@ def store_of(name: str) -> Iterator[BenchStore]:
 
 
 @contextlib.contextmanager
-def idle_workers(data: Path, patterns: int) -> Iterator[None]:
-    """Connections of workers with credit, and with so many patterns in all."""
-    names = ["render.*.cpu", *(f"p{number % 997}.q{number}.>" for number in range(patterns - 1))]
+def idle_workers(data: Path, patterns: int, form: str) -> Iterator[None]:
+    """Connections of workers with credit, and with so many patterns of a form in all."""
+    names = ["render.*.cpu", *(form.format(number=number, parent=number % 997) for number in range(patterns - 1))]
     with contextlib.ExitStack() as stack:
         for start in range(0, len(names), PATTERNS_EACH):
             link = stack.enter_context(socket.socket(socket.AF_UNIX))
@@ -122,7 +127,7 @@ async def fill(data: Path, subjects: int) -> None:
             await client.submit_many(specs, watch=False)
 
 
-def one(name: str, subjects: int, patterns: int, probes: int, idle_s: float) -> dict[str, float]:
+def one(name: str, subjects: int, patterns: int, probes: int, idle_s: float, form: str = OF_GROUPS) -> dict[str, float]:
     with folder() as data, store_of(name) as store, server(data, store=store.url) as broker:
 
         def cpu_s() -> float:
@@ -130,7 +135,7 @@ def one(name: str, subjects: int, patterns: int, probes: int, idle_s: float) -> 
 
         uvloop.run(fill(data, subjects))
         store.settle()
-        with idle_workers(data, patterns), handler_worker(f"unix://{data}/socket", 100):
+        with idle_workers(data, patterns, form), handler_worker(f"unix://{data}/socket", 100):
             uvloop.run(wait_for_rest(cpu_s))
             return {"subjects": subjects, "patterns": patterns, **uvloop.run(measure(data, broker, cpu_s, probes, idle_s))}
 
@@ -157,6 +162,9 @@ def main() -> None:
             figures[name] = {
                 "by_subjects": judged([one(name, count, 1, probes, idle_s) for count in subjects]),
                 "by_patterns": judged([one(name, FEW_SUBJECTS, count, probes, idle_s) for count in patterns]),
+                "by_patterns_of_any_group": judged(
+                    [one(name, FEW_SUBJECTS, count, probes, idle_s, OF_ANY_GROUP) for count in patterns]
+                ),
             }
     record("isolation" if arguments.only is None else f"isolation_{arguments.only}", figures, save=not arguments.quick)
 

@@ -157,27 +157,26 @@ def test_sticky_keys_stay_with_their_workers_at_two_servers_and_only_those_of_on
 
 
 def test_explain_says_by_which_policy_a_job_is_where_it_is_and_why_another_waits(tmp_path: Path, ledger: Ledger) -> None:
-    with start_server(tmp_path, "--route", "session.>=sticky", "--route-wait", "1h") as server, server.client() as client:
-        with (
-            jobs_worker(server, ledger, "--worker-id", "w1", "--slots", "1"),
-            jobs_worker(server, ledger, "--worker-id", "w2", "--slots", "1"),
-        ):
-            until(lambda: len(known(server)) == 2, what="both workers are there")
-            owner, other = Ring(["w1", "w2"]).order("user-7")
-            gate = tmp_path / "gate"
-            held = client.submit(subject="session.x", payload=f"hold {gate}".encode(), job_id="held", route_key="user-7")
-            ledger.wait_for("held")
-            waiting = client.submit(subject="session.x", job_id="waiting", route_key="user-7")
+    with (
+        start_server(tmp_path, "--route", "session.>=sticky", "--route-wait", "1h") as server,
+        server.client() as client,
+        jobs_worker(server, ledger, "--worker-id", "w1", "--slots", "1"),
+        jobs_worker(server, ledger, "--worker-id", "w2", "--slots", "1"),
+    ):
+        until(lambda: len(known(server)) == 2, what="both workers are there")
+        owner, other = Ring(["w1", "w2"]).order("user-7")
+        gate = tmp_path / "gate"
+        held = client.submit(subject="session.x", payload=f"hold {gate}".encode(), job_id="held", route_key="user-7")
+        ledger.wait_for("held")
+        waiting = client.submit(subject="session.x", job_id="waiting", route_key="user-7")
 
-            there, not_yet = client.explain("held"), client.explain("waiting")
-            words = (
-                "The route 'session.>' chooses by sticky. Its key is 'user-7', which belongs to it among the 2 workers that fit."
-            )
-            assert words in there.because[1]
-            assert (there.facts["worker_id"], there.facts["chosen_by"]) == (owner, "STICKY")
-            assert (not_yet.facts["why"], not_yet.facts["workers_with_credit"]) == ("ROUTE_WAIT", [other])
-            gate.touch()
-            assert [held.result(SOON_S), waiting.result(SOON_S)] == [b"1", b"1"]
+        there, not_yet = client.explain("held"), client.explain("waiting")
+        words = "The route 'session.>' chooses by sticky. Its key is 'user-7', which belongs to it among the 2 workers that fit."
+        assert words in there.because[1]
+        assert (there.facts["worker_id"], there.facts["chosen_by"]) == (owner, "STICKY")
+        assert (not_yet.facts["why"], not_yet.facts["workers_with_credit"]) == ("ROUTE_WAIT", [other])
+        gate.touch()
+        assert [held.result(SOON_S), waiting.result(SOON_S)] == [b"1", b"1"]
 
 
 def known(server: ServerProcess) -> list[object]:

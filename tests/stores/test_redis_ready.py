@@ -101,6 +101,23 @@ def test_patterns_that_name_what_is_not_there_cost_a_look_each(zpe: Zpe) -> None
     assert best_ms(zpe, lambda _: zpe.store.lease(requests)) < SLOW_MS
 
 
+def test_patterns_that_begin_with_a_wildcard_cost_about_the_same_however_many_they_are(zpe: Zpe) -> None:
+    for begin in range(0, MANY, 500):
+        add(zpe, *(f"g{number % 50}.x{number}" for number in range(begin, begin + 500)))
+
+    def look(count: int) -> float:
+        request = LeaseRequest(worker_id="w", incarnation="1", patterns=tuple(f"*.q{number}" for number in range(count)))
+        return best_ms(zpe, lambda _: zpe.store.lease([request]))
+
+    few_ms, many_ms = look(2), look(200)
+    add(zpe, "a.q150", "a.q200", "a.b.q7")
+
+    assert many_ms < 5 * few_ms  # each by itself: 80 times
+    assert [grant.job_id for grant in zpe.stage.lease(limit=4, patterns=tuple(f"*.q{number}" for number in range(200)))] == [
+        "a.q150"
+    ]
+
+
 @pytest.mark.parametrize("pattern", ["zoo.7", "zoo.*", "*.7"])
 def test_a_lease_names_only_workers_that_its_own_subjects_may_name(zpe: Zpe, pattern: str) -> None:
     live = {f"w{worker}": tuple(f"group-{worker}.{number}.>" for number in range(200)) for worker in range(50)}

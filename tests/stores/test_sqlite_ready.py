@@ -194,6 +194,20 @@ def test_a_worker_that_matches_nothing_costs_the_same_however_many_subjects_wait
     assert costs[1] < 2 * costs[0]
 
 
+def test_patterns_that_begin_with_a_wildcard_cost_the_same_however_many_they_are(store: SqlStore) -> None:
+    add(store, *(f"g{number % 50}.x{number}" for number in range(3_000)))
+    costs: list[int] = []
+
+    for count in (2, 200):
+        with counted_steps(store) as steps:
+            assert lease(store, 4, *(f"*.q{number}" for number in range(count))) == []
+        costs.append(len(steps))
+    add(store, "a.q150", "a.q200", "a.b.q7")
+
+    assert costs[1] < 2 * costs[0]
+    assert lease(store, 4, *(f"*.q{number}" for number in range(200))) == ["a.q150"]
+
+
 def test_a_page_of_queues_costs_the_same_however_many_lie_before_it(store: SqlStore) -> None:
     add(store, *(f"render.s{number:05}" for number in range(4_000)))
     costs: list[int] = []

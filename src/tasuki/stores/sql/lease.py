@@ -19,14 +19,14 @@ A scan is remembered for the one `lease` call, in which nothing can become ready
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from functools import lru_cache
-from typing import Any
+from functools import lru_cache, partial
+from typing import Any, NamedTuple
 
 from tasuki.core.job import OnDisconnect, State
 from tasuki.core.lifecycle import LEASE_MARGIN_S, is_late
 from tasuki.core.pauses import is_paused, unpaused
 from tasuki.core.store_messages import Assignment, Grant, JobKind, LeaseRequest, ReadyPage, ReadyQueue
-from tasuki.core.subject import group_of, literal_prefix, matches, only_group
+from tasuki.core.subject import SubjectTrie, group_of, literal_prefix, matches, only_group
 from tasuki.errors import Unavailable
 from tasuki.stores.common import TAKEN_BACK
 from tasuki.stores.sql import report
@@ -58,7 +58,7 @@ Region = tuple[str | None, str, str, bool]
 """Range of the index that holds a pattern's subjects: group (None: any), first subject, end, whether matching is still needed."""
 
 Place = tuple[int] | tuple[int, str, str] | tuple[int, str, int]
-"""Object of a scan: the groups of a priority; the subjects of a priority and group that a pattern matches; or its execs of a
+"""Object of a scan: the groups of a priority; the subjects of a priority and group that patterns match; or its execs of a
 kind."""
 
 Read = Callable[[str, str, int], list[str]]
@@ -76,8 +76,45 @@ def region_of(pattern: str) -> Region:
     return only_group(pattern), prefix + ".", prefix + "/", pattern != prefix + ".>"
 
 
+class PatternRange(NamedTuple):
+    """Patterns whose subjects lie in the same range of the index: they are looked for in one walk."""
+
+    group: str | None
+    low: str
+    high: str
+    patterns: tuple[str, ...]
+    match: Callable[[str], object] | None
+    """Says whether a name of the range matches one of them; None: all do."""
+
+    @property
+    def is_literal(self) -> bool:
+        return self.low == self.patterns[0]
+
+
+@lru_cache(64)
+def ranges_of(patterns: tuple[str, ...]) -> tuple[PatternRange, ...]:
+    """Return the ranges of these patterns, each once."""
+    found: dict[tuple[str | None, str, str], dict[str, bool]] = {}
+    for pattern in patterns:
+        group, low, high, needs_match = region_of(pattern)
+        found.setdefault((group, low, high), {})[pattern] = needs_match
+    return tuple(PatternRange(*place, tuple(some), _match_of(some)) for place, some in found.items())
+
+
+def _match_of(patterns: dict[str, bool]) -> Callable[[str], object] | None:
+    """Return what tells whether a name matches one of the patterns, each with whether it has to be asked; None: all names do."""
+    if not all(patterns.values()):
+        return None
+    if len(patterns) == 1:
+        return partial(matches, *patterns)
+    trie: SubjectTrie[None] = SubjectTrie()
+    for pattern in patterns:
+        trie.add(pattern, None)
+    return trie.match
+
+
 class Scan:
-    """A walk over the names from `low` on, below `high`, `at_once` at a time, keeping those that match `pattern` (None: all).
+    """A walk over the names from `low` on, below `high`, `at_once` at a time, keeping those that `match` takes (None: all).
 
     The walk begins at `start`, wraps around to it, and jumps over the ranges of `paused` patterns.
     """
@@ -89,12 +126,12 @@ class Scan:
         low: str,
         high: str,
         start: str,
-        pattern: str | None = None,
+        match: Callable[[str], object] | None = None,
         paused: tuple[str, ...] = (),
     ) -> None:
         self._read = read
         self._at_once = at_once
-        self._pattern = pattern
+        self._match = match
         begin = max(low, start)
         self._ranges = [(begin, high)] if begin == low else [(begin, high), (low, begin)]
         if paused:
@@ -123,8 +160,8 @@ class Scan:
             else:
                 self.last = names[-1] + NEXT
                 self._ranges[0] = (self.last, high)
-        pattern = self._pattern
-        self.names = found if pattern is None else [name for name in found if matches(pattern, name)]
+        match = self._match
+        self.names = found if match is None else [name for name in found if match(name)]
         self.looked = len(found)
 
 
@@ -192,12 +229,10 @@ class ReadyIndex:
     def windows(self, priority: int, group: str, request: LeaseRequest) -> Iterator[list[str]]:
         """Yield the subjects of the group that the request may take from, some at a time."""
         scans: dict[Place, Scan] = {}
-        for pattern in request.patterns:
-            region, low, high, needs_match = region_of(pattern)
-            is_literal = low == pattern
-            if region in (None, group) and (is_literal or self._may_walk()):
-                place = (priority, group, pattern)
-                scans[place] = self._scan(place, SUBJECTS_AT_ONCE, low, high, pattern if needs_match else None)
+        for one in ranges_of(request.patterns):
+            if one.group in (None, group) and (one.is_literal or self._may_walk()):
+                place = (priority, group, " ".join(one.patterns))
+                scans[place] = self._scan(place, SUBJECTS_AT_ONCE, one.low, one.high, one.match)
         while scans:
             names = list(dict.fromkeys(name for scan in scans.values() for name in scan.names))
             names = [name for name in names if not request.leaves(name) and not (self.paused and is_paused(self.paused, name))]
@@ -235,11 +270,11 @@ class ReadyIndex:
         self._remember(scan, place)
         return True
 
-    def _scan(self, place: Place, at_once: int, low: str, high: str, pattern: str | None = None) -> Scan:
+    def _scan(self, place: Place, at_once: int, low: str, high: str, match: Callable[[str], object] | None = None) -> Scan:
         scan = self._complete.get(place)
         if scan is None:
             paused = self.paused if len(place) > 1 else ()
-            scan = Scan(self._reader(place), at_once, low, high, self._starts.pop(place, ""), pattern, paused)
+            scan = Scan(self._reader(place), at_once, low, high, self._starts.pop(place, ""), match, paused)
             if scan.is_over:
                 self._complete[place] = scan
             else:

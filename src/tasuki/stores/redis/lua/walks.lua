@@ -110,16 +110,58 @@ function queues.range_of(pattern)
   return { pattern = pattern, group = group, low = prefix .. '.', high = prefix .. '/', needs_match = pattern ~= prefix .. '.>' }
 end
 
--- Sorts the patterns of a request by the group that they are about; once for all requests that have them in common.
+-- Adds a pattern to a range, whose tree finds out which of them matches by the tokens of a subject.
+local function add_pattern(range, pattern)
+  range.patterns = range.patterns or {}
+  table.insert(range.patterns, pattern)
+  range.tree = range.tree or {}
+  local node = range.tree
+  for _, token in ipairs(fair.tokens_of(pattern)) do
+    node[token] = node[token] or {}
+    node = node[token]
+  end
+  node[''] = {}
+end
+
+local function is_below(node, tokens, i)
+  if i > #tokens then
+    return node[''] ~= nil
+  end
+  local exact, any = node[tokens[i]], node['*']
+  return node['>'] ~= nil or (exact and is_below(exact, tokens, i + 1)) or (any and is_below(any, tokens, i + 1)) or false
+end
+
+-- Returns whether a pattern of the range matches the subject. The number of its patterns does not matter.
+local function is_match(range, subject)
+  return is_below(range.tree, fair.tokens_of(subject), 1)
+end
+
+-- Sorts the patterns of a request by the group that they are about, those of the same range as one; once for all requests that
+-- have them in common.
 local function sort_patterns(request)
   if not request.of_group then
     request.of_group, request.of_any = {}, {}
+    local shared = {}
     for _, pattern in ipairs(request.patterns) do
       local range = queues.range_of(pattern)
-      if range.group then
-        request.of_group[range.group] = request.of_group[range.group] or {}
+      local place = range.needs_match and (range.group or '') .. '\0' .. range.low
+      if place and shared[place] then
+        add_pattern(shared[place], pattern)
+      else
+        add_pattern(range, pattern)
+        if place then
+          shared[place] = range
+        end
+        if range.group then
+          request.of_group[range.group] = request.of_group[range.group] or {}
+        end
+        table.insert(request.of_group[range.group] or request.of_any, range)
       end
-      table.insert(request.of_group[range.group] or request.of_any, range)
+    end
+    for _, range in pairs(shared) do
+      if #range.patterns > 1 then -- the name of its walk
+        range.pattern = redis.sha1hex(table.concat(range.patterns, ' '))
+      end
     end
   end
 end
@@ -274,7 +316,7 @@ function queues.each_window(request, priority, group, visit)
   local function add_members(members, range)
     for _, member in ipairs(members) do
       local _, subject, kind = read_member(member)
-      if range.needs_match and not fair.matches(range.pattern, subject) then
+      if range.needs_match and not is_match(range, subject) then
         in_vain = in_vain + 1
       else
         add(queue_of(priority, group, kind, subject))
@@ -304,7 +346,7 @@ function queues.each_window(request, priority, group, visit)
   for _, ranges in ipairs({ request.of_group[group] or {}, request.of_any }) do
     for _, range in ipairs(ranges) do
       local low, high = bounds_of(group, range)
-      if has_own and fair.matches(range.pattern, own.subject) then
+      if has_own and is_match(range, own.subject) then
         add(own)
       end
       if range.is_literal then
