@@ -70,7 +70,7 @@ class CutNetwork:
             end = (int(writer.get_extra_info("peername")[1]), name)
             self._owners.pop(end[0], None)
             self._tasks.add(asyncio.current_task())
-            if self._cut:
+            if any(name == place for _, place in self._cut):
                 await asyncio.to_thread(self._find_owners)
             with contextlib.suppress(OSError, asyncio.CancelledError):
                 await self._passage(end)
