@@ -35,16 +35,19 @@ entry = {"command_name": "probe", "default_args_json": ["say"], "schedule_type":
          "schedule_value": "2", "concurrency_policy": "allow"}
 apply({f"often-{n}": entry for n in range(3)}, source="test")
 """
-NOTE_LATE_WRITES = """
+NOTE_WRITES = """
 CREATE TABLE late_writes (job_id text, epoch bigint);
-CREATE FUNCTION note_late_write() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN
+CREATE TABLE starts (job_id text);
+CREATE FUNCTION note_write() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN
     IF NEW.leader_epoch > 0 AND NEW.leader_epoch IS DISTINCT FROM OLD.leader_epoch
         AND NEW.leader_epoch < (SELECT epoch FROM tasuki_scopeepoch WHERE scope = 'leader')
     THEN INSERT INTO late_writes VALUES (NEW.idempotency_key, NEW.leader_epoch); END IF;
+    IF OLD.state = 'ASSIGNED' AND NEW.state NOT IN ('ASSIGNED', 'PENDING', 'ORPHANED')
+    THEN INSERT INTO starts VALUES (NEW.idempotency_key); END IF;
     RETURN NEW; END $$;
-CREATE TRIGGER note_late_write BEFORE INSERT OR UPDATE ON tasuki_jobrun FOR EACH ROW EXECUTE FUNCTION note_late_write()
+CREATE TRIGGER note_write BEFORE INSERT OR UPDATE ON tasuki_jobrun FOR EACH ROW EXECUTE FUNCTION note_write()
 """
-"""Notes what leaders write under epochs that others have followed; a leader writes all the time."""
+"""Notes each start, and what leaders write under epochs that others have followed; a leader writes all the time."""
 
 
 def kill(rig: NodeRig, leader: RigNode) -> None:
@@ -83,7 +86,7 @@ FAULTS: dict[str, Callable[[NodeRig, RigNode], None]] = {
 
 def end_leaders(rig: NodeRig, faults: Sequence[str], stale_s: float) -> None:
     """Start five processes on three nodes, end the leader in one way after the other, and check who follows it."""
-    rig.rows(NOTE_LATE_WRITES)
+    rig.rows(NOTE_WRITES)
     for name in ("n1a", "n1b", "n2a", "n2b", "n3a"):
         rig.start(name, name[:2])
     rig.settled()
@@ -111,13 +114,14 @@ def end_leaders(rig: NodeRig, faults: Sequence[str], stale_s: float) -> None:
     assert [epoch for epoch, _ in rig.led()] == sorted({epoch for epoch, _ in rig.led()}), "no epoch had two leaders"
     assert rig.rows("SELECT * FROM late_writes") == [], "whoever led before writes nothing"
 
-    # And each definition had one run for each of its times, of one attempt
+    # And each definition had one run for each of its times, which was started once. (One that was assigned to a worker and not
+    # started there has another attempt.)
     last = ran(rig)
     runs = rig.rows(
-        "SELECT job_definition_id, scheduled_for, attempt, state FROM tasuki_jobrun"
-        f" WHERE job_definition_id IS NOT NULL AND scheduled_for <= {last} ORDER BY 1, 2"
+        "SELECT job_definition_id, scheduled_for, state, losses, (SELECT count(*) FROM starts WHERE job_id = idempotency_key)"
+        f" FROM tasuki_jobrun WHERE job_definition_id IS NOT NULL AND scheduled_for <= {last} ORDER BY 1, 2"
     )
-    assert {(attempt, state) for _, _, attempt, state in runs} == {(1, "SUCCEEDED")}, rig.rows("SELECT * FROM tasuki_incident")
+    assert {tuple(facts) for _, _, *facts in runs} == {("SUCCEEDED", 0, 1)}, rig.rows("SELECT * FROM tasuki_incident")
     for number in {run[0] for run in runs}:
         times = [at for definition, at, *_ in runs if definition == number]
         assert times == [times[0] + EVERY_S * place for place in range(len(times))]

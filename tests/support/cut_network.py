@@ -46,7 +46,8 @@ class CutNetwork:
         self._run(self._change(self._cut | {(pid, name) for name in names}))
 
     def _find_owners(self) -> None:
-        """Note which connections are those of processes that are cut off. Reading it from /proc is too slow to be done often."""
+        """Note which connections are those of processes that are cut off. Reading it from /proc is too slow to be done often, and
+        on a busy machine too slow for the loop that carries everything else."""
         ports = _ports()
         for pid in {pid for pid, _ in self._cut}:
             self._owners |= dict.fromkeys((ports[inode] for inode in _sockets_of(pid) if inode in ports), pid)
@@ -60,7 +61,7 @@ class CutNetwork:
 
     async def _change(self, cut: set[tuple[int, str]]) -> None:
         self._cut = cut
-        self._find_owners()
+        await asyncio.to_thread(self._find_owners)
         self._changed.set()
         self._changed = asyncio.Event()
 
@@ -68,9 +69,9 @@ class CutNetwork:
         async def carry(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             end = (int(writer.get_extra_info("peername")[1]), name)
             self._owners.pop(end[0], None)
-            if self._cut:
-                self._find_owners()
             self._tasks.add(asyncio.current_task())
+            if any(name == place for _, place in self._cut):
+                await asyncio.to_thread(self._find_owners)
             with contextlib.suppress(OSError, asyncio.CancelledError):
                 await self._passage(end)
                 there_reader, there_writer = await asyncio.open_connection(host, port)
