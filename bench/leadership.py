@@ -38,7 +38,8 @@ NODE_IDS = ("n1", "n2", "n3", "n1", "n2")
 DEFINE = """
 from tasuki.django.definitions import apply
 entry = {"command_name": "probe", "default_args_json": ["say"], "concurrency_policy": "allow"}
-apply({f"d{second}": {**entry, "schedule_type": "hourly_at_minute", "schedule_value": str(second)} for second in range(10)}, source="bench")
+entry["schedule_type"] = "hourly_at_minute"
+apply({f"d{second}": {**entry, "schedule_value": str(second)} for second in range(10)}, source="bench")
 """
 
 
