@@ -190,9 +190,9 @@ def test_enqueue_is_one_statement_without_a_savepoint(alias: str, store: SqlStor
             sent.append(statement.text)
             return super()._run(statement, parameters)
 
-        def _rows_of_text(self, name: str, parameters: Any) -> Any:
-            sent.append(name)
-            return super()._rows_of_text(name, parameters)
+        def _enqueue_one(self, job: Any) -> Any:
+            sent.append(job[0])
+            return super()._enqueue_one(job)
 
     with transaction.atomic(using=alias):
         store.enqueue([submission("the first of this connection")])
