@@ -85,28 +85,43 @@ def test_pruning_goes_on_at_once_only_while_there_is_much_to_prune(pruned: int, 
     assert next_duty(stage).prune is not None
 
 
+def looks_in(stage: BrokerStage, seconds: float) -> int:
+    """Return how often the leader looks for leases that are over in so many seconds."""
+    found, until = 0, stage.now().monotonic + seconds
+    while stage.now().monotonic < until:
+        while (turn := stage.broker.next_turn(stage.now())) is not None:
+            found += bool(turn.reap)
+            stage.apply(TurnDone(turn, execute(stage.store, turn)))
+        stage.clock.advance(DUTY_INTERVAL_S / 8)
+    return found
+
+
 @pytest.mark.parametrize(("fires", "idle_s"), [(True, FIRE_INTERVAL_S), (False, IDLE_DUTY_INTERVAL_S)])
 def test_an_idle_leader_looks_less_often_until_something_goes_on(fires: bool, idle_s: float) -> None:
     stage = BrokerStage()
     stage.broker.config = replace(stage.broker.config, fires=fires)
 
-    def looks_in(seconds: float) -> int:
-        found, until = 0, stage.now().monotonic + seconds
-        while stage.now().monotonic < until:
-            while (turn := stage.broker.next_turn(stage.now())) is not None:
-                found += bool(turn.reap)
-                stage.apply(TurnDone(turn, execute(stage.store, turn)))
-            stage.clock.advance(DUTY_INTERVAL_S / 8)
-        return found
-
-    looks_in(1.0)
-    idle = looks_in(4.0)
+    looks_in(stage, 1.0)
+    idle = looks_in(stage, 4.0)
     stage.worker(credit=1)
     stage.submit(stage.client(), "a")
-    looks_in(1.0)
-    busy = looks_in(4.0)
+    looks_in(stage, 1.0)
+    busy = looks_in(stage, 4.0)
 
     assert (idle, busy) == (4.0 / idle_s, 4.0 / DUTY_INTERVAL_S)
+
+
+@pytest.mark.parametrize(("comes", "looks"), [(False, 0), (True, 1)])
+def test_an_idle_leader_looks_soon_after_something_came(comes: bool, looks: int) -> None:
+    stage = BrokerStage()
+    looks_in(stage, 3.0)
+    while not looks_in(stage, DUTY_INTERVAL_S / 8):
+        pass  # the next look at idle is a second away
+
+    if comes:
+        stage.submit(stage.client(), "a")
+
+    assert looks_in(stage, 1.5 * DUTY_INTERVAL_S) == looks
 
 
 def test_duties_are_a_turn_of_their_own() -> None:

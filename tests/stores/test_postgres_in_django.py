@@ -190,9 +190,9 @@ def test_enqueue_is_one_statement_without_a_savepoint(alias: str, store: SqlStor
             sent.append(statement.text)
             return super()._run(statement, parameters)
 
-        def _rows_of_text(self, name: str, parameters: Any) -> Any:
-            sent.append(name)
-            return super()._rows_of_text(name, parameters)
+        def _enqueue_one(self, job: Any) -> Any:
+            sent.append(job[0])
+            return super()._enqueue_one(job)
 
     with transaction.atomic(using=alias):
         store.enqueue([submission("the first of this connection")])
@@ -253,14 +253,18 @@ def test_jobs_that_are_alike_and_jobs_that_differ_are_stored_as_they_are(alias: 
     alike = [submission(name, payload=name.encode(), max_retries=1) for name in "ab"]
     mixed = [submission("c", "report.c", priority=7), submission("d", not_before=1.0)]
 
+    alone = [submission("e", exec="100 %s'"), submission("f", exec="100 %s'", payload=b"'%s")]
+
     store.enqueue(alike)
     store.enqueue(mixed)
+    for one in alone:
+        store.enqueue([one])
 
-    given = [one.spec for one in (*alike, *mixed)]
+    given = [one.spec for one in (*alike, *mixed, *alone)]
     assert [job.spec for job in store.get([spec.job_id for spec in given]) if job is not None] == given
-    columns = ("subject", "group", "priority", "max_retries")
+    columns = ("subject", "group", "priority", "max_retries", "exec")
     rows = list(JobRun.objects.using(alias).order_by("id").values_list(*columns))
-    assert rows == [(spec.subject, group_of(spec.subject), spec.priority, spec.max_retries) for spec in given]
+    assert rows == [(spec.subject, group_of(spec.subject), spec.priority, spec.max_retries, spec.exec) for spec in given]
 
 
 def test_a_time_ahead_delays_and_a_time_that_is_over_does_not(store: SqlStore, postgres_url: str) -> None:

@@ -160,6 +160,8 @@ class Upkeep:
             claim, self._claim = self._claim, 0
             return Turn(epoch=claim, take_over=config.server_id)
         fire_at = self._fire_at if config.fires else math.inf
+        if self._duty_at > now.monotonic + DUTY_INTERVAL_S and not self._state.is_idle:  # the last look was at idle
+            self._duty_at = now.monotonic + DUTY_INTERVAL_S
         waits = now.monotonic < min(self._duty_at, self._prune_at, self._collect_at, fire_at)
         if not epoch or (waits and not self._deleted and not self._assignments):
             return None

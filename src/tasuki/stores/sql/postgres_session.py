@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import cache, cached_property, lru_cache
+from functools import cached_property, lru_cache
 from itertools import chain, islice
 from operator import itemgetter
 from struct import Struct
@@ -24,7 +24,8 @@ from tasuki.errors import ConfigError, DiskFull, InterruptCause, TasukiError, Tu
 from tasuki.stores.sql.database import WALL, Batch, InsertedRows, Parameters, Queues, TranslatedErrors, load_statements
 
 WALK_FIRST = 256  # rows of the first step of a `find`; each further step takes four times as many
-_OWN_COLUMNS = {0, 4, 5}  # job_id, body_hash and spec among the values of `enqueue`: other ones are often those of all jobs
+TEXTS_MAX = 256
+_OWN_COLUMNS = (0, 4, 5)  # job_id, body_hash and spec among the values of `enqueue`: other ones are often those of all jobs
 LOOK_AGAIN_MAX = 4  # how often a claim looks further when other servers took the jobs it found; four times as far each time
 
 # ---------------------------------------------------------------------------------------------------- values
@@ -168,12 +169,6 @@ def find_statement(name: str, conditions: str) -> Statement:
     return statement_of(load_statements("postgresql").one[name].replace("{and}", conditions))
 
 
-@cache
-def with_literals(name: str) -> str:
-    """Return a statement that names each parameter once, in order, as a ClientCursor takes it."""
-    return _NUMBER.sub("%s", statements()[name].text)
-
-
 def columns(batch: Iterable[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
     """Return the columns of a batch of rows."""
     return list(zip(*batch, strict=True))
@@ -192,6 +187,8 @@ class PostgresSession:
         self._statements = statements()
         self._cursor: psycopg.RawCursor[Any] = psycopg.RawCursor(connection)
         register(self._cursor.adapters)
+        self._texts: dict[tuple[Any, ...], str] = {}
+        """The statement for one job, by the values that other jobs have as well."""
         self._prepare = prepare
         self._before_write = before_write
 
@@ -226,10 +223,20 @@ class PostgresSession:
             self._before_write()
         return self._cursor.execute(statement.text, statement.values(parameters), prepare=self._prepare or None, binary=True)
 
-    def _rows_of_text(self, name: str, parameters: Sequence[Any]) -> list[Any]:
-        """Run a statement with its parameters as literals in its text: one message to the server. Where nothing is prepared, to
-        parse, bind and describe parameters costs more than a statement that calls a function."""
-        return self._client_cursor.execute(with_literals(name), parameters).fetchall()
+    def _enqueue_one(self, job: Sequence[Any]) -> list[Any]:
+        """Insert a job by the function, with its values as literals in the text: one message to the server. Where nothing is
+        prepared, to parse, bind and describe parameters costs more than the function itself."""
+        own = [job[place] for place in _OWN_COLUMNS]
+        alike = tuple(value for place, value in enumerate(job) if place not in _OWN_COLUMNS)
+        if alike not in self._texts:  # what the jobs of a task have in common is written once
+            if len(self._texts) >= TEXTS_MAX:
+                self._texts.clear()
+            literals = ["%s" if place in _OWN_COLUMNS else self._literal(value) for place, value in enumerate(job)]
+            self._texts[alike] = _NUMBER.sub(lambda found: literals[int(found[1]) - 1], self._statements["enqueue_one"].text)
+        return self._client_cursor.execute(self._texts[alike], own).fetchall()
+
+    def _literal(self, value: Any) -> str:
+        return self._client_cursor.mogrify("%s", (value,)).replace("%", "%%")
 
     @cached_property
     def _client_cursor(self) -> psycopg.ClientCursor[Any]:
@@ -254,7 +261,7 @@ class PostgresSession:
         """Insert the jobs whose ids are new in one statement, and count them in rows that no other transaction changes; return
         their row ids."""
         if len(batch) == 1 and self._has_enqueue_function:
-            return {row_id for (row_id,) in self._rows_of_text("enqueue_one", batch[0]) if row_id is not None}
+            return {row_id for (row_id,) in self._enqueue_one(batch[0]) if row_id is not None}
         given = columns(batch)
         if all(values.count(values[0]) == len(values) for place, values in enumerate(given) if place not in _OWN_COLUMNS):
             alike = [values if place in _OWN_COLUMNS else values[0] for place, values in enumerate(given)]
