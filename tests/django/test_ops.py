@@ -327,7 +327,7 @@ def alerts():
     return re.findall(r'role="alert">([^<]*)<', page), re.search(r"Sub-leaders: ([^<]*)", page)
 
 SchedulerSettings.objects.update_or_create(id=1, defaults={"heartbeat_ttl_seconds": 600})
-member("w1", 400, blob_problem="the folder is full")
+member("w1", 500, blob_problem="the folder is full")
 member("w2", 0)
 DefinitionState.objects.create(definition=nightly, next_at=time.time() - 7_000)
 JobRun.objects.update(state="FAILED", ready=0, error_code="EXIT_CODE", finished_at=time.time() - 60)

@@ -71,9 +71,6 @@ class Backend(Protocol):
     def workers(self) -> list[View]:
         """Return the live workers, each with the `actions` that it can be asked for."""
 
-    def silence_max_s(self) -> float:
-        """Return how long a worker may be silent before it needs attention: half the time after which it is taken to be dead."""
-
     def alerts(self) -> Iterable[str]:
         """Yield what needs somebody's attention, besides missing workers."""
 
@@ -151,13 +148,11 @@ class ProjectBackend:
         status = operations.cluster_status()
         return status["leader"] or "", status["epoch"]
 
-    def silence_max_s(self) -> float:
-        return scheduler_settings().heartbeat_ttl_seconds / 2
-
     def workers(self) -> list[View]:
         known = {row["worker_id"]: row for row in operations.cluster_status()["workers"]}
         views = [worker.view(server_id) for server_id, worker in operations.live_workers()]
-        rows = [{**view, **known.get(view["worker_id"], {})} for view in views]
+        ttl_s = scheduler_settings().heartbeat_ttl_seconds
+        rows = [{**view, "ttl_s": ttl_s, **known.get(view["worker_id"], {})} for view in views]
         return [{**row, "actions": _actions(row)} for row in rows]
 
     def alerts(self) -> Iterator[str]:

@@ -14,6 +14,7 @@ from django.utils import timezone
 from django.utils.translation import gettext as _
 from django.utils.translation import ngettext
 
+from tasuki.core.broker.worker_messages import SILENT_SHARE
 from tasuki.core.explain import takers
 from tasuki.core.job import TERMINAL, State
 from tasuki.core.routing import PREFIX_BYTES
@@ -118,9 +119,8 @@ def _alerts(backend: Backend, workers: list[View], leader: str) -> Iterator[str]
         yield _("Nobody leads: no schedule is fired, and lost jobs stay where they are until somebody is elected.")
     if workers and all(worker.get("detached") for worker in workers):
         yield _("All workers are detached: no job starts.")
-    silence_max_s = backend.silence_max_s()
     for worker in workers:
-        if worker.get("heartbeat_age_s", 0.0) > silence_max_s:
+        if "heartbeat_age_s" in worker and worker["heartbeat_age_s"] > worker["ttl_s"] * SILENT_SHARE:
             named = {"worker": worker["worker_id"], "age": worker["heartbeat_age_s"]}
             yield _("Worker %(worker)s was not heard of for %(age)d s.") % named
     newest, _cursor = backend.find(states=list(map(str, DEAD_STATES)), limit=DEAD_NEW_MAX)
