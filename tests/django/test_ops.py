@@ -354,6 +354,26 @@ print(json.dumps([before, subleaders[1], alerts()[0]]))
     assert after == []
 
 
+def test_the_overview_says_that_the_disk_of_a_sqlite_file_is_full(tmp_path: Path) -> None:
+    site = DjangoSite(tmp_path)
+    site.migrate()
+    full, free = ask(
+        site,
+        """
+from tasuki.django.ops import backend
+
+pages = []
+for backend.DISK_FLOOR_BYTES in (2**62, 0):
+    pages.append(viewer.get("/ops/").content.decode())
+print(json.dumps(pages))
+""",
+    )
+
+    assert "Disk or store of site.sqlite3: " in full
+    assert "bytes free" in full
+    assert "Disk or store" not in free
+
+
 def test_the_screen_of_subjects_sums_up_what_happened_over_the_chosen_span(tmp_path: Path) -> None:
     site = DjangoSite(tmp_path)
     site.migrate()

@@ -19,7 +19,8 @@ from django.http import HttpRequest
 from django.utils import timezone
 from django.utils.translation import gettext as _
 
-from tasuki.config import data_folder, default_url
+from tasuki.blobs.files import check_free
+from tasuki.config import DISK_FLOOR_BYTES, DISK_FLOOR_INODES, data_folder, default_url
 from tasuki.core.address import AGENTS
 from tasuki.core.job import State
 from tasuki.core.statistics import describe_periods, periods
@@ -30,7 +31,7 @@ from tasuki.django.definitions import scheduler_settings
 from tasuki.django.enqueueing import project_store
 from tasuki.django.logs import ERRORS, log_bytes, log_tail
 from tasuki.django.models import AdminActionLog, DefinitionState, Event, JobRun
-from tasuki.errors import InvalidInput
+from tasuki.errors import DiskFull, InvalidInput
 from tasuki.server.queries import describe
 
 LATE_S = 60.0
@@ -167,13 +168,8 @@ class ProjectBackend:
         for state in states.filter(next_at__lt=due_by, problem="", definition__enabled=True)[:10]:
             age_s = time.time() - state.next_at.timestamp()
             yield _("Definition %(name)s is late: it was due %(age)d s ago.") % {"name": state.definition.name, "age": age_s}
-        if connections[alias].vendor == "postgresql":
-            for server, _age_s in operations.live_servers():
-                if server.blob_problem:
-                    yield _("Disk or store of %(server)s: %(problem)s") % {
-                        "server": server.server_id,
-                        "problem": server.blob_problem,
-                    }
+        for place, problem in _disk_problems(alias):
+            yield _("Disk or store of %(server)s: %(problem)s") % {"server": place, "problem": problem}
         for state in states.exclude(problem="")[:10]:
             yield _("Definition %(name)s cannot be run: %(problem)s") % {
                 "name": state.definition.name,
@@ -255,6 +251,20 @@ async def ranked_agents(folder: Path) -> list[View]:
 
     async with AsyncAgentsClient(default_url() or "", notes=folder) as client:
         return [node.view() for node in await client.ranking()]
+
+
+def _disk_problems(alias: str) -> Iterator[tuple[str, str]]:
+    """Yield the nodes that have no room for data, and why; on SQLite this machine."""
+    if connections[alias].vendor == "postgresql":
+        yield from (
+            (server.server_id, server.blob_problem) for server, _age_s in operations.live_servers() if server.blob_problem
+        )
+        return
+    file = Path(str(connections[alias].settings_dict["NAME"]))
+    try:
+        check_free(file.parent, 0, DISK_FLOOR_BYTES, DISK_FLOOR_INODES)
+    except DiskFull as error:
+        yield file.name, error.message
 
 
 def _actions(row: View) -> list[str]:

@@ -547,9 +547,8 @@ def audit(request: HttpRequest) -> dict[str, Any]:
         return named and (since is None or at >= since) and (until is None or at < until)
 
     before = request.GET.get("cursor", "")
-    entries = _audit_entries(
-        backend_of(request), int(before) if before.isdecimal() else None, AUDIT_STEP if is_filtered else PAGE
-    )
+    step = AUDIT_STEP if is_filtered or "format" in request.GET else PAGE
+    entries = _audit_entries(backend_of(request), int(before) if before.isdecimal() else None, step)
     if "format" in request.GET:
         return {"table": Table({}, filter(is_wanted, entries), export_max=None)}
     rows, cursor = [], None
