@@ -549,8 +549,9 @@ def audit(request: HttpRequest) -> dict[str, Any]:
     before = request.GET.get("cursor", "")
     step = AUDIT_STEP if is_filtered or "format" in request.GET else PAGE
     entries = _audit_entries(backend_of(request), int(before) if before.isdecimal() else None, step)
+    columns = {"at": _("Time"), "actor": _("Who"), "action": _("What"), "target": _("To"), "detail": _("Reason")}
     if "format" in request.GET:
-        return {"table": Table({}, filter(is_wanted, entries), export_max=None)}
+        return {"table": Table(columns, filter(is_wanted, entries), export_max=None)}
     rows, cursor = [], None
     for looked_at, row in enumerate(entries, 1):
         if is_wanted(row):
@@ -558,7 +559,6 @@ def audit(request: HttpRequest) -> dict[str, Any]:
         if len(rows) == PAGE or looked_at == AUDIT_SCAN_MAX:
             cursor = str(row["number"])
             break
-    columns = {"at": _("Time"), "actor": _("Who"), "action": _("What"), "target": _("To"), "detail": _("Reason")}
     empty = _("No such entry.") if is_filtered else _("Nobody has changed anything yet.")
     if cursor:
         empty = _("None among the %s entries looked at; go on with older ones.") % f"{AUDIT_SCAN_MAX:,}"
