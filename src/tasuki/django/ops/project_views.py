@@ -159,9 +159,7 @@ class DefinitionForm(forms.Form):
         required=False,
         help_text=lazy("A pattern: * is one word, > all that follow, as in order.>"),
     )
-    time_zone = forms.ChoiceField(
-        label=lazy("Time zone"), choices=lambda: [(name, name) for name in sorted(available_timezones())]
-    )
+    time_zone = forms.ChoiceField(label=lazy("Time zone"))
     command_name = forms.ChoiceField(label=lazy("Command"))
     default_args_json = forms.JSONField(
         label=lazy("Arguments"),
