@@ -182,6 +182,7 @@ def test_screens_of_a_project_are_accessible_and_fit_a_phone(home: Home, browser
     page = logged_in(browser, home, "admin").new_page()
     page.goto(f"{home.url}/ops/definitions/")
     nightly = page.get_by_role("link", name="nightly").get_attribute("href") or ""
-    names = ("", "run/", "definitions/", nightly.removeprefix("/ops/"), "definitions/new/", "events/", "settings/", "audit/")
+    names = ("", "run/", "jobs/", "definitions/", nightly.removeprefix("/ops/"), "definitions/new/", "settings/", "audit/")
+    names += ("events/?event_type=order.paid",)
     look_at(page, home.url, names, "project")
     page.context.close()
