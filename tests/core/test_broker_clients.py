@@ -10,6 +10,7 @@ from tasuki.core.access import PeerKind
 from tasuki.core.broker.client_messages import ROWS_AT_ONCE
 from tasuki.core.broker.events import BlobPiece, DiskSpace, Query, ReceiveBlob, SendBlob, TurnDone
 from tasuki.core.job import InputFile, JobSpec, State
+from tasuki.core.lifecycle import LEASE_TTL_S
 from tasuki.core.machine import Ticked
 from tasuki.core.protocol import (
     Accepted,
@@ -345,7 +346,7 @@ def test_an_admin_sees_the_workers(stage: BrokerStage) -> None:
     assert isinstance(answer, Reply)
     [worker] = answer.body
     assert (worker["worker_id"], worker["credit"], worker["running"], worker["patterns"]) == ("w1", 3, 0, ["a.*"])
-    assert (worker["agent"], worker["heartbeat_age_s"]) == ("mine/2", 4.0)
+    assert (worker["agent"], worker["heartbeat_age_s"], worker["ttl_s"]) == ("mine/2", 4.0, LEASE_TTL_S)
 
 
 def test_a_token_is_made_listed_without_its_hash_and_usable(stage: BrokerStage) -> None:

@@ -327,7 +327,7 @@ def alerts():
     return re.findall(r'role="alert">([^<]*)<', page), re.search(r"Sub-leaders: ([^<]*)", page)
 
 SchedulerSettings.objects.update_or_create(id=1, defaults={"heartbeat_ttl_seconds": 600})
-member("w1", 400, blob_problem="the folder is full")
+member("w1", 500, blob_problem="the folder is full")
 member("w2", 0)
 DefinitionState.objects.create(definition=nightly, next_at=time.time() - 7_000)
 JobRun.objects.update(state="FAILED", ready=0, error_code="EXIT_CODE", finished_at=time.time() - 60)
@@ -352,6 +352,26 @@ print(json.dumps([before, subleaders[1], alerts()[0]]))
     ]
     assert subleaders == "w1, w2"
     assert after == []
+
+
+def test_the_overview_says_that_the_disk_of_a_sqlite_file_is_full(tmp_path: Path) -> None:
+    site = DjangoSite(tmp_path)
+    site.migrate()
+    full, free = ask(
+        site,
+        """
+from tasuki.django.ops import backend
+
+pages = []
+for backend.DISK_FLOOR_BYTES in (2**62, 0):
+    pages.append(viewer.get("/ops/").content.decode())
+print(json.dumps(pages))
+""",
+    )
+
+    assert "Disk or store of site.sqlite3: " in full
+    assert "bytes free" in full
+    assert "Disk or store" not in free
 
 
 def test_the_screen_of_subjects_sums_up_what_happened_over_the_chosen_span(tmp_path: Path) -> None:
@@ -448,7 +468,7 @@ wrong = [{"kind": "daily_at", "at": "25:00"}, {"kind": "daily_at"}, {"kind": "we
          {"kind": "daily_at", "at": "02:30", "time_zone": "Mars/Base"},
          {"kind": "daily_at", "at": "02:30", "command_name": "flush"}, {"kind": "daily_at", "at": "02:30", "name": "nightly"},
          {"kind": "daily_at", "at": "02:30", "default_args_json": '["--nonsense"]'},
-         {"kind": "daily_at", "at": "02:30", "default_args_json": "{"}]
+         {"kind": "daily_at", "at": "02:30", "default_args_json": "{"}, {"kind": "event", "event_type": "order.>"}]
 refused = []
 for one in wrong:
     page = post(admin, "/ops/definitions/new/", **{**fields, **one})
@@ -458,7 +478,8 @@ for one in wrong:
     refused.append([page.status_code, [re.search(r'name="([^"]*)"', block)[1] for block in blocks if 'class="problem"' in block]])
 right = [{"kind": "daily_at", "at": "02:30"}, {"kind": "weekly", "at": "02:30", "days": ["mon", "thu"]},
          {"kind": "hourly_at_minute", "minute": "0"}, {"kind": "every_n_minutes", "every": "15"},
-         {"kind": "cron", "cron": "0 2 * * *"}, {"kind": "event", "event_type": "order.>"}]
+         {"kind": "cron", "cron": "0 2 * * *"},
+         {"kind": "event", "event_type": "order.>", "command_name": "probe", "default_args_json": '["say"]'}]
 saved, shown = [], []
 for number, one in enumerate(right):
     name = f"new-{number}"
@@ -473,7 +494,7 @@ print(json.dumps([refused, saved, shown]))
     )
 
     places = ["at", "at", "days", "days", "minute", "every", "cron", "cron", "event_type", "kind", "time_zone", "command_name"]
-    assert refused == [[200, [place]] for place in [*places, "name", "default_args_json", "default_args_json"]]
+    assert refused == [[200, [place]] for place in [*places, "name", *["default_args_json"] * 3]], "the last: no --event"
     assert saved == [
         ["time", "daily_at", "02:30", ""],
         ["time", "weekly", "mon,thu 02:30", ""],

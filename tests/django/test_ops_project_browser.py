@@ -231,6 +231,6 @@ def test_screens_of_a_project_are_accessible_and_fit_a_phone(home: Home, browser
     assert page.locator("html").get_attribute("lang") == locale[:2]
     nightly = page.get_by_role("link", name="nightly").get_attribute("href") or ""
     common = ("", "jobs/", f"jobs/{job_id}/", "run/", "dead/", "workers/", "subjects/?subject=tasuki.default", "audit/", "login/")
-    own = ("definitions/", nightly.removeprefix("/ops/"), "definitions/new/", "events/", "settings/")
+    own = ("definitions/", nightly.removeprefix("/ops/"), "definitions/new/", "events/?event_type=order.paid", "settings/")
     look_at(page, home.url, common + own, f"project-{theme}")
     page.context.close()

@@ -430,6 +430,14 @@ def _requeue(
 # ---------------------------------------------------------------------------------------------------- requests by name
 
 
+def _workers(state: BrokerState, now: Now) -> list[dict[str, object]]:
+    """Describe all live workers; those of this server also by their last heartbeat, and how long one without is taken to live."""
+    views = state.describe_workers()
+    for view, session in zip(views, state.workers.values(), strict=False):  # this server's come first
+        view |= {"heartbeat_age_s": round(now.monotonic - session.heard_at, 1), "ttl_s": session.ttl_s}
+    return views
+
+
 def request(
     state: BrokerState, client: ClientSession, identity: Identity, request: protocol.Request, now: Now
 ) -> list[events.Command]:
@@ -460,7 +468,7 @@ def request(
         return [Send(conn, protocol.Reply(msg_id, {"workers": _targets(state, identity, params)}))]
     if verb == "workers":
         identity.check_admin("the list of workers")
-        return [Send(conn, protocol.Reply(msg_id, state.describe_workers(now.monotonic)))]
+        return [Send(conn, protocol.Reply(msg_id, _workers(state, now)))]
     if verb in ("detach", "attach"):
         identity.check_admin(verb)
         worker_id = check_name(str(params.get("worker_id", "")), "worker_id")

@@ -718,9 +718,8 @@ class BrokerState:
             for info in (self.info, *self.cluster.servers.values())
         ]
 
-    def describe_workers(self, now: float | None = None) -> list[dict[str, object]]:
-        """Describe all live workers for people, those of this server first; `now`: also how long ago these were heard of."""
-        ages = ({} if now is None else {"heartbeat_age_s": round(now - one.heard_at, 1)} for one in self.workers.values())
-        own = [one.view(self.config.server_id) | age for one, age in zip(self._worker_infos(), ages, strict=True)]
+    def describe_workers(self) -> list[dict[str, object]]:
+        """Describe all live workers for people, those of this server first."""
+        own = [worker.view(self.config.server_id) for worker in self._worker_infos()]
         views = own + [worker.view(server_id) for server_id, worker in self.cluster.workers()]
         return [{**view, "detached": view["worker_id"] in self.cluster.detached} for view in views]

@@ -18,7 +18,8 @@ from django.db import connections
 from django.http import HttpRequest
 from django.utils.translation import gettext as _
 
-from tasuki.config import data_folder, default_url
+from tasuki.blobs.files import check_free
+from tasuki.config import DISK_FLOOR_BYTES, DISK_FLOOR_INODES, data_folder, default_url
 from tasuki.core.address import AGENTS
 from tasuki.core.job import State
 from tasuki.core.statistics import describe_periods, periods
@@ -29,7 +30,7 @@ from tasuki.django.definitions import scheduler_settings
 from tasuki.django.enqueueing import project_store
 from tasuki.django.logs import ERRORS, log_bytes, log_tail
 from tasuki.django.models import AdminActionLog, DefinitionState, Event, JobRun
-from tasuki.errors import InvalidInput
+from tasuki.errors import DiskFull, InvalidInput
 from tasuki.server.queries import describe
 
 LATE_S = 60.0
@@ -69,9 +70,6 @@ class Backend(Protocol):
 
     def workers(self) -> list[View]:
         """Return the live workers, each with the `actions` that it can be asked for."""
-
-    def silence_max_s(self) -> float:
-        """Return how long a worker may be silent before it needs attention: half the time after which it is taken to be dead."""
 
     def alerts(self) -> Iterable[str]:
         """Yield what needs somebody's attention, besides missing workers."""
@@ -150,13 +148,11 @@ class ProjectBackend:
         status = operations.cluster_status()
         return status["leader"] or "", status["epoch"]
 
-    def silence_max_s(self) -> float:
-        return scheduler_settings().heartbeat_ttl_seconds / 2
-
     def workers(self) -> list[View]:
         known = {row["worker_id"]: row for row in operations.cluster_status()["workers"]}
         views = [worker.view(server_id) for server_id, worker in operations.live_workers()]
-        rows = [{**view, **known.get(view["worker_id"], {})} for view in views]
+        ttl_s = scheduler_settings().heartbeat_ttl_seconds
+        rows = [{**view, "ttl_s": ttl_s, **known.get(view["worker_id"], {})} for view in views]
         return [{**row, "actions": _actions(row)} for row in rows]
 
     def alerts(self) -> Iterator[str]:
@@ -168,13 +164,8 @@ class ProjectBackend:
         for state in states.filter(next_at__lt=due_by, problem="", definition__enabled=True)[:10]:
             age_s = time.time() - state.next_at.timestamp()
             yield _("Definition %(name)s is late: it was due %(age)d s ago.") % {"name": state.definition.name, "age": age_s}
-        if connections[alias].vendor == "postgresql":
-            for server, _age_s in operations.live_servers():
-                if server.blob_problem:
-                    yield _("Disk or store of %(server)s: %(problem)s") % {
-                        "server": server.server_id,
-                        "problem": server.blob_problem,
-                    }
+        for place, problem in _disk_problems(alias):
+            yield _("Disk or store of %(server)s: %(problem)s") % {"server": place, "problem": problem}
         for state in states.exclude(problem="")[:10]:
             yield _("Definition %(name)s cannot be run: %(problem)s") % {
                 "name": state.definition.name,
@@ -256,6 +247,20 @@ async def ranked_agents(folder: Path) -> list[View]:
 
     async with AsyncAgentsClient(default_url() or "", notes=folder) as client:
         return [node.view() for node in await client.ranking()]
+
+
+def _disk_problems(alias: str) -> Iterator[tuple[str, str]]:
+    """Yield the nodes that have no room for data, and why; on SQLite this machine."""
+    if connections[alias].vendor == "postgresql":
+        yield from (
+            (server.server_id, server.blob_problem) for server, _age_s in operations.live_servers() if server.blob_problem
+        )
+        return
+    file = Path(str(connections[alias].settings_dict["NAME"]))
+    try:
+        check_free(file.parent, 0, DISK_FLOOR_BYTES, DISK_FLOOR_INODES)
+    except DiskFull as error:
+        yield file.name, error.message
 
 
 def _actions(row: View) -> list[str]:

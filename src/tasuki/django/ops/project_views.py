@@ -18,7 +18,14 @@ from django.utils.formats import date_format
 from django.utils.translation import gettext as _
 from django.utils.translation import gettext_lazy as lazy
 
-from tasuki.core.scheduler.firing import ConcurrencyPolicy, DefinitionType, EventRow, arguments_of, is_for
+from tasuki.core.scheduler.firing import (
+    EVENT_ARGUMENT,
+    ConcurrencyPolicy,
+    DefinitionType,
+    EventRow,
+    arguments_of,
+    is_for,
+)
 from tasuki.core.scheduler.schedule import DAY_MINUTES, WEEKDAYS, ScheduleType, parse_schedule, preview, zone_of
 from tasuki.core.scheduler.thresholds import RANGES, Thresholds
 from tasuki.core.subject import check_subject
@@ -152,9 +159,7 @@ class DefinitionForm(forms.Form):
         required=False,
         help_text=lazy("A pattern: * is one word, > all that follow, as in order.>"),
     )
-    time_zone = forms.ChoiceField(
-        label=lazy("Time zone"), choices=lambda: [(name, name) for name in sorted(available_timezones())]
-    )
+    time_zone = forms.ChoiceField(label=lazy("Time zone"))
     command_name = forms.ChoiceField(label=lazy("Command"))
     default_args_json = forms.JSONField(
         label=lazy("Arguments"),
@@ -217,7 +222,8 @@ class DefinitionForm(forms.Form):
                 self.schedule = kind, value
             if not self.errors:
                 self._row.full_clean()
-                check_arguments(given["command_name"], arguments_of(given["default_args_json"]))
+                of_event = () if by_time else (f"{EVENT_ARGUMENT}null",)
+                check_arguments(given["command_name"], (*arguments_of(given["default_args_json"]), *of_event))
         except ValidationError as error:
             for name, texts in error.message_dict.items():
                 self.add_error(name if name in self.fields else names[-1] if name == "schedule_value" else None, texts)

@@ -10,7 +10,6 @@ the user of the server, and may also have programs run, as with `tasuki run`. Se
 from __future__ import annotations
 
 import asyncio
-import math
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
@@ -297,10 +296,6 @@ class ServerBackend:
     def workers(self) -> list[View]:
         found: list[View] = self._call("workers")
         return [{**worker, "actions": ["attach" if worker["detached"] else "detach"]} for worker in found]
-
-    def silence_max_s(self) -> float:
-        welcome = self._client().welcome
-        return welcome.lease_ttl_s / 2 if welcome is not None else math.inf
 
     def alerts(self) -> Iterator[str]:
         from django.utils.translation import gettext as _

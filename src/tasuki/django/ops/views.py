@@ -14,6 +14,7 @@ from django.utils import timezone
 from django.utils.translation import gettext as _
 from django.utils.translation import ngettext
 
+from tasuki.core.broker.worker_messages import SILENT_SHARE
 from tasuki.core.explain import takers
 from tasuki.core.job import TERMINAL, State
 from tasuki.core.routing import PREFIX_BYTES
@@ -118,9 +119,8 @@ def _alerts(backend: Backend, workers: list[View], leader: str) -> Iterator[str]
         yield _("Nobody leads: no schedule is fired, and lost jobs stay where they are until somebody is elected.")
     if workers and all(worker.get("detached") for worker in workers):
         yield _("All workers are detached: no job starts.")
-    silence_max_s = backend.silence_max_s()
     for worker in workers:
-        if worker.get("heartbeat_age_s", 0.0) > silence_max_s:
+        if "heartbeat_age_s" in worker and worker["heartbeat_age_s"] > worker["ttl_s"] * SILENT_SHARE:
             named = {"worker": worker["worker_id"], "age": worker["heartbeat_age_s"]}
             yield _("Worker %(worker)s was not heard of for %(age)d s.") % named
     newest, _cursor = backend.find(states=list(map(str, DEAD_STATES)), limit=DEAD_NEW_MAX)
@@ -547,11 +547,11 @@ def audit(request: HttpRequest) -> dict[str, Any]:
         return named and (since is None or at >= since) and (until is None or at < until)
 
     before = request.GET.get("cursor", "")
-    entries = _audit_entries(
-        backend_of(request), int(before) if before.isdecimal() else None, AUDIT_STEP if is_filtered else PAGE
-    )
+    step = AUDIT_STEP if is_filtered or "format" in request.GET else PAGE
+    entries = _audit_entries(backend_of(request), int(before) if before.isdecimal() else None, step)
+    columns = {"at": _("Time"), "actor": _("Who"), "action": _("What"), "target": _("To"), "detail": _("Reason")}
     if "format" in request.GET:
-        return {"table": Table({}, filter(is_wanted, entries), export_max=None)}
+        return {"table": Table(columns, filter(is_wanted, entries), export_max=None)}
     rows, cursor = [], None
     for looked_at, row in enumerate(entries, 1):
         if is_wanted(row):
@@ -559,7 +559,6 @@ def audit(request: HttpRequest) -> dict[str, Any]:
         if len(rows) == PAGE or looked_at == AUDIT_SCAN_MAX:
             cursor = str(row["number"])
             break
-    columns = {"at": _("Time"), "actor": _("Who"), "action": _("What"), "target": _("To"), "detail": _("Reason")}
     empty = _("No such entry.") if is_filtered else _("Nobody has changed anything yet.")
     if cursor:
         empty = _("None among the %s entries looked at; go on with older ones.") % f"{AUDIT_SCAN_MAX:,}"
