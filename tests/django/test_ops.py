@@ -448,7 +448,7 @@ wrong = [{"kind": "daily_at", "at": "25:00"}, {"kind": "daily_at"}, {"kind": "we
          {"kind": "daily_at", "at": "02:30", "time_zone": "Mars/Base"},
          {"kind": "daily_at", "at": "02:30", "command_name": "flush"}, {"kind": "daily_at", "at": "02:30", "name": "nightly"},
          {"kind": "daily_at", "at": "02:30", "default_args_json": '["--nonsense"]'},
-         {"kind": "daily_at", "at": "02:30", "default_args_json": "{"}]
+         {"kind": "daily_at", "at": "02:30", "default_args_json": "{"}, {"kind": "event", "event_type": "order.>"}]
 refused = []
 for one in wrong:
     page = post(admin, "/ops/definitions/new/", **{**fields, **one})
@@ -458,7 +458,8 @@ for one in wrong:
     refused.append([page.status_code, [re.search(r'name="([^"]*)"', block)[1] for block in blocks if 'class="problem"' in block]])
 right = [{"kind": "daily_at", "at": "02:30"}, {"kind": "weekly", "at": "02:30", "days": ["mon", "thu"]},
          {"kind": "hourly_at_minute", "minute": "0"}, {"kind": "every_n_minutes", "every": "15"},
-         {"kind": "cron", "cron": "0 2 * * *"}, {"kind": "event", "event_type": "order.>"}]
+         {"kind": "cron", "cron": "0 2 * * *"},
+         {"kind": "event", "event_type": "order.>", "command_name": "probe", "default_args_json": '["say"]'}]
 saved, shown = [], []
 for number, one in enumerate(right):
     name = f"new-{number}"
@@ -473,7 +474,7 @@ print(json.dumps([refused, saved, shown]))
     )
 
     places = ["at", "at", "days", "days", "minute", "every", "cron", "cron", "event_type", "kind", "time_zone", "command_name"]
-    assert refused == [[200, [place]] for place in [*places, "name", "default_args_json", "default_args_json"]]
+    assert refused == [[200, [place]] for place in [*places, "name", *["default_args_json"] * 3]], "the last: no --event"
     assert saved == [
         ["time", "daily_at", "02:30", ""],
         ["time", "weekly", "mon,thu 02:30", ""],

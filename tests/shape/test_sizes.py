@@ -23,6 +23,7 @@ LONG_FILES: dict[str, str] = {
     "core/protocol.py": "each message of the protocol, and the check of outcomes that come over it",
     "core/store_messages.py": "requests, answers and the table of verbs, which must agree",
     "core/worker/machine.py": "one machine, with its records of leases and slots",
+    "django/ops/views.py": "each screen that both a project and a server have, with what it changes",
     "django/models.py": "all tables of the SQL store, the one source of its schema",
     "doors/http/virtual_connection.py": "connections to the server: of tokens, of transfers, and the waits on them",
     "server/server.py": "the broker's driver: its doors, turns and reads, with the settings of the process",

@@ -275,11 +275,9 @@ class Filter(msgspec.Struct, frozen=True, gc=False, kw_only=True, omit_defaults=
     text: str | None = None
     """Part of the job_id or of the error (Feature.FIND_TEXT)."""
     created_from: float | None = None
-    """Wall time at which a job was submitted, or later."""
     created_until: float | None = None
-    """Wall time before which it was submitted."""
-    definition_id: int | None = None
-    """Definition of a Django project whose run it is."""
+    """Wall times: a job was submitted at the first or later, and before the second."""
+    definition_id: int | None = None  # of the definition whose run it is
 
 
 class BlobClaim(msgspec.Struct, frozen=True, gc=False):
@@ -391,14 +389,12 @@ class Condemned(msgspec.Struct, frozen=True, gc=False):
 
 
 class AuditRow(msgspec.Struct, frozen=True, gc=False, kw_only=True, omit_defaults=True):
-    """A change of the tokens, and the actor who made it."""
+    """A change of the tokens, and the actor who made it; `number` grows with each."""
 
     number: int
-    """Grows with every entry."""
     at: float
     actor: str
     action: str
-    """token.create, token.revoke"""
     target: str
     detail: str = ""
 

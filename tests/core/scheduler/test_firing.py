@@ -22,9 +22,12 @@ from tasuki.core.scheduler.firing import (
     arguments_of,
     check_definition,
     check_event,
+    definition_of,
     due_times,
+    event_run_id,
     is_for,
     plan_runs,
+    run_id,
     run_of_event,
     runs_of,
     settled_before,
@@ -194,6 +197,12 @@ def test_a_run_by_hand_is_for_one_definition_only_also_a_disabled_one() -> None:
     assert is_for(event, replace(EVERY_MINUTE, enabled=False))
     assert not is_for(event, others)
     assert run_of_event(EVERY_MINUTE, event).spec.args == ("tick",)
+    assert run_of_event(EVERY_MINUTE, replace(event, payload_json="[1]")).spec.args == ("tick", "--event=[1]")
+
+
+def test_the_id_of_a_run_names_its_definition() -> None:
+    assert [definition_of(run_id(7, 1_767_225_600)), definition_of(event_run_id(12, 7))] == [7, 7]
+    assert {definition_of(other) for other in ("d7", "7-12", "xd7-12", "e12-7-1", "01a1f193-8a7b-7220")} == {None}
 
 
 @pytest.mark.parametrize(

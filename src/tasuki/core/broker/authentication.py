@@ -139,7 +139,7 @@ def _welcome(
         _check_owner(state, identity, hello.worker_id)
         state.sessions[session.conn] = TransferSession(**common, worker_id=hello.worker_id, incarnation=hello.incarnation)
     elif isinstance(hello, protocol.HelloWorker):
-        worker = _new_worker(state, common, hello, identity)
+        worker = _new_worker(state, common | {"agent": hello.agent[:200]}, hello, identity)
         commands += _replace_worker(state, worker)
         try:
             state.add_worker(worker)
@@ -200,7 +200,6 @@ def _new_worker(state: BrokerState, common: dict[str, Any], hello: protocol.Hell
         offer=checked_offer(hello.takes, hello.execs),
         version=min(protocol.PROTOCOL_VERSION, hello.version),
         caches=hello.caches,
-        agent=hello.agent[:200],
     )
 
 

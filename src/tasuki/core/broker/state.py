@@ -175,7 +175,6 @@ class WorkerSession(Session, kw_only=True):
     """Version of the protocol that both sides speak."""
     log_reads: int = 0
     agent: str = ""
-    """Its software and version, as it says."""
     caches: bool = False
     """It keeps files of caches."""
     held: bytes = b""
@@ -628,8 +627,7 @@ class BrokerState:
         return self.workers.get(only_worker(subject) or subject.rpartition(".")[2])
 
     def came_back(self, queues: Collection[ReadyQueue] | None, jobs: int) -> None:
-        """Let workers look for jobs that became ready other than by a submit: so many, or 0: an unknown number.
-        Queues None: it is not known which."""
+        """Let workers look for jobs that became ready other than by a submit. Queues None, jobs 0: it is not known which."""
         if queues is None:
             self.look_everywhere()
             self.cluster.everything = True
@@ -781,26 +779,22 @@ class BrokerState:
 
     def describe_servers(self) -> list[dict[str, object]]:
         """Describe all live servers for people, this one first."""
-        own: dict[str, object] = {"problem": self.disk_problem or self.store_problem or self.over_budget}
-        views: list[dict[str, object]] = [
+        problems = {self.config.server_id: self.disk_problem or self.store_problem}
+        return [
             {
                 "server_id": info.server_id,
                 "addresses": list(info.addresses),
                 "workers": len(info.workers),
                 "leads": info.epoch > 0,
                 "epoch": info.epoch or None,
-                "problem": info.blob_problem,
+                "problem": problems.get(info.server_id) or info.blob_problem,
             }
             for info in (self.info, *self.cluster.servers.values())
         ]
-        return [views[0] | own, *views[1:]]
 
     def describe_workers(self, now: float | None = None) -> list[dict[str, object]]:
-        """Describe all live workers for people, those of this server first; with the monotonic time, these also say how long ago
-        they were heard of."""
-        own = [worker.view(self.config.server_id) for worker in self._worker_infos()]
-        if now is not None:
-            for view, session in zip(own, self.workers.values(), strict=True):
-                view["heartbeat_age_s"] = round(max(0.0, now - session.heard_at), 1)
+        """Describe all live workers for people, those of this server first; `now`: also how long ago these were heard of."""
+        ages = ({} if now is None else {"heartbeat_age_s": round(now - one.heard_at, 1)} for one in self.workers.values())
+        own = [one.view(self.config.server_id) | age for one, age in zip(self._worker_infos(), ages, strict=True)]
         views = own + [worker.view(server_id) for server_id, worker in self.cluster.workers()]
         return [{**view, "detached": view["worker_id"] in self.cluster.detached} for view in views]

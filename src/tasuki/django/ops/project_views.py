@@ -18,7 +18,14 @@ from django.utils.formats import date_format
 from django.utils.translation import gettext as _
 from django.utils.translation import gettext_lazy as lazy
 
-from tasuki.core.scheduler.firing import ConcurrencyPolicy, DefinitionType, EventRow, arguments_of, is_for
+from tasuki.core.scheduler.firing import (
+    EVENT_ARGUMENT,
+    ConcurrencyPolicy,
+    DefinitionType,
+    EventRow,
+    arguments_of,
+    is_for,
+)
 from tasuki.core.scheduler.schedule import DAY_MINUTES, WEEKDAYS, ScheduleType, parse_schedule, preview, zone_of
 from tasuki.core.scheduler.thresholds import RANGES, Thresholds
 from tasuki.core.subject import check_subject
@@ -185,8 +192,10 @@ class DefinitionForm(forms.Form):
         self._row = row
         self.schedule: tuple[str, str] | None = None
         """Type and value of the schedule, if they are valid."""
-        commands = sorted({*allowed_commands(), *filter(None, [row.command_name])})
-        self.fields["command_name"].choices = [(name, name) for name in commands]  # type: ignore[attr-defined]
+        zones = {name for name in available_timezones() if "/" in name}  # not those of the machine, or of days gone by
+        for field, names in (("command_name", {*allowed_commands()}), ("time_zone", {"UTC", *zones})):
+            known = sorted({*names, *filter(None, [getattr(row, field)])})
+            self.fields[field].choices = [(name, name) for name in known]  # type: ignore[attr-defined]
         for name, kinds in _SHOWN_FOR.items():
             self.fields[name].shown_for = kinds  # type: ignore[attr-defined]
 
@@ -215,7 +224,8 @@ class DefinitionForm(forms.Form):
                 self.schedule = kind, value
             if not self.errors:
                 self._row.full_clean()
-                check_arguments(given["command_name"], arguments_of(given["default_args_json"]))
+                of_event = () if by_time else (f"{EVENT_ARGUMENT}null",)
+                check_arguments(given["command_name"], (*arguments_of(given["default_args_json"]), *of_event))
         except ValidationError as error:
             for name, texts in error.message_dict.items():
                 self.add_error(name if name in self.fields else names[-1] if name == "schedule_value" else None, texts)
@@ -363,6 +373,74 @@ def _matching(event_type: str) -> Table:
     return Table(columns, rows, {"name": "definition"}, empty=_("No definition matches: an event of this type has no run."))
 
 
+_EFFECTS = {
+    "skip_late_runs_after_seconds": (
+        lazy("Skip late runs after seconds"),
+        lazy("A run that has not started so long after its nominal time is skipped."),
+    ),
+    "log_retention_days_db": (
+        lazy("Log retention days db"),
+        lazy("Logs are rows of the database for so many days."),
+    ),
+    "leader_tick_seconds": (
+        lazy("Leader tick seconds"),
+        lazy("The leader looks for changes so often, and every node for changed settings."),
+    ),
+    "assign_ahead_seconds": (
+        lazy("Assign ahead seconds"),
+        lazy("A run is given to a worker so long before its time."),
+    ),
+    "heartbeat_interval_seconds": (
+        lazy("Heartbeat interval seconds"),
+        lazy("Each process is heard of so often."),
+    ),
+    "heartbeat_ttl_seconds": (
+        lazy("Heartbeat TTL seconds"),
+        lazy("A process that was not heard of for so long is taken to be dead."),
+    ),
+    "worker_detach_grace_seconds": (
+        lazy("Worker detach grace seconds"),
+        lazy("A worker that does not answer is detached no sooner."),
+    ),
+    "leader_stale_seconds": (
+        lazy("Leader stale seconds"),
+        lazy("A leader that was not seen for so long is suspected."),
+    ),
+    "leader_lock_ttl_seconds": (
+        lazy("Leader lock TTL seconds"),
+        lazy("The leader's lock ends so long after its last renewal."),
+    ),
+    "subleader_check_seconds": (
+        lazy("Subleader check seconds"),
+        lazy("Sub-leaders look after the leader so often."),
+    ),
+    "reassign_after_seconds": (
+        lazy("Reassign after seconds"),
+        lazy("A run that its worker has not started for so long goes to another."),
+    ),
+    "max_jobs_per_worker": (
+        lazy("Max jobs per worker"),
+        lazy("No worker runs more jobs at once; 0: as many as it has slots."),
+    ),
+    "continuation_retry_count": (
+        lazy("Continuation retry count"),
+        lazy("A worker that was cut off asks so often whether it may go on."),
+    ),
+    "continuation_retry_interval_seconds": (
+        lazy("Continuation retry interval seconds"),
+        lazy("It waits so long between two such questions."),
+    ),
+    "grpc_ping_timeout_seconds": (
+        lazy("gRPC ping timeout seconds"),
+        lazy("A worker has so long to answer a call."),
+    ),
+    "grpc_ping_failures": (
+        lazy("gRPC ping failures"),
+        lazy("A worker that did not answer so many calls in a row is suspected."),
+    ),
+}
+"""The label of each setting, and its effect."""
+
 SettingsForm = forms.modelform_factory(SchedulerSettings, exclude=["id"])
 
 
@@ -375,79 +453,9 @@ def settings(request: HttpRequest) -> HttpResponse | dict[str, Any]:
         changes = {name: form.cleaned_data[name] for name in form.changed_data}
         operations.change_settings(changes, actor=request.user)
         return back("settings", done=_("Saved. In force within two ticks."))
-    for name, (label, effect) in _effects().items():
+    for name, (label, effect) in _EFFECTS.items():
         least, most = RANGES[name]
         values = {"default": f"{getattr(DEFAULTS, name):,g}", "least": f"{least:g}", "most": f"{most:,.12g}"}
         form.fields[name].label = label
-        form.fields[name].help_text = effect + " " + _("Default %(default)s, from %(least)s to %(most)s.") % values
+        form.fields[name].help_text = f"{effect} " + _("Default %(default)s, from %(least)s to %(most)s.") % values
     return {"form": form}
-
-
-def _effects() -> dict[str, tuple[str, str]]:
-    """Return the label of each setting, and its effect."""
-    return {
-        "skip_late_runs_after_seconds": (
-            _("Skip late runs after seconds"),
-            _("A run that has not started so long after its nominal time is skipped."),
-        ),
-        "log_retention_days_db": (
-            _("Log retention days db"),
-            _("Logs are rows of the database for so many days."),
-        ),
-        "leader_tick_seconds": (
-            _("Leader tick seconds"),
-            _("The leader looks for changes so often, and every node for changed settings."),
-        ),
-        "assign_ahead_seconds": (
-            _("Assign ahead seconds"),
-            _("A run is given to a worker so long before its time."),
-        ),
-        "heartbeat_interval_seconds": (
-            _("Heartbeat interval seconds"),
-            _("Each process is heard of so often."),
-        ),
-        "heartbeat_ttl_seconds": (
-            _("Heartbeat TTL seconds"),
-            _("A process that was not heard of for so long is taken to be dead."),
-        ),
-        "worker_detach_grace_seconds": (
-            _("Worker detach grace seconds"),
-            _("A worker that does not answer is detached no sooner."),
-        ),
-        "leader_stale_seconds": (
-            _("Leader stale seconds"),
-            _("A leader that was not seen for so long is suspected."),
-        ),
-        "leader_lock_ttl_seconds": (
-            _("Leader lock TTL seconds"),
-            _("The leader's lock ends so long after its last renewal."),
-        ),
-        "subleader_check_seconds": (
-            _("Subleader check seconds"),
-            _("Sub-leaders look after the leader so often."),
-        ),
-        "reassign_after_seconds": (
-            _("Reassign after seconds"),
-            _("A run that its worker has not started for so long goes to another."),
-        ),
-        "max_jobs_per_worker": (
-            _("Max jobs per worker"),
-            _("No worker runs more jobs at once; 0: as many as it has slots."),
-        ),
-        "continuation_retry_count": (
-            _("Continuation retry count"),
-            _("A worker that was cut off asks so often whether it may go on."),
-        ),
-        "continuation_retry_interval_seconds": (
-            _("Continuation retry interval seconds"),
-            _("It waits so long between two such questions."),
-        ),
-        "grpc_ping_timeout_seconds": (
-            _("gRPC ping timeout seconds"),
-            _("A worker has so long to answer a call."),
-        ),
-        "grpc_ping_failures": (
-            _("gRPC ping failures"),
-            _("A worker that did not answer so many calls in a row is suspected."),
-        ),
-    }

@@ -633,17 +633,8 @@ class FilterFields(NamedTuple):
     def passes(self, filter: Filter) -> bool:
         record, facts = self.record, self.facts
         texts = (self.job_id, *codec.outcome_texts(self.outcome)) if filter.text is not None else ()
-        return is_wanted(
-            filter,
-            self.job_id,
-            record.state,
-            facts.subject,
-            facts.submitter,
-            record.assigned_worker_id,
-            facts.array_id,
-            float(record.created_at),
-            texts,
-        )
+        origin = facts.subject, facts.submitter, record.assigned_worker_id, facts.array_id, float(record.created_at)
+        return is_wanted(filter, self.job_id, record.state, *origin, texts)
 
 
 # ---------------------------------------------------------------------------------------------------- calls
