@@ -59,7 +59,7 @@ class Terminal:
             return shown if all(text in shown for text in texts) and not (without and without in shown) else ""
 
         try:
-            return until(look, 30.0, f"the terminal shows {texts}")
+            return until(look, 60.0, f"the terminal shows {texts}")
         except AssertionError as error:
             raise AssertionError(f"{error}; it shows:\n{self.text}") from None
 

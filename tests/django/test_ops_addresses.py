@@ -21,6 +21,8 @@ pytestmark = pytest.mark.e2e
 WITHOUT_SESSION = {"login", "logout", "language", "asset"}
 OF_SERVERS = {"result", "tokens", "caches"}
 OF_PROJECTS = {"definitions", "new_definition", "definition", "events", "settings"}
+AGENTS = {"TASUKI_URL": "agents:http://127.0.0.1:9"}
+"""Names a node agent that does not answer: then there is a screen for agents."""
 OPERATED = {"jobs", "dead", "run", "definitions", "events"}
 """Screens whose POST needs the permission of an operator; that of all others needs more, or is refused to everybody."""
 ADDRESSES = """
@@ -34,7 +36,7 @@ addresses = {
 
 
 def test_every_address_of_a_project_answers_each_person_as_their_permissions_say(tmp_path: Path) -> None:
-    site = DjangoSite(tmp_path)
+    site = DjangoSite(tmp_path, **AGENTS)
     site.migrate()
     found: dict[str, dict[str, Any]] = site.ask(
         SCREENS
@@ -102,7 +104,7 @@ def addresses(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 def test_every_address_of_a_server_is_for_admins_alone(tmp_path: Path, addresses: dict[str, str]) -> None:
-    with start_server(tmp_path, "--http", "127.0.0.1:0") as server:
+    with start_server(tmp_path, "--http", "127.0.0.1:0", env=AGENTS) as server:
         url = http_of(server)
         with server.client() as client, start_worker(server, "--exec", "say=/bin/echo {args}", command=True):
             client.submit(exec="say", args=["hello"], job_id="seen").outcome(30)

@@ -68,7 +68,7 @@ class SchedulerCoordination(RedisCoordination):
         if me.led_ago_s is not None:
             self._command("SET", f"{PREFIX}:leader:last_seen_ts", now_s - me.led_ago_s)
             degraded = bool(self._command("DEL", f"{PREFIX}:leader:degrade")) or degraded
-        seen_s = self.led_ago_s()
+        seen_s = self._led_ago_s(now_s)
         expelled = frozenset(name for name, actor in flags.items() if actor == b"1")
         degraded = degraded and me.led_ago_s is not None
         return View(tuple(self._live(now_s, seen)), frozenset(flags), degraded, seen_s, expelled)
@@ -100,8 +100,11 @@ class SchedulerCoordination(RedisCoordination):
 
     def led_ago_s(self) -> float | None:
         """Return how long ago the store took the last turn of a leader; None: there was none yet."""
+        return self._led_ago_s(self._now_s())
+
+    def _led_ago_s(self, now_s: float) -> float | None:
         led_at = self._command("GET", f"{PREFIX}:leader:last_seen_ts")
-        return None if led_at is None else self._now_s() - float(led_at)
+        return None if led_at is None else now_s - float(led_at)
 
     def heartbeat_ages(self) -> dict[str, float]:
         return self._ages(f"{PREFIX}:members")
