@@ -114,20 +114,6 @@ def test_ctrl_c_ends_it_as_any_command_and_gives_the_terminal_back(terminal: Ter
     assert "Traceback" not in terminal.text
 
 
-def test_a_terminal_that_becomes_narrow_has_fewer_columns_and_every_part(
-    served: tuple[User, Running], terminal: Terminal
-) -> None:
-    terminal.enter(TOP)
-    terminal.wait_for("HOST", "SERVER", "q: quit")
-    terminal.resize(36, 14)
-    shown = terminal.wait_for("WORKER", "SLOTS", "q: quit", without="HOST")
-
-    lines = shown.splitlines()
-    assert lines[0].startswith("tasuki, ")
-    assert lines[0].rstrip().endswith("…"), "a line that is too long is cut, not wrapped"
-    assert max(map(len, lines)) <= 36
-
-
 def test_a_server_that_is_away_is_waited_for(tmp_path: Path) -> None:
     user = User(tmp_path)
     options = ("up", "--tcp", "127.0.0.1:0", "--no-http", "--slots", "1")
