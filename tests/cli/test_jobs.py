@@ -426,8 +426,9 @@ def test_stats_work_with_thousands_of_groups(tmp_path: Path) -> None:
         lately = json.loads(server.tasuki("stats", "--groups", "--limit", "3000", "--json").stdout)["groups"]
 
     assert (len(first), first["(other)"]["pending"]) == (1_001, 1_100)
-    assert set(everything) == set(lately) == set(names)
-    assert {row["submitted"] for row in lately.values()} == {1}
+    assert set(everything) == set(names)
+    assert set(names) <= set(lately)
+    assert sum(row["submitted"] for row in lately.values()) == len(names)  # past a number of groups a minute's others are one
 
 
 def test_of_several_jobs_those_that_are_known_are_shown(served: Served) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tasuki import Client
-from tasuki.core.job import JobSpec
+from tasuki.core.job import InputFile, JobSpec
 from tasuki.core.routing import Ring
 from tests.e2e.stage import LEAD_TTL_S, LEASE_TTL_S, LOST_WITHIN_S, SOON_S, Ledger, jobs_worker, wait_until_met
 from tests.support.processes import ServerProcess, WorkerProcess, start_server, start_worker
@@ -125,7 +125,7 @@ def routed_pair(tmp_path: Path, postgres_url: str) -> Iterator[list[ServerProces
         yield [one, two]
 
 
-def test_sticky_keys_stay_with_their_workers_at_two_servers_and_only_those_of_one_that_left_move(
+def test_sticky_keys_stay_with_their_workers_at_two_servers_and_only_those_of_one_that_left_or_joined_move(
     routed_pair: list[ServerProcess],
 ) -> None:
     one, two = routed_pair
@@ -152,8 +152,45 @@ def test_sticky_keys_stay_with_their_workers_at_two_servers_and_only_those_of_on
         leaving.stop()
         until(lambda: all(len(known(server)) == 2 for server in routed_pair), what="both servers know that one has left")
         third = owners("third")
-
         assert {key for key in first if third[key] != first[key]} == {key for key in first if first[key] == "w3"}
+
+        # and: one that joins takes its own keys, and no other one moves
+        workers.enter_context(start_worker(one, "--worker-id", "w4"))
+        until(lambda: all(len(known(server)) == 3 for server in routed_pair), what="both servers know that one has joined")
+        fourth = owners("fourth")
+        assert {fourth[key] for key in third if fourth[key] != third[key]} == {"w4"}
+
+
+def test_jobs_go_where_their_cached_inputs_are_as_heartbeats_tell(tmp_path: Path) -> None:
+    scene = tmp_path / "scene.bin"
+    scene.write_bytes(b"x" * 100_000)
+    sees = ("--exec", "see=/bin/cat {args}", "--subject", "render.>")
+    caches = {name: ("--cache", str(tmp_path / name)) for name in ("holder", "other")}
+    with (
+        start_server(tmp_path, "--lease-ttl", str(LEASE_TTL_S), "--route", "render.>=cache-affinity") as server,
+        server.client() as client,
+        start_worker(server, *sees, "--worker-id", "holder", *caches["holder"], command=True),
+    ):
+        # given: files that were put on the one worker that was there
+        put = server.tasuki("cache", "put", "scene", str(scene), "--require", "all")
+        assert put.returncode == 0, put.stderr
+        with start_worker(server, *sees, "--worker-id", "other", *caches["other"], command=True):
+            until(lambda: len(known(server)) == 2, what="another worker has joined")
+            until(lambda: bool(held(server)["holder"]), what="a heartbeat has told what the first one holds")
+            assert not held(server)["other"]
+
+            # when: jobs with that input come, one after the other: both workers are idle
+            files = [InputFile("scene.bin", cache=("scene", "scene.bin"))]
+            jobs = [client.submit(subject="render.x", exec="see", args=["in/scene.bin"], files=files) for _ in range(6)]
+            for job in jobs:
+                assert job.outcome(SOON_S).state == "SUCCEEDED"
+
+            # then: all are done where the file is
+            assert {client.status(job.job_id).assigned_worker_id for job in jobs} == {"holder"}
+
+
+def held(server: ServerProcess) -> dict[str, str]:
+    return {worker["worker_id"]: worker.get("held", "") for worker in json.loads(server.tasuki("workers", "--json").stdout)}
 
 
 def test_explain_says_by_which_policy_a_job_is_where_it_is_and_why_another_waits(tmp_path: Path, ledger: Ledger) -> None:
