@@ -25,6 +25,8 @@ class Terminal:
         require("tmux", shutil.which("tmux") is not None, "make system-deps")
         self._socket = folder / "tmux"
         self._env = {**user.environ, "TERM": "xterm-256color", "LC_ALL": "C.UTF-8", "TMUX": ""}
+        for name in ("COLUMNS", "LINES"):  # pytest's processes have them; programs would believe them instead of the window
+            self._env.pop(name, None)
         self._tmux("-f", "/dev/null", "new-session", "-d", "-x", "100", "-y", "30", "sh")
 
     def _tmux(self, *words: str) -> str:
@@ -112,6 +114,20 @@ def test_ctrl_c_ends_it_as_any_command_and_gives_the_terminal_back(terminal: Ter
     terminal.enter(f"echo code $?; {SETTINGS}")
     terminal.wait_for("code 130", "\nicanon,echo")
     assert "Traceback" not in terminal.text
+
+
+def test_a_terminal_that_becomes_narrow_has_fewer_columns_and_every_part(
+    served: tuple[User, Running], terminal: Terminal
+) -> None:
+    terminal.enter(TOP)
+    terminal.wait_for("HOST", "SERVER", "q: quit")
+    terminal.resize(36, 14)
+    shown = terminal.wait_for("WORKER", "SLOTS", "q: quit", without="HOST")
+
+    lines = shown.splitlines()
+    assert lines[0].startswith("tasuki, ")
+    assert lines[0].rstrip().endswith("…"), "a line that is too long is cut, not wrapped"
+    assert max(map(len, lines)) <= 36
 
 
 def test_a_server_that_is_away_is_waited_for(tmp_path: Path) -> None:
