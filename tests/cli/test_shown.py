@@ -37,7 +37,7 @@ EVIL = "\x1b]0;pwned\x07\x1b[2J\x9b31mred\x7f\u202ecod.exe\r\nfaked"
 SECRET = "hunter2"
 ADDRESS_OPTIONS = {
     "--to", "--store", "--blobs", "--coordination", "--registry", "--results", "--inputs", "--advertise", "--tcp", "--http",
-    "--listen", "--agents", "--peers", "--presign-endpoint",
+    "--listen", "--agents", "--peers", "--presign-endpoint", "--webhook",
 }  # fmt: skip
 WITH_PASSWORD = [
     f"redis://:{SECRET}@127.0.0.1:1/0",

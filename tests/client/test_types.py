@@ -200,7 +200,7 @@ def test_answers_are_structs_with_the_names_of_the_json(server: ServerProcess) -
         assert isinstance(client.explain("typed").story[0], JobIncident)
         assert client.counts()["math"].succeeded >= 1
         [worker] = [worker for worker in client.workers() if "math.square" in worker.patterns]
-        assert set(client.call("workers")[0]) - set(worker.__struct_fields__) == {"addressed", "owner", "held"}
+        assert set(client.call("workers")[0]) - set(worker.__struct_fields__) == {"addressed", "owner", "held", "ttl_s"}
 
 
 def test_a_handle_is_awaited_decoded_asked_and_canceled(server: ServerProcess) -> None:

@@ -62,7 +62,10 @@ class ExitCode(enum.IntEnum):
     UNAVAILABLE = 5, "no server, too busy, disk full, or out of time: try again"
     CONFLICT = 6, "the job id exists with another body"
     TIME_LIMIT = 124, "run: the job passed its time limit"
-    COULD_NOT_RUN = 125, "run: an error of tasuki's own, instead of 1 and 3 to 6, or outputs were left out; see stderr"
+    COULD_NOT_RUN = (
+        125,
+        "run: an error of tasuki's own, instead of 1 and 3 to 6; run, result: outputs were left out; see stderr",
+    )
     INTERRUPTED = 130, "Ctrl-C; 128+n: ended by signal n"
     BROKEN_PIPE = 141, "run: nobody reads the output any more; the job is canceled"  # as of a program that SIGPIPE ends
 

@@ -175,6 +175,10 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True, repr_omit_defaults
     address: str = ""
     on_disconnect: str = "stop"
     detached: bool = False
+    agent: str = ""
+    """Its program and version."""
+    heartbeat_age_s: float | None = None
+    """Time since its last heartbeat. None: it is connected to another server."""
 
 
 def read_answer(answer: Any, kind: type[T]) -> T:

@@ -115,6 +115,7 @@ class ScaleSystem:
         ]
         self.coordination.servers = self.servers
         self.workers = [self._worker(number) for number in range(options.workers)]
+        self.coordination.workers = {worker.name: worker for worker in self.workers}
         self.clients = [self._client(number) for number in range(options.clients)]
         self.disasters: list[Disaster] = []
         self.queue: list[tuple[float, int, int]] = []

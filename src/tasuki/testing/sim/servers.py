@@ -543,7 +543,8 @@ class SimServer(SimProcess, ServerNode):
         policy = self.sim.options.policy if self.name.endswith("1") else ""
         routes = (SubjectRoute(">", Policy(policy)),) if policy else ()
         options = self.sim.options
-        self._begin(epoch, retention_s=options.retention_s, begin_within_s=options.begin_within_s, routes=routes)
+        begin_within_s = events.BEGIN_WITHIN_S if options.begin_within_s is None else options.begin_within_s
+        self._begin(epoch, retention_s=options.retention_s, begin_within_s=begin_within_s, routes=routes)
         assert self.broker is not None
         self.broker.grpc_address = self.name
         self.broker.upkeep.ahead = FireOrder(FIRE_BATCH, self.sim.options.ahead_s or 0.0, REASSIGN_AFTER_S)
