@@ -52,7 +52,7 @@ from tasuki.errors import StaleEpoch, TasukiError
 FIRE_INTERVAL_S = 1.0  # looking for changed definitions and new events
 FIRE_BATCH = 256
 DUTY_INTERVAL_S = 0.25  # reaping, skipping and promoting: three index seeks when there is nothing to do
-IDLE_DUTY_INTERVAL_S = 0.5  # when the last look found nothing, and no attempt runs at this server.
+IDLE_DUTY_INTERVAL_S = 0.5  # when the last look found nothing, and no attempt runs at this server
 PRUNE_INTERVAL_S = 10.0
 PRUNE_BATCH = 256  # jobs deleted in one turn: small, so that pruning never stalls the hot path
 PRUNE_AGAIN = 128  # jobs pruned in one turn: then there may be many more, and the next turn goes on; fewer wait for the interval
