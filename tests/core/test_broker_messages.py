@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import itertools
 
+import msgspec
 import pytest
 
 from tasuki.core.access import Identity, PeerKind, in_scope
 from tasuki.core.broker.events import ClusterView, Deliver, Relay, Relayed
-from tasuki.core.message_routes import SUBSCRIPTIONS_MAX, MessageRoutes
+from tasuki.core.broker.state import QUEUES_MAX, SUBSCRIBERS_MAX
 from tasuki.core.protocol import (
     MESSAGE_PAYLOAD_MAX_BYTES,
     NO_RECEIVERS,
@@ -18,7 +19,8 @@ from tasuki.core.protocol import (
     Reply,
     Request,
 )
-from tasuki.errors import Forbidden, InvalidInput, Overloaded
+from tasuki.core.subscribers import QUEUES_TOLD_MAX, SUBSCRIPTIONS_MAX, Subscribers
+from tasuki.errors import Forbidden, InvalidInput
 from tests.core.broker_stage import BrokerStage
 
 INBOX = "_INBOX.9f86d081884c7d659a2feaa0c55ad015"
@@ -121,20 +123,41 @@ def test_a_question_that_nobody_hears_is_answered_so() -> None:
 
 
 def test_a_connection_and_a_token_have_so_many_subscriptions() -> None:
-    routes = MessageRoutes()
-    for number in range(SUBSCRIPTIONS_MAX):
-        routes.add(1, f"a.{number}")
-    with pytest.raises(Overloaded, match="use wider patterns"):
-        routes.add(1, "b")
-    routes.add(2, "b")
-    routes.forget(1)
-    assert (routes.of(1), routes.of(2), routes.find("a.7").conns) == (0, 1, ())
+    stage = BrokerStage()
+    conns = [stage.client(token_id="a") for _ in range(SUBSCRIBERS_MAX // SUBSCRIPTIONS_MAX + 1)]
+    taken = [subscribe(stage, conn, f"a.{number}") for conn in conns[:-1] for number in range(SUBSCRIPTIONS_MAX)]
+    assert {type(answer) for answer in taken} == {Reply}
+
+    refused, late = subscribe(stage, conns[0], "b"), subscribe(stage, conns[-1], "b")
+
+    assert isinstance(refused, ErrorMessage)
+    assert isinstance(late, ErrorMessage)
+    assert ("use wider patterns" in refused.message, "subscriptions to messages" in late.message) == (True, True)
+    stage.close(conns[0])
+    assert isinstance(subscribe(stage, conns[-1], "b"), Reply)
+
+
+def test_a_token_has_so_many_queue_groups_which_its_connections_share() -> None:
+    stage = BrokerStage()
+    *full, last = [stage.client(token_id="a") for _ in range(QUEUES_MAX // SUBSCRIPTIONS_MAX + 1)]
+    for conn, number in itertools.product(full, range(SUBSCRIPTIONS_MAX)):
+        assert isinstance(subscribe(stage, conn, f"a.{conn}.{number}", "g"), Reply)
+
+    refused = subscribe(stage, last, "b", "g")
+
+    assert isinstance(refused, ErrorMessage)
+    assert refused.code == "OVERLOADED"
+    assert publish(stage, last, *to("b")) == {}
+    assert isinstance(subscribe(stage, last, f"a.{full[0]}.7", "g"), Reply)  # a further member of a group
+    assert isinstance(subscribe(stage, stage.client(token_id="b"), "b", "g"), Reply)  # another token
+    assert isinstance(subscribe(stage, full[0], f"a.{full[0]}.8", "g", verb="unsubscribe"), Reply)
+    assert isinstance(subscribe(stage, last, "b", "g"), Reply)
 
 
 @pytest.mark.parametrize("queue", ["x" * 65, "a\nb"])
 def test_a_queue_group_has_a_name_that_can_be_shown(queue: str) -> None:
     with pytest.raises(InvalidInput, match="queue group"):
-        MessageRoutes().add(1, "a", queue)
+        Subscribers().add(1, "a", queue)
 
 
 # --- what may be published
@@ -311,6 +334,35 @@ def test_a_queue_group_over_several_servers_gets_a_message_once() -> None:
     assert pair.publish(here, *to("x.1", "y.1")) == ([], ["x.1@g"])
     subscribe(pair.a, here, "x.>", "g")
     assert pair.publish(here, *to("x.1")) == (["x.1@g"], [])  # a member that is near is served first
+
+
+def test_queue_groups_at_other_servers_that_do_not_match_cost_a_message_nothing() -> None:
+    pair = Pair()
+    here = pair.a.client(token_id="a")
+    queues = tuple((f"x.{number}.*", "g") for number in range(QUEUES_TOLD_MAX))
+    told = msgspec.structs.replace(pair.b.broker.info, queues=queues)
+    pair.a.apply(ClusterView((told,), frozenset()))
+
+    pair.publish(here, *to("x.7.a"))
+
+    [relayed] = [command for command in pair.a.others if isinstance(command, Relay)]
+    assert [message.queues for message in relayed.messages] == [{"g": "b"}]
+    assert pair.a.broker.cluster.members.nodes_visited < 10
+    pair.a.apply(ClusterView((msgspec.structs.replace(told, queues=queues[:7]),), frozenset()))
+    pair.publish(here, *to("x.7.b"))
+    assert [command.messages[0].queues for command in pair.a.others if isinstance(command, Relay)] == [{}]
+
+
+def test_a_server_tells_others_of_so_many_queue_groups() -> None:
+    there: Subscribers[int] = Subscribers()
+    for number in range(QUEUES_TOLD_MAX + 1):
+        there.add(number, f"x.{number}", "g")
+    there.add(QUEUES_TOLD_MAX + 1, "x.0", "g")
+
+    assert (len(there.queues), there.queues[0]) == (QUEUES_TOLD_MAX, ("x.0", "g"))
+    there.remove(0, "x.0", "g")
+    there.remove(QUEUES_TOLD_MAX + 1, "x.0", "g")
+    assert (len(there.queues), there.queues[-1]) == (QUEUES_TOLD_MAX, (f"x.{QUEUES_TOLD_MAX}", "g"))
 
 
 def test_an_answer_finds_the_inbox_at_another_server_and_stays_here_if_it_is_here() -> None:

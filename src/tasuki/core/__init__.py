@@ -10,6 +10,7 @@ number or I/O. Every part may import `core`; `core` imports `tasuki.errors` and 
     failover/                                one job over several node agents
     scheduler/                               nominal times of definitions, and the runs that are due
     election, cluster_messages               the leader's election; messages between servers that share a store
+    subscribers                              receivers of published messages, here and at other servers
     shares, statistics                       counts per owner with a limit; counts by group and minute
     explain, reconnect, backoff              reasons for a job's state; when and where to connect again
     address, ranges, presigned, apps         addresses; HTTP ranges; answers about presigned URLs; jobs of apps

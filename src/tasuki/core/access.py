@@ -17,9 +17,9 @@ from functools import lru_cache
 import msgspec
 
 from tasuki.core.job import check_name
-from tasuki.core.message_routes import INBOX
 from tasuki.core.store_messages import TokenRow
 from tasuki.core.subject import DEFAULT_SUBJECT, check_pattern, intersects, matches
+from tasuki.core.subscribers import INBOX
 from tasuki.errors import Forbidden, InvalidInput, Unauthorized, quoted
 
 TOKEN_PREFIXES = {"admin": "tsk_a_", "client": "tsk_c_", "worker": "tsk_w_", "enrol": "tsk_e_"}

@@ -1,5 +1,8 @@
 """Shares: the part of a bounded thing that one owner may have, so that no owner takes all of it. Pure."""
 
+from collections import Counter
+from collections.abc import Collection, Hashable
+
 from tasuki.errors import Overloaded, TasukiError
 
 
@@ -43,3 +46,24 @@ class Shares:
     def __len__(self) -> int:
         """Return the number of owners that have something."""
         return len(self._taken)
+
+
+class SharedItems:
+    """Items that several peers of one owner may use at once: each counts once for its owner, however many use it."""
+
+    def __init__(self, limit: int, unit: str) -> None:
+        self._shares = Shares(limit, unit)
+        self._users: Counter[tuple[str, Hashable]] = Counter()
+
+    def use(self, owner: str, items: Collection[Hashable]) -> None:
+        """Add one user of each item, or raise Overloaded and add none."""
+        self._shares.take(owner, sum(1 for item in items if not self._users[owner, item]))
+        self._users.update((owner, item) for item in items)
+
+    def leave(self, owner: str, items: Collection[Hashable]) -> None:
+        """Take one user of each item away."""
+        for item in items:
+            self._users[owner, item] -= 1
+            if not self._users[owner, item]:
+                del self._users[owner, item]
+                self._shares.give_back(owner)

@@ -16,7 +16,6 @@ from types import TracebackType
 from typing import Any, Self
 
 from tasuki.core.message_requests import AddSubscription, MessageEvent, PublishNow, RemoveSubscription, SubscriptionAnswered
-from tasuki.core.message_routes import INBOX
 from tasuki.core.protocol import (
     BATCH_BYTES,
     BATCH_MAX,
@@ -30,6 +29,7 @@ from tasuki.core.protocol import (
     published_bytes,
 )
 from tasuki.core.subject import SubjectTrie, check_pattern, matches
+from tasuki.core.subscribers import INBOX
 from tasuki.core.units import shown_duration
 from tasuki.errors import DeadlineExceeded, NotFound, TasukiError, Unavailable, WrongType
 from tasuki.event_loop import ignore_result

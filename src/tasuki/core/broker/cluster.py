@@ -34,6 +34,7 @@ def met(state: BrokerState, event: ClusterView) -> None:
     """Note the live servers, and the workers that get no more work."""
     cluster = state.cluster
     cluster.servers = {info.server_id: info for info in event.servers if info.server_id != state.config.server_id}
+    cluster.learn_members()
     state.routed.left.clear()
     if state.routed.learn(route for info in cluster.servers.values() for route in info.routes):
         state.look_everywhere()

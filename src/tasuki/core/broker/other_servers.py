@@ -6,10 +6,13 @@ is carried out, and leaves as one `Hint`; `core/cluster_messages.py` says what a
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Iterator
 
 from tasuki.core.broker.events import Command, Publish
 from tasuki.core.cluster_messages import Hint, ServerInfo, WorkerInfo
+from tasuki.core.subscribers import QUEUES_TOLD_MAX, Subscribers
+from tasuki.errors import TasukiError
 
 READY_SUBJECTS_MAX = 512  # more subjects in one turn are told to other servers as "everything"; reading these takes them 2 ms
 
@@ -25,6 +28,9 @@ class OtherServers:
         """Time since the last heartbeat of each server."""
         self.subscriptions: dict[str, tuple[tuple[str, tuple[str, ...], bool], ...]] = {}
         """By server: its workers, their patterns, and whether they can be addressed."""
+        self.members: Subscribers[str] = Subscribers(QUEUES_TOLD_MAX)
+        """Members of queue groups, by server."""
+        self._queues_told: dict[str, tuple[tuple[str, str], ...]] = {}
         self.poll_at = 0.0
         self.polled: Iterator[str] = iter(())
         """Watched jobs that this round of polls has not asked about yet."""
@@ -40,6 +46,21 @@ class OtherServers:
         self.moved: list[tuple[str, str, str]] = []
         self.tokens: list[str] = []
         self.everything = False
+
+    def learn_members(self) -> None:
+        """Note which queue groups have members at the servers that are alive now."""
+        for server_id in self._queues_told.keys() - self.servers.keys():
+            self.members.forget(server_id)
+            del self._queues_told[server_id]
+        for server_id, info in self.servers.items():
+            before = self._queues_told.get(server_id, ())
+            if info.queues != before:
+                self._queues_told[server_id] = info.queues
+                for pattern, queue in set(before) - set(info.queues):
+                    self.members.remove(server_id, pattern, queue)
+                for pattern, queue in info.queues:
+                    with contextlib.suppress(TasukiError):  # of another version, which allows more
+                        self.members.add(server_id, pattern, queue)
 
     def add_ready(self, subjects: Iterable[str], jobs: int) -> None:
         """Add so many ready jobs, spread over these subjects, to the hint; 0: it is not known how many."""

@@ -13,8 +13,8 @@ from tasuki.core.broker.events import Command, Deliver, Relay
 from tasuki.core.broker.state import BrokerState, Session
 from tasuki.core.cluster_messages import RelayedMessage
 from tasuki.core.machine import Send
-from tasuki.core.message_routes import INBOX, MessageRoute
-from tasuki.core.subject import group_of, matches
+from tasuki.core.subject import group_of
+from tasuki.core.subscribers import INBOX, Receivers
 from tasuki.errors import InvalidInput, TasukiError
 
 VERBS = SUBSCRIBE, UNSUBSCRIBE = "subscribe", "unsubscribe"
@@ -64,7 +64,7 @@ def publish(state: BrokerState, session: Session, message: protocol.PublishMessa
 
 
 def route(state: BrokerState, items: Sequence[protocol.PublishedMessage]) -> list[Command]:
-    """Return the commands that deliver messages to the subscribers of this server, those of one route together."""
+    """Return the commands that deliver messages to the subscribers of this server, those with the same receivers together."""
     commands: list[Command] = []
     find = state.messages.find
     start, before = 0, None
@@ -79,21 +79,21 @@ def route(state: BrokerState, items: Sequence[protocol.PublishedMessage]) -> lis
     return commands
 
 
-def _deliver(state: BrokerState, route: MessageRoute, items: Sequence[protocol.PublishedMessage]) -> list[Command]:
+def _deliver(state: BrokerState, receivers: Receivers[int], items: Sequence[protocol.PublishedMessage]) -> list[Command]:
     commands: list[Command] = []
-    if route.conns:
-        commands.append(Deliver(route.conns, protocol.DeliverMessages(list(items))))
-    for queue, members in route.queues.items():
+    if receivers.places:
+        commands.append(Deliver(receivers.places, protocol.DeliverMessages(list(items))))
+    for queue, members in receivers.queues.items():
         turn = state.next_member
         state.next_member += len(items)
         for place, conn in enumerate(members):
             share = items[(place - turn) % len(members) :: len(members)]
             if share:
                 commands.append(Deliver((conn,), protocol.DeliverMessages(list(share), queue)))
-    if not route and not state.cluster.servers:
+    if not receivers and not state.cluster.servers:
         answers = [protocol.PublishedMessage(item.reply_to, b"", "", protocol.NO_RECEIVERS) for item in items if item.reply_to]
         for answer in answers:
-            if waiting := state.messages.find(answer.subject).conns:
+            if waiting := state.messages.find(answer.subject).places:
                 commands.append(Deliver(waiting, protocol.DeliverMessages([answer])))
     return commands
 
@@ -112,14 +112,10 @@ def _relay(state: BrokerState, items: Sequence[protocol.PublishedMessage]) -> li
         if item.subject.startswith(INBOX) and here:
             continue
         queues = dict.fromkeys(here.queues, state.config.server_id)
-        others: dict[str, list[str]] = {}
-        for server_id, info in state.cluster.servers.items():
-            for pattern, queue in info.queues:
-                if queue not in queues and matches(pattern, item.subject):
-                    others.setdefault(queue, []).append(server_id)
-        for queue, server_ids in others.items():
-            state.next_member += 1
-            queues[queue] = server_ids[state.next_member % len(server_ids)]
+        for queue, server_ids in state.cluster.members.find(item.subject).queues.items():
+            if queue not in queues:
+                state.next_member += 1
+                queues[queue] = server_ids[state.next_member % len(server_ids)]
         messages.append(RelayedMessage(item, queues))
     return [Relay(messages)] if messages else []
 
@@ -130,8 +126,8 @@ def relayed(state: BrokerState, messages: Sequence[RelayedMessage]) -> list[Comm
     for relayed in messages:
         found = state.messages.find(relayed.message.subject)
         queues = {queue: members for queue, members in found.queues.items() if _is_ours(state, relayed, queue)}
-        if found.conns or queues:
-            commands += _deliver(state, MessageRoute(found.conns, queues), [relayed.message])
+        if found.places or queues:
+            commands += _deliver(state, Receivers(found.places, queues), [relayed.message])
     return commands
 
 

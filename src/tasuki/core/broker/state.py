@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Set
+from contextlib import ExitStack
 from itertools import islice
 from operator import attrgetter
 from typing import Any
@@ -25,12 +26,12 @@ from tasuki.core.cluster_messages import ServerInfo, WorkerInfo
 from tasuki.core.job import OnDisconnect
 from tasuki.core.lifecycle import LEASE_TTL_S
 from tasuki.core.machine import Hangup, Peer
-from tasuki.core.message_routes import MessageRoutes
 from tasuki.core.protocol import CachePut, Claim, JobResult, ReadLog, Reply, WorkerCache, error_message
 from tasuki.core.routing import Candidate, Policy
-from tasuki.core.shares import Shares
+from tasuki.core.shares import SharedItems, Shares
 from tasuki.core.store_messages import OWN_PROGRAMS, JobKind, Offer, ReadyQueue
 from tasuki.core.subject import covers, is_reached, matches, only_worker
+from tasuki.core.subscribers import Subscribers
 from tasuki.errors import InvalidInput, TasukiError, discreet
 
 CREDIT_MAX = 100_000  # jobs for one worker: far above any real concurrency, below what would make a turn unbounded
@@ -39,6 +40,7 @@ WORKERS_MAX = 4096  # of one token at this server; a worker with a token of its 
 # costs the event loop 2 µs for each. Workers with different lists of programs are subscribed apart.
 MIXED_PATTERNS_MAX = 256
 SUBSCRIBERS_MAX = 16_384  # subscriptions to messages of one token at this server
+QUEUES_MAX = 1024  # of one token at this server, of pattern and queue group, each counted once: other servers are told of them
 CHOICE_MIN = 8  # idle workers beyond two for each new job, among which the least busy are asked
 NEWS_AT_ONCE = 32  # subjects that a worker looks for in one request; for more its patterns are cheaper, unless they match little
 
@@ -264,10 +266,10 @@ class PendingCachePut(msgspec.Struct):
     """Workers that have not answered, by connection."""
 
 
-def _counted(worker: WorkerSession, patterns: tuple[str, ...]) -> set[tuple[str, str]]:
+def _counted(worker: WorkerSession, patterns: tuple[str, ...]) -> set[str]:
     """Return what a worker with these patterns uses up of its owner's share."""
-    found = {(worker.owner, pattern) for pattern in patterns if "*" in pattern}
-    return found | {(worker.owner, f"execs {execs}")} if patterns and (execs := worker.offer.execs) else found
+    found = {pattern for pattern in patterns if "*" in pattern}
+    return found | {f"execs {execs}"} if patterns and (execs := worker.offer.execs) else found
 
 
 # ---------------------------------------------------------------------------------------------------- the state
@@ -299,9 +301,7 @@ class BrokerState:
         self.left_for: set[str] = set()
         """Workers for which jobs were left, because their subject names them."""
         self._worker_shares = Shares(WORKERS_MAX, "workers at this server")
-        self._pattern_shares = Shares(MIXED_PATTERNS_MAX, "patterns with `*` and lists of programs at this server")
-        self._mixed: Counter[tuple[str, str]] = Counter()
-        """Workers by owner and pattern, of patterns with `*`; and by owner and programs."""
+        self._mixed = SharedItems(MIXED_PATTERNS_MAX, "patterns with `*` and lists of programs at this server")
         self._idle: dict[int, WorkerSession] = {}
         """Workers that may have credit, by connection; the one that was served last is at the end."""
         self._served = 0
@@ -310,12 +310,13 @@ class BrokerState:
         self.builder = TurnBuilder()
         self.paced = PacedQuestions()
         self.cluster = OtherServers()
-        self.messages = MessageRoutes()
+        self.messages: Subscribers[int] = Subscribers()
         self.published: Counter[str] = Counter()
         """Messages that clients published, by group; the driver takes the counts."""
         self.next_member = 0
         """Turn of the members of queue groups."""
         self._message_shares = Shares(SUBSCRIBERS_MAX, "subscriptions to messages at this server")
+        self._queues = SharedItems(QUEUES_MAX, "pairs of pattern and queue group at this server")
         self.log_reads: dict[int, PendingLogRead] = {}
         self.cache_puts: dict[int, PendingCachePut] = {}
         self.last_question = 0
@@ -365,16 +366,9 @@ class BrokerState:
     def _subscribe(self, worker: WorkerSession, patterns: tuple[str, ...]) -> None:
         """Replace the patterns of a worker. Each one with `*` that no other of its owner has uses up a part of the share, and so
         does its list of programs."""
-        owner = worker.owner
         mixed, before = _counted(worker, patterns), _counted(worker, worker.patterns)
-        self._pattern_shares.take(owner, sum(1 for pair in mixed - before if not self._mixed[pair]))
-        self._mixed.update(mixed - before)
-        gone = before - mixed
-        self._mixed.subtract(gone)
-        for pair in gone:
-            if not self._mixed[pair]:
-                del self._mixed[pair]
-                self._pattern_shares.give_back(owner)
+        self._mixed.use(worker.owner, mixed - before)
+        self._mixed.leave(worker.owner, before - mixed)
         self.subscriptions.remove(worker.conn, worker.patterns, worker.offer)
         worker.patterns = patterns
         worker.subscriptions = self.subscriptions.add(worker.conn, patterns, worker.offer)
@@ -394,9 +388,9 @@ class BrokerState:
     def forget(self, conn: int) -> None:
         """Remove a connection and everything that is kept for it."""
         session = self.sessions.pop(conn, None)
-        if session is not None and (subscribed := self.messages.of(conn)):
-            self.messages.forget(conn)
-            self._message_shares.give_back(session.owner, subscribed)
+        if session is not None:
+            for pattern, queue in self.messages.forget(conn):
+                self._unsubscribed(session.owner, pattern, queue)
         if isinstance(session, WorkerSession):
             self._subscribe(session, ())
             self._worker_shares.give_back(session.owner)
@@ -412,20 +406,25 @@ class BrokerState:
 
     def subscribe(self, session: Session, pattern: str, queue: str) -> None:
         """Send this peer the messages whose subjects match."""
-        before = self.messages.of(session.conn)
-        self._message_shares.take(session.owner)
-        try:
-            self.messages.add(session.conn, pattern, queue)
-        finally:
-            if self.messages.of(session.conn) == before:
-                self._message_shares.give_back(session.owner)
+        if not self.messages.add(session.conn, pattern, queue):
+            return
+        with ExitStack() as undo:
+            undo.callback(self.messages.remove, session.conn, pattern, queue)
+            self._message_shares.take(session.owner)
+            undo.callback(self._message_shares.give_back, session.owner)
+            self._queues.use(session.owner, [(pattern, queue)] if queue else [])
+            undo.pop_all()
 
     def unsubscribe(self, session: Session, pattern: str, queue: str) -> bool:
         """Undo `subscribe`; return whether there was such a subscription."""
         removed = self.messages.remove(session.conn, pattern, queue)
         if removed:
-            self._message_shares.give_back(session.owner)
+            self._unsubscribed(session.owner, pattern, queue)
         return removed
+
+    def _unsubscribed(self, owner: str, pattern: str, queue: str) -> None:
+        self._message_shares.give_back(owner)
+        self._queues.leave(owner, [(pattern, queue)] if queue else [])
 
     def is_behind(self, conn: int) -> bool:
         """Return whether so much of this peer's owner waits for its turn that no more should be read from it."""
