@@ -28,7 +28,7 @@ Place = TypeVar("Place", bound=Hashable)
 """Where subscribers are: the number of a connection, or the id of a server."""
 
 
-class Receivers(msgspec.Struct, Generic[Place], frozen=True):
+class FoundSubscribers(msgspec.Struct, Generic[Place], frozen=True):
     """Receivers of a subject: places that get every message, and of each queue group those of which one gets it."""
 
     places: tuple[Place, ...] = ()
@@ -49,7 +49,7 @@ class Subscribers(Generic[Place]):
         self._by_place: dict[Place, dict[tuple[str, str], None]] = {}
         self._members: Counter[tuple[str, str]] = Counter()
         """Number of places by (pattern, queue group), of queue groups."""
-        self._found: dict[str, Receivers[Place]] = {}
+        self._found: dict[str, FoundSubscribers[Place]] = {}
 
     def __len__(self) -> int:
         """Return the number of places with a subscription."""
@@ -99,7 +99,7 @@ class Subscribers(Generic[Place]):
             self.remove(place, pattern, queue)
         return own
 
-    def find(self, subject: str) -> Receivers[Place]:
+    def find(self, subject: str) -> FoundSubscribers[Place]:
         """Return the receivers of a subject."""
         found = self._found.get(subject)
         if found is None:
@@ -107,7 +107,7 @@ class Subscribers(Generic[Place]):
             for place, queue in self._trie_of(subject).match(subject):
                 queues.setdefault(queue, []).append(place)
             places = tuple(queues.pop("", ()))
-            found = Receivers(places, {queue: tuple(members) for queue, members in queues.items()})
+            found = FoundSubscribers(places, {queue: tuple(members) for queue, members in queues.items()})
             if len(self._found) >= RECEIVERS_MAX:
                 self._found.clear()
             self._found[subject] = found

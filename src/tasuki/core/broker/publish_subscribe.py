@@ -14,7 +14,7 @@ from tasuki.core.broker.state import BrokerState, Session
 from tasuki.core.cluster_messages import RelayedMessage
 from tasuki.core.machine import Send
 from tasuki.core.subject import group_of
-from tasuki.core.subscribers import INBOX, Receivers
+from tasuki.core.subscribers import INBOX, FoundSubscribers
 from tasuki.errors import InvalidInput, TasukiError
 
 VERBS = SUBSCRIBE, UNSUBSCRIBE = "subscribe", "unsubscribe"
@@ -79,7 +79,7 @@ def route(state: BrokerState, items: Sequence[protocol.PublishedMessage]) -> lis
     return commands
 
 
-def _deliver(state: BrokerState, receivers: Receivers[int], items: Sequence[protocol.PublishedMessage]) -> list[Command]:
+def _deliver(state: BrokerState, receivers: FoundSubscribers[int], items: Sequence[protocol.PublishedMessage]) -> list[Command]:
     commands: list[Command] = []
     if receivers.places:
         commands.append(Deliver(receivers.places, protocol.DeliverMessages(list(items))))
@@ -127,7 +127,7 @@ def relayed(state: BrokerState, messages: Sequence[RelayedMessage]) -> list[Comm
         found = state.messages.find(relayed.message.subject)
         queues = {queue: members for queue, members in found.queues.items() if _is_ours(state, relayed, queue)}
         if found.places or queues:
-            commands += _deliver(state, Receivers(found.places, queues), [relayed.message])
+            commands += _deliver(state, FoundSubscribers(found.places, queues), [relayed.message])
     return commands
 
 
