@@ -67,8 +67,8 @@ class Side:
         [[grant]] = self.store.lease([LeaseRequest(worker_id="w", incarnation="1", job_ids=(job_id,))])
         return Report(job_id, "w", grant.lease_id, grant.attempt, Outcome(result_ref=BlobRef(sha256, 3)))
 
-    def put(self, name: str, sha256: str = BLOB) -> CacheStored | CacheConflict | MissingBlobs:
-        [answer] = self.store.put_cache([CacheOrder("c", ">", "alice", (CacheEntry(name, sha256, 3),))])
+    def put(self, name: str, sha256: str = BLOB, target: str = ">") -> CacheStored | CacheConflict | MissingBlobs:
+        [answer] = self.store.put_cache([CacheOrder("c", target, "alice", (CacheEntry(name, sha256, 3),))])
         return answer
 
     def finish(self, report: Report) -> ReportStatus:
@@ -211,20 +211,35 @@ def test_two_who_bring_the_same_bytes_at_once_get_one_place(sides: tuple[Side, S
     assert second.result(20) == [first]
 
 
-def test_of_two_who_put_one_name_at_once_the_second_is_tried_again_and_finds_it(
-    sides: tuple[Side, Side], postgres: PostgresService
+@pytest.mark.parametrize(
+    ("name", "sha256", "target"),
+    [("a", "cd" * 32, ">"), ("a/b", BLOB, ">"), ("A", BLOB, ">"), ("b", BLOB, "other.>")],
+    ids=["other bytes", "in a folder that is a file", "without case", "other target"],
+)
+def test_of_two_who_put_at_once_what_cannot_be_in_one_cache_the_second_is_refused(
+    sides: tuple[Side, Side], postgres: PostgresService, name: str, sha256: str, target: str
 ) -> None:
     one, other = sides
     one.bring()
     one.bring("cd" * 32)
     with one.store.turn():
         assert one.put("a") == CacheStored(1)
-        second = in_thread(lambda: other.put("a", "cd" * 32))
+        second = in_thread(lambda: other.put(name, sha256, target))
         wait_for_a_waiter(postgres)
-    with pytest.raises(TurnInterrupted, match="put a file of cache c"):
-        second.result(20)
-    assert isinstance(other.put("a", "cd" * 32), CacheConflict)
+    assert isinstance(second.result(20), CacheConflict)
     assert other.put("a") == CacheStored(0)
+
+
+def test_who_puts_while_the_cache_is_removed_puts_all_of_it_again(sides: tuple[Side, Side], postgres: PostgresService) -> None:
+    one, other = sides
+    one.bring()
+    one.put("a")
+    order = CacheOrder("c", ">", "alice", (CacheEntry("a", BLOB, 3), CacheEntry("b", BLOB, 3)))
+    with one.store.turn():
+        assert one.store.remove_cache([("c", ">")]) == [1]
+        second = in_thread(lambda: other.store.put_cache([order]))
+        wait_for_a_waiter(postgres)
+    assert second.result(20) == [CacheStored(2)]
 
 
 def test_who_brings_bytes_while_they_are_condemned_gets_a_new_place(sides: tuple[Side, Side], postgres: PostgresService) -> None:

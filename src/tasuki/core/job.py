@@ -471,12 +471,21 @@ def _check_lists(spec: JobSpec) -> None:
 
 def check_together(names: Iterable[str]) -> None:
     """Refuse names of files that cannot lie in one folder, on any system."""
+    if (clash := first_clash(names)) is not None:
+        first, second = clash
+        if first.casefold() == second.casefold():
+            raise InvalidInput(f"two input files are named {first[:80]!r} (compared without case)")
+        raise InvalidInput(f"input file {first[:80]!r} cannot also be the folder of {second[:80]!r}; rename one")
+
+
+def first_clash(names: Iterable[str]) -> tuple[str, str] | None:
+    """Return two of the names that cannot lie in one folder, on any system: they differ only in case, or the first would be the
+    folder of the second."""
     # With a / at the end, a name sorts right before those of files that would be inside it.
-    for first, second in pairwise(sorted(f"{name.casefold()}/" for name in names)):
-        if first == second:
-            raise InvalidInput(f"two input files are named {first[:-1][:80]!r} (compared without case)")
+    for (first, name), (second, other) in pairwise(sorted((f"{name.casefold()}/", name) for name in names)):
         if second.startswith(first):
-            raise InvalidInput(f"input file {first[:-1][:80]!r} cannot also be the folder of {second[:-1][:80]!r}; rename one")
+            return name, other
+    return None
 
 
 def _check_text(text: str, what: str) -> None:

@@ -24,7 +24,7 @@ from typing import TypeVar
 from tasuki.clocks import boot_time
 from tasuki.core import subject as subjects
 from tasuki.core.backoff import Backoff
-from tasuki.core.job import BlobRef, JobIncident, JobSpec, Outcome
+from tasuki.core.job import BlobRef, JobIncident, JobSpec, Outcome, first_clash
 from tasuki.core.lifecycle import JobEvent
 from tasuki.core.scheduler.firing import definition_of
 from tasuki.core.store_messages import CachedFile, CacheEntry, CacheOrder, Filter, MissingBlobs, Report
@@ -128,6 +128,21 @@ def judge_cache(
     if missing:
         return MissingBlobs(order.cache_id, tuple(sorted(missing)))
     return [entry for entry in order.entries if entry.name not in known]
+
+
+def judge_names(order: CacheOrder, known: Iterable[str], new: Iterable[CacheEntry]) -> CacheConflict | None:
+    """Return why these files cannot be in the cache beside those of these names."""
+    there = set(known)
+    clash = first_clash({*there, *(entry.name for entry in new)})
+    return None if clash is None else clashing_names(order.cache_id, *sorted(clash, key=lambda name: name not in there))
+
+
+def clashing_names(cache_id: str, there: str, name: str) -> CacheConflict:
+    return CacheConflict(
+        f"cache {cache_id!r} has {there!r}, and cannot have {name!r} too: they differ only in case, or one is the folder of the "
+        "other; rename the file, or use another cache_id",
+        name=name,
+    )
 
 
 def other_target(cache_id: str, target: str, wanted: str) -> CacheConflict:

@@ -34,6 +34,15 @@ class CacheCases(StoreCase):
         assert (there.entry, there.target, there.owner) == (CacheEntry("b", A, 3), "render.>", "token:a")
         assert nowhere == [None, None]
 
+    def test_a_file_that_cannot_lie_in_one_folder_with_the_others_is_refused(self, stage: Stage) -> None:
+        stage.store_blobs(A)
+        assert put(stage, "one", **{"a/b": A, "c": A}) == CacheStored(2)
+        assert [put(stage, "one", **{name: A}) for name in ("a", "A", "a/b/x", "a/B/x", "A/B", "C", "c/d")] == [CacheConflict] * 7
+        assert put(stage, "one", **{"a/c": A, "A/d": A, "ab": A, "a/b": A, "a!": A}) == CacheStored(4)
+        assert put(stage, "two", a=A) == CacheStored(1)
+        assert stage.store.remove_cache([("one", "render.>")]) == [6]
+        assert put(stage, "one", a=A) == CacheStored(1)
+
     def test_orders_of_one_batch_see_each_other(self, stage: Stage) -> None:
         stage.store_blobs(A, B)
         orders = [CacheOrder("one", ">", "token:a", (CacheEntry("a", sha256, 3),)) for sha256 in (A, B, A)]

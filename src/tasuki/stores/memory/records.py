@@ -47,7 +47,7 @@ from tasuki.core.store_messages import (
     storable_text,
 )
 from tasuki.errors import CacheConflict, InvalidInput
-from tasuki.stores.common import is_wanted, judge_cache, lowest_generation, stale_epoch
+from tasuki.stores.common import is_wanted, judge_cache, judge_names, lowest_generation, stale_epoch
 from tasuki.stores.store import QUEUES_OF_SUBJECT_MAX, Clock
 
 FIND_SCAN_MAX = 10_000  # jobs that one find looks at; the caller goes on with the cursor
@@ -486,6 +486,8 @@ class MemoryRecords:
         new = judge_cache(order, known, next((file.target for file in known.values()), None), stored)
         if not isinstance(new, list):
             return new
+        if (clash := judge_names(order, known, new)) is not None:
+            return clash
         wall = self.clock.wall()
         added = {one.name: CachedFile(one.name, one.sha256, one.size_bytes, order.target, order.owner, wall) for one in new}
         self._set_cache(order.cache_id, {**known, **added})

@@ -70,7 +70,7 @@ from tasuki.core.store_messages import (
 )
 from tasuki.core.subject import group_of
 from tasuki.errors import CacheConflict, ConfigError, Conflict, InvalidInput, Unavailable
-from tasuki.stores.common import LEASES_ENDED_MAX, check_on_failed, is_wanted, other_file, other_target
+from tasuki.stores.common import LEASES_ENDED_MAX, check_on_failed, clashing_names, is_wanted, other_file, other_target
 from tasuki.stores.redis import codec
 from tasuki.stores.redis.codec import Argument, JobRecord, Reply, SpecFacts, flag, optional
 from tasuki.stores.redis.connection import TIMEOUT_S, check_settings, connect, name_of
@@ -523,7 +523,7 @@ class RedisStore:
         arguments: list[Argument] = [len(orders)]
         for order in orders:
             arguments += (order.cache_id, order.target, order.owner, len(order.entries))
-            arguments += (part for entry in order.entries for part in (entry.name, entry.sha256, entry.size_bytes))
+            arguments += (part for one in order.entries for part in (one.name, one.sha256, one.size_bytes, one.name.casefold()))
         return ScriptCall("put_cache", arguments, decode)
 
     @_batch
@@ -780,7 +780,7 @@ def _cache_put(order: CacheOrder, word: str, *facts: str) -> CacheStored | Cache
         return MissingBlobs(order.cache_id, facts)
     if word == "target":
         return other_target(order.cache_id, facts[0], order.target)
-    return other_file(order.cache_id, facts[0], facts[1])
+    return (other_file if word == "other" else clashing_names)(order.cache_id, facts[0], facts[1])
 
 
 def _texts(reply: Reply) -> list[str]:

@@ -7,6 +7,9 @@ condemned waits, and then finds it condemned.
 Collection takes several statements, because a statement sees the references as they were when it began: one that waited for, or
 ran beside, a transaction that writes a reference could find none and condemn all the same. So rows are locked first, skipping
 locked ones, and only the next statement, which sees what was committed before the lock was granted, looks for references.
+
+Whoever adds files to a cache, or removes it, locks its id first, and then judges by what the cache has: no key of the database
+says that `a` and `a/b` cannot both be there, or that all files have one target.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from tasuki.core.store_messages import (
     BlobClaim,
     BlobPlace,
     CachedFile,
+    CacheEntry,
     CacheOrder,
     CacheStored,
     Condemned,
@@ -26,7 +30,7 @@ from tasuki.core.store_messages import (
     MissingBlobs,
 )
 from tasuki.errors import CacheConflict, InterruptCause, TurnInterrupted
-from tasuki.stores.common import judge_cache, lowest_generation
+from tasuki.stores.common import judge_cache, judge_names, lowest_generation
 from tasuki.stores.sql.database import NOTHING_STORED, Transaction
 
 SCAN_MAX = 2_000  # rows that one call looks at, a few ms; the next one goes on where it stopped
@@ -122,20 +126,34 @@ def put_cache(tx: Transaction, orders: Sequence[CacheOrder]) -> list[CacheStored
 
 
 def _put_cache(tx: Transaction, order: CacheOrder) -> CacheStored | CacheConflict | MissingBlobs:
+    new = _new_files(tx, order)
+    if new and isinstance(new, list):
+        _lock(tx, order.cache_id)
+        new = _new_files(tx, order)
+    if not isinstance(new, list):
+        return new
+    if new:
+        known = [name for (name,) in tx.session.rows("cache_names", (order.cache_id,))]
+        if (clash := judge_names(order, known, new)) is not None:
+            return clash
+        rows = [(entry.name, entry.sha256, entry.size_bytes) for entry in sorted(new, key=lambda entry: entry.name)]
+        tx.session.changed("add_cached_files", (order.cache_id, order.target, order.owner, tx.clock.wall()), rows)
+    return CacheStored(len(new))
+
+
+def _new_files(tx: Transaction, order: CacheOrder) -> list[CacheEntry] | CacheConflict | MissingBlobs:
     names = sorted({entry.name for entry in order.entries})
     known = {row[1]: CachedFile(*row[1:]) for row in tx.session.rows("cached_files", (order.cache_id, tx.session.listed(names)))}
     begun = tx.session.rows("cache_target", (order.cache_id,))
     stored = tx.stored_among(BlobRef(entry.sha256, entry.size_bytes) for entry in order.entries)
-    new = judge_cache(order, known, begun[0][0] if begun else None, stored)
-    if not isinstance(new, list):
-        return new
-    rows = [(entry.name, entry.sha256, entry.size_bytes) for entry in sorted(new, key=lambda entry: entry.name)]
-    shared = (order.cache_id, order.target, order.owner, tx.clock.wall())
-    if rows and tx.session.changed("add_cached_files", shared, rows) < len(rows):
-        story = f"another server has put a file of cache {order.cache_id} at this moment"
-        raise TurnInterrupted(f"{story}; {NOTHING_STORED}, try again", InterruptCause.CONFLICT)
-    return CacheStored(len(rows))
+    return judge_cache(order, known, begun[0][0] if begun else None, stored)
+
+
+def _lock(tx: Transaction, cache_id: str) -> None:
+    tx.session.rows("lock_cache", (cache_id,))
 
 
 def remove_cache(tx: Transaction, caches: Sequence[tuple[str, str]]) -> list[int]:
+    for cache_id in sorted({cache_id for cache_id, _ in caches}):
+        _lock(tx, cache_id)
     return [tx.session.change("remove_cache", cache) for cache in caches]

@@ -44,6 +44,7 @@
 --   {app}:blob_bytes            STRING  size of all live blobs
 --   {app}:owners:{sha256}       SET     jobs that refer to the blob, and cache:{cache_id} for caches
 --   {app}:cache:{cache_id}      HASH    name -> msgpack of [sha256, size_bytes, target, owner, added_at]
+--   {app}:cache_paths:{cache_id} HASH   path without case -> f and the name of the file there; of a folder d and the name of a file below
 --   {app}:caches                HASH    cache_id -> msgpack of [target, owner, created_at]
 --   {app}:rollups               ZSET    msgpack of what one server counted in one minute, by that minute
 --   {app}:paused                HASH    pattern -> msgpack of [since, actor, reason], of subjects whose jobs are granted to nobody

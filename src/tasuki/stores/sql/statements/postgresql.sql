@@ -928,6 +928,13 @@ WHERE blob.sha256 = place.sha256 AND blob.generation = place.generation AND cond
 -- name: cache_target
 SELECT target FROM tasuki_cachefile WHERE cache_id = $1::text ORDER BY id LIMIT 1
 
+-- name: lock_cache
+-- Until the transaction ends, also where the cache has no row yet. Only the next statement sees what was committed before.
+SELECT pg_advisory_xact_lock(hashtextextended($1::text, 0))
+
+-- name: cache_names
+SELECT name FROM tasuki_cachefile WHERE cache_id = $1::text
+
 -- name: cached_files
 SELECT cache_id, name, sha256, size_bytes, target, owner, added_at FROM tasuki_cachefile
 WHERE cache_id = $1::text AND name = ANY($2::text[])
@@ -946,7 +953,6 @@ JOIN tasuki_cachefile ON tasuki_cachefile.id = first_id ORDER BY known.cache_id
 INSERT INTO tasuki_cachefile (cache_id, target, owner, added_at, name, sha256, size_bytes)
 SELECT $1::text, $2::text, $3::text, $4::float8, new.name, new.sha256, new.size_bytes
 FROM unnest($5::text[], $6::text[], $7::bigint[]) AS new (name, sha256, size_bytes)
-ON CONFLICT DO NOTHING
 
 -- name: remove_cache
 DELETE FROM tasuki_cachefile WHERE cache_id = $1::text AND target = $2::text

@@ -727,6 +727,13 @@ DELETE FROM tasuki_blob WHERE condemned = 1 AND (sha256, generation) IN (VALUES 
 -- name: cache_target
 SELECT target FROM tasuki_cachefile WHERE cache_id = ?1 ORDER BY id LIMIT 1
 
+-- name: lock_cache
+-- There is one writer.
+SELECT ?1
+
+-- name: cache_names
+SELECT name FROM tasuki_cachefile WHERE cache_id = ?1
+
 -- name: cached_files
 SELECT cache_id, name, sha256, size_bytes, target, owner, added_at FROM tasuki_cachefile
 WHERE cache_id = ?1 AND name IN (SELECT value FROM json_each(?2))
@@ -744,7 +751,6 @@ JOIN tasuki_cachefile ON tasuki_cachefile.id = first_id ORDER BY known.cache_id
 -- name: add_cached_files
 INSERT INTO tasuki_cachefile (cache_id, target, owner, added_at, name, sha256, size_bytes)
 VALUES {rows: (?1, ?2, ?3, ?4, ?, ?, ?)}
-ON CONFLICT DO NOTHING
 
 -- name: remove_cache
 DELETE FROM tasuki_cachefile WHERE cache_id = ?1 AND target = ?2
