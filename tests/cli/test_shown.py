@@ -50,6 +50,12 @@ WITH_PASSWORD = [
     f"ftp://u:{SECRET}/x?y@127.0.0.1:1",
     f"u:{SECRET}@127.0.0.1:1",
     f"host=127.0.0.1 port=1 password={SECRET}",
+    f"redis://:{SECRET}",
+    f"redis+cluster://a:1,u:{SECRET}",
+    f"postgresql://u:{SECRET}/db",
+    f"tcp://u:{SECRET},x",
+    f"agents:http://u:{SECRET}",
+    f"u:1:{SECRET}",
 ]
 
 

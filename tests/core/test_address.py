@@ -67,7 +67,7 @@ def test_a_number_alone_is_a_port_of_this_machine_to_listen_on() -> None:
 
 
 @pytest.mark.parametrize("parse", [parse_http, parse_listen])
-@pytest.mark.parametrize("text", ["nowhere:xx", "tcp://nowhere:xx"])
+@pytest.mark.parametrize("text", ["nowhere:66000", "tcp://nowhere:66000"])
 def test_a_listener_that_is_not_understood_is_quoted_as_it_was_given(parse: Callable[[str], Address], text: str) -> None:
     with pytest.raises(ConfigError, match=f"^address '{text}'"):
         parse(text)

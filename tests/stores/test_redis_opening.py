@@ -48,6 +48,7 @@ def works(url: str) -> bool:
         ("redis://user:hunt/er2@host:6379/0", "Redis"),
         ("redis://user:hunt?er2@host:6379/0", "Redis"),
         ("redis://[user:hunter2@host", "Redis"),
+        ("redis://user:hunter2", "Redis at user:…"),
     ],
 )
 def test_a_name_never_has_the_password(url: str, name: str) -> None:

@@ -18,6 +18,7 @@ from tasuki.cli.output import ExitCode, Output, table, visible
 from tasuki.client.aio import AsyncClient
 from tasuki.client.embedded import answers
 from tasuki.config import DISK_FLOOR_BYTES, DISK_FLOOR_INODES, DataFolder, data_folder, default_url
+from tasuki.core.address import shown_address
 from tasuki.core.failover.events import WAY_IN
 from tasuki.core.failover.nodes import NodeState, Ranked
 from tasuki.errors import TasukiError
@@ -239,7 +240,7 @@ def _server(place: Destination, folder: DataFolder) -> Finding:
         who, took_s = asyncio.run(look())
     except TasukiError as error:
         return Finding(FAIL, f"{error.code}: {error.message}", "start one with `tasuki up`, or check --to and the token")
-    return Finding(OK, f"{url}: {who}, answers in {took_s * 1000:.1f} ms")
+    return Finding(OK, f"{shown_address(url)}: {who}, answers in {took_s * 1000:.1f} ms")
 
 
 def _agents(place: Destination) -> dict[str, Finding]:

@@ -32,7 +32,7 @@ from tasuki.config import (
     parse_listen,
     user_key,
 )
-from tasuki.core.address import Address, parse_url
+from tasuki.core.address import Address, parse_url, shown_address
 from tasuki.core.apps import DEFAULT_APP, AppLimits, template_of
 from tasuki.core.election import LOCK_TTL_S
 from tasuki.core.job import BUDGET_MAX, TIMEOUT_MAX_S
@@ -444,7 +444,7 @@ def _check_places(places: StorageLocations, listen: ListenOptions) -> None:
                 "--coordination is for servers on PostgreSQL; on Redis it is in the store, a data folder has one server"
             )
         if not is_redis(places.coordination):
-            raise ConfigError(f"--coordination {places.coordination.partition('://')[0][:40]}://…: use redis://host:6379/0")
+            raise ConfigError(f"--coordination {shown_address(places.coordination)!r}: use redis://host:6379/0")
         check_redis_driver()
 
 

@@ -181,7 +181,7 @@ class AsyncClient(CacheCalls):
             self._url = await self._loop.run_in_executor(None, ensure_server, self._embedded)
         addresses = parse_url(self._url)
         if self._tls_ca and any(address.scheme == "http" for address in addresses):
-            raise ConfigError(f"{self._url} is not encrypted, a CA file is of no use for it; is it https://?")
+            raise ConfigError(f"{shown_address(self._url)} is not encrypted, a CA file is of no use for it; is it https://?")
         remote = any(not address.loopback for address in addresses)
         hello = HelloClient(
             msg_id=0,
@@ -201,7 +201,7 @@ class AsyncClient(CacheCalls):
             problem = "it takes connections and does not answer; is it http://?" if is_open else self._last_problem
             await self.close()
             waited = shown_duration(self._connect_timeout_s)
-            raise Unavailable(f"no server at {self._url} within {waited}; the last try: {problem}") from None
+            raise Unavailable(f"no server at {shown_address(self._url)} within {waited}; the last try: {problem}") from None
         except BaseException:
             await self.close()
             raise

@@ -18,6 +18,7 @@ UNIX_USER = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*@")
 AGENTS = "agents:"
 AGENT_PORT = 7090
 _HOST = re.compile(r"[^\s=@/?#]+").fullmatch  # names, numbers, and nothing in which a password may stand
+_PLACE = re.compile(r"((http|https|tcp|tls)://)?(\[[^\]]*\]|[^:/]*)(:[0-9]{1,5})?(/(?!/).*)?", re.DOTALL).fullmatch
 HTTP_PLACE = re.compile(r"[A-Za-z0-9._~/:\[\]-]*")
 
 
@@ -63,13 +64,25 @@ class Address(msgspec.Struct, frozen=True):
             return len(self.host) <= HOST_MAX_CHARS and HOST_NAME.fullmatch(self.host) is not None
 
 
+def shown_place(text: str) -> str:
+    """Return hosts, ports and paths as messages show them, cut where a port should be and is none.
+
+    The text behind such a colon may be the password of an address whose host was forgotten.
+    """
+    parts = text.split(",")
+    for number, part in enumerate(parts):
+        if _PLACE(part) is None:
+            return ",".join([*parts[:number], f"{part.partition(':')[0]}:…"])
+    return text
+
+
 def shown_address(url: str) -> str:
     """Return an address as messages show it: the scheme, and the place behind the last @. Nothing in it can be a password."""
     scheme, separator, rest = url.partition("://") if "://" in url else ("", "", url)
     place, question, query = rest.partition("?")
     if "@" in query or "=" in scheme + place:  # a ? in the password, one in the query, or libpq's `password=… host=…`
         return f"{scheme if scheme.replace('+', '').isalnum() else ''}{separator}…"
-    return f"{scheme[:40]}{separator}{place.rpartition('@')[2][:200]}{question and '?…'}"
+    return f"{scheme[:40]}{separator}{shown_place(place.rpartition('@')[2])[:200]}{question and '?…'}"
 
 
 def parse_url(url: str, default_port: int | None = None, given: str | None = None) -> list[Address]:

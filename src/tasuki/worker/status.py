@@ -13,7 +13,6 @@ import asyncio
 import contextlib
 import logging
 import os
-import re
 import socket
 import time
 from collections.abc import Callable
@@ -21,6 +20,7 @@ from pathlib import Path
 
 import msgspec
 
+from tasuki.core.address import shown_address
 from tasuki.core.job import check_name
 from tasuki.worker.credentials import FOLDER
 from tasuki.worker.linux_calls import look
@@ -113,7 +113,7 @@ class StatusFile:
 
     def __init__(self, data: Path, worker_id: str, server: str, *, lasting: bool) -> None:
         self._path = status_folder(data) / f"{check_name(worker_id, 'worker_id')}.json"
-        self._connection = ConnectionStatus(server=_public(server))
+        self._connection = ConnectionStatus(server=shown_address(server))
         pid = os.getpid()
         self._status = Status(
             worker_id=worker_id,
@@ -194,11 +194,6 @@ class StatusFile:
         for status in read_all(self._path.parent.parent.parent):
             if not status.lasting and not status.alive and status.host == self._status.host:
                 self._path.with_name(f"{status.worker_id}.json").unlink(missing_ok=True)
-
-
-def _public(url: str) -> str:
-    """Return a url without user, password and parameters."""
-    return re.sub(r"//[^/]*@", "//", url.partition("?")[0])
 
 
 def _born(pid: int) -> int:

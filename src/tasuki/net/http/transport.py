@@ -17,7 +17,7 @@ from typing import Any
 import httpx
 import msgspec
 
-from tasuki.core.address import Address
+from tasuki.core.address import Address, shown_address
 from tasuki.errors import (
     InvalidInput,
     NoConnection,
@@ -141,7 +141,7 @@ class HttpTransport:
     async def _refusal(self, response: httpx.Response) -> TasukiError:
         status = response.status_code
         if 300 <= status < 400:
-            where = response.headers.get("location", "(nowhere)")[:200]
+            where = shown_address(response.headers.get("location", "(nowhere)"))
             return NotTasuki(f"{self.address} redirects to {where}; give the address itself with --to")
         retry_after = response.headers.get("retry-after", "")
         if _seconds(retry_after):

@@ -27,7 +27,7 @@ from redis.cluster import ClusterNode, RedisCluster
 from redis.retry import Retry
 from redis.sentinel import Sentinel
 
-from tasuki.core.address import Address
+from tasuki.core.address import Address, shown_place
 from tasuki.errors import ConfigError, DiskFull, InternalError, InterruptCause, TasukiError, TurnInterrupted
 from tasuki.stores.wakeups import TIMEOUT_S as HINT_TIMEOUT_S
 from tasuki.stores.wakeups import Wakeups
@@ -251,7 +251,7 @@ def name_of(url: str) -> str:
         return "Redis"
     if re.search("[@=]", parts.path) or "@" in parts.query + parts.fragment:  # a / ? or # in the password: no host before it
         return "Redis"
-    return f"Redis at {parts.netloc.rpartition('@')[2] or parts.path}"
+    return f"Redis at {shown_place(parts.netloc.rpartition('@')[2] or parts.path)}"
 
 
 def place_of(url: str) -> str:

@@ -348,6 +348,8 @@ class PostgresReadOnly:
 def connection_parameters(url: str) -> dict[str, Any]:
     """Return libpq's parameters of an address that names a database, with those that make a dead peer known soon."""
     given = parse_address(url)
+    if not all(port.isdecimal() for port in str(given.get("port") or 0).split(",") if port):  # the driver's words would quote it
+        raise ConfigError(f"{name_of(given)}: the port is no number; write postgresql://user:password@host:5432/database")
     if not given.get("dbname") and not given.get("service"):
         raise ConfigError(f"{name_of(given)}: name the database, as in postgresql://user@host:5432/database")
     return with_deadlines({"connect_timeout": CONNECT_TIMEOUT_S, **given}, TIMEOUT_S)

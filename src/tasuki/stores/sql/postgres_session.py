@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import psycopg
 from psycopg import adapt, pq
 
-from tasuki.core.address import without_secrets
+from tasuki.core.address import shown_place, without_secrets
 from tasuki.errors import ConfigError, DiskFull, InterruptCause, TasukiError, TurnInterrupted, Unavailable
 from tasuki.stores.sql.database import WALL, Batch, InsertedRows, Parameters, Queues, TranslatedErrors, load_statements
 
@@ -368,7 +368,7 @@ def name_of(given: Mapping[str, object]) -> str:
     """Return how messages name the database: never with the password."""
     host = given.get("host") or given.get("hostaddr") or given.get("service") or "the local socket"
     port = given.get("port")
-    return f"PostgreSQL at {host}{f':{port}' if port else ''}, database {str(given.get('dbname') or '')!r}"
+    return f"PostgreSQL at {shown_place(f'{host}:{port}' if port else str(host))}, database {str(given.get('dbname') or '')!r}"
 
 
 def is_lost(error: psycopg.Error, connection: psycopg.Connection[object] | None) -> bool:
