@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from tasuki.core.explain import ExplainContext, explain, takers, why_not
+from tasuki.core.explain import ExplainContext, explain, takers, why_not, why_not_again
 from tasuki.core.job import InputFile, Job, JobIncident, JobSpec, Lease, Outcome, State
 from tasuki.core.pauses import PausedPattern
 from tasuki.core.routing import Policy, Ring, SubjectRoute, hash_prefix
@@ -576,3 +576,8 @@ def test_each_worker_says_whether_it_would_take_a_job_and_why() -> None:
         "it leaves the exec 'ffmpeg' to workers that name it",
         "its pattern '>' matches",
     ]
+
+
+def test_a_job_that_is_not_run_again_is_told_apart_from_a_run_that_would_overlap() -> None:
+    assert why_not_again("a", State.RUNNING, None) == "job 'a' is RUNNING, not ended; cancel it first"
+    assert why_not_again("d1-7", State.FAILED, "d1-8").startswith("job 'd1-7' cannot run now: run d1-8 of the same definition")

@@ -85,7 +85,8 @@ for pattern in get_resolver("tasuki.django.ops.urls").url_patterns:
     buttons = [b"<button name=" in page.getvalue() for page in gets[2:4]]
     strict = "unsafe" not in policy and "default-src 'none'" in policy
     found[pattern.name] = [[page.status_code for page in gets], posts, forged, strict, buttons]
-asset = anonymous.get("/ops/assets/ops.css").status_code, anonymous.get("/ops/assets/../views.py").status_code
+[style] = re.findall(r'href="(/ops/assets/ops.css[?]v=[0-9a-f]{12})"', anonymous.get("/ops/login/").content.decode())
+asset = anonymous.get(style).status_code, anonymous.get("/ops/assets/../views.py").status_code
 print(json.dumps([found, asset, anonymous.get("/ops/jobs/?state=FAILED").headers["Location"]]))
 """,
     )
@@ -161,6 +162,9 @@ page = viewer.get(address).content.decode()
 run = said(post(operator, "/ops/definitions/", id=nightly.pk))
 emitted = post(operator, "/ops/events/", event_type="order.paid", payload='{"order": 17}').status_code
 unreadable = post(operator, "/ops/events/", event_type="order.paid", payload="{").content.decode()
+many = Event.objects.bulk_create([Event(event_type="a.b", created_at=time.time()) for _ in range(60)])
+exported = len(json.loads(viewer.get("/ops/events/?format=json").content))
+Event.objects.filter(pk__gte=many[0].pk).delete()
 Event.objects.update(problem="definition mail: it is wrong")
 told = ["definition mail: it is wrong" in viewer.get(address).content.decode() for address in ("/ops/", "/ops/events/")]
 admin.get("/ops/settings/")
@@ -169,7 +173,7 @@ limits = {**{name: value for name, value in row.items() if value is not None}, "
 late = [post(browser, "/ops/settings/", **limits).status_code for browser in (operator, admin)]
 at_field = "Enter a valid time" in wrong.content.decode()
 print(json.dumps([wrong.status_code, at_field, refused, saved, "03:30" in page, run, emitted,
-                  "is not JSON" in unreadable, Event.objects.count(), told, late,
+                  "is not JSON" in unreadable, [Event.objects.count(), exported], told, late,
                   SchedulerSettings.objects.get().skip_late_runs_after_seconds,
                   [(one["actor"], one["action"]) for one in json.loads(viewer.get("/ops/audit/?format=json").content)]]))
 """,
@@ -177,7 +181,7 @@ print(json.dumps([wrong.status_code, at_field, refused, saved, "03:30" in page, 
 
     assert found[:5] == [200, True, 403, 302, True]
     assert found[5].startswith("/ops/definitions/1/: Run e1-1 was asked for")
-    assert found[6:9] == [302, True, 2]
+    assert found[6:9] == [302, True, [2, 62]]
     assert found[9:12] == [[True, True], [403, 302], 60.0]
     assert found[12] == [
         ["admin", "settings.change"],
@@ -577,15 +581,17 @@ second = viewer.get("/ops/jobs/?" + first[2]).content.decode()
 sql_store.FIND_SCAN_MAX = 20
 scanned = listed(text="job-3")
 went_on = viewer.get("/ops/jobs/?" + scanned[2]).content.decode()
+of_page = ">e1-1</a>" in viewer.get(f"/ops/definitions/{nightly.pk}/").content.decode()
 print(json.dumps([of_definition, unknown, times, wrong, len(first[1]), second.count(">job-"), "job-00" in second,
-                  scanned[1], "go on with older ones" in scanned[3], "No such job" in scanned[3], went_on.count(">job-3")]))
+                  scanned[1], "go on with older ones" in scanned[3], "No such job" in scanned[3], went_on.count(">job-3"),
+                  of_page]))
 """,
     )
 
     assert found[:2] == [["e1-1"], 400]
     assert found[2:4] == [[50, 0, 0, 50], 400]
     assert found[4:7] == [50, 12, True]
-    assert found[7:] == [[], True, False, 10]
+    assert found[7:] == [[], True, False, 10, True], "the last: a run by hand stands on the page of its definition"
 
 
 def test_the_audit_is_filtered_paged_and_exported_as_a_whole(tmp_path: Path) -> None:
@@ -610,13 +616,14 @@ second = listed(first[1])
 exact = listed(target="job-77", until="1970-01-01T00:20", zone="UTC")
 live = ["hx-trigger" in one for one in (first[2], listed()[2])]
 csv = viewer.get("/ops/audit/", {"format": "csv"}).content.decode().splitlines()
-print(json.dumps([first[0][:2], len(first[0]), second[0][0], exact[0], exact[1], live, len(csv), csv[1].endswith(",10050")]))
+print(json.dumps([first[0][:2], len(first[0]), second[0][0], exact[0], exact[1], live, len(csv), csv[1].endswith(",10050"),
+                  csv[1].partition(",")[0]]))
 """,
     )
 
     assert found[:3] == [["job-10047", "job-10041"], 50, "job-9747"]
     assert found[3:6] == [["job-77"], None, [False, True]]
-    assert found[6:] == [10_051, True]
+    assert found[6:] == [10_051, True, "1970-01-01T03:04:09.000+00:00"]
 
 
 def test_dead_letters_are_run_again_one_by_one_and_a_refused_one_does_not_keep_the_others(migrated: DjangoSite) -> None:
@@ -693,20 +700,24 @@ answers = {
     "login": anonymous.get("/ops/login/"),
     "to login": anonymous.get("/ops/"),
     "form": viewer.get("/ops/jobs/?format=xml"),
+    "nul": viewer.get("/ops/jobs/", {"definition": "a\\0b"}),
+    "long cursors": viewer.get("/ops/events/", {"cursor": "9" * 5000}),
+    "deep": post(operator, "/ops/events/", event_type="a.b", payload="[" * 100_000),
     "language": post(viewer, "/ops/language/", language="ja"),
 }
 policies = {name: "default-src 'none'" in answer.headers.get("Content-Security-Policy", "") for name, answer in answers.items()}
 canceled = post(operator, "/ops/jobs/", action="cancel", job_id=[job_id])
 link = canceled.headers["Location"]
 pages = [viewer.get(address).content.decode() for address in (link, link[:-2] + "xx", "/ops/jobs/?done=Pay+here")]
-print(json.dumps([policies, [answers[name].status_code for name in ("nothing", "forged", "logout", "refused")],
+asked = ("nothing", "forged", "logout", "refused", "nul", "long cursors", "deep")
+print(json.dumps([policies, [answers[name].status_code for name in asked],
                   ['class="done"' in page for page in pages], "Pay here" in pages[2]]))
 """,
     )
     policies, statuses, says, is_foreign = found
 
     assert {name for name, has_policy in policies.items() if not has_policy} == set()
-    assert statuses == [404, 403, 403, 403]
+    assert statuses == [404, 403, 403, 403, 400, 200, 400]
     assert says == [True, False, False]
     assert not is_foreign
 

@@ -153,8 +153,11 @@ def test_operations_take_effect_and_stand_in_the_audit_with_the_person(server: S
     page.close()
 
 
-def test_live_parts_follow_within_two_seconds_and_rest_in_a_hidden_tab(server: ServerProcess, home: Home) -> None:
-    page = home.context.new_page()
+def test_live_parts_follow_within_two_seconds_and_rest_in_a_hidden_tab(
+    server: ServerProcess, home: Home, browser: Browser
+) -> None:
+    context = new_context(browser, storage_state=home.context.storage_state())
+    page = context.new_page()
     asked: list[str] = []
     page.goto(f"{home.url}/ops/jobs/?subject=live.>")
     on(page, "No such job.")
@@ -163,19 +166,29 @@ def test_live_parts_follow_within_two_seconds_and_rest_in_a_hidden_tab(server: S
         client.submit(subject="live.one", payload=b"", job_id="live-1", watch=False)
         expect(page.get_by_text("live-1")).to_be_visible(timeout=2_000)
 
-        page.evaluate("Object.defineProperty(document, 'visibilityState', {get: () => 'hidden'})")
+        page.route("**/ops/jobs/*", lambda route: route.abort())
+        on(page, "No answer from the server")
+        assert page.get_by_text("live-1").is_visible()
+        page.unroute("**/ops/jobs/*")
+        expect(page.locator("#away")).to_be_hidden()
+
+        page.evaluate("Object.defineProperty(document, 'visibilityState', {get: () => 'hidden', configurable: true})")
         with page.expect_event("console", lambda message: message.text == "later"):
             page.evaluate("setTimeout(() => { window.asked = performance.getEntriesByType('resource').length;"
                           " setTimeout(() => console.log('later'), 3500) }, 1000)")  # fmt: skip
         assert page.evaluate("performance.getEntriesByType('resource').length - window.asked") == 0
         client.cancel("live-1")
     assert asked
-    page.close()
+    page.evaluate("delete document.visibilityState")
+    context.clear_cookies()
+    expect(page.get_by_label("Admin token")).to_be_visible()
+    context.close()
 
 
 def test_a_token_is_shown_once_and_revoked_and_the_language_is_changed(home: Home) -> None:
     page = home.context.new_page()
     page.goto(f"{home.url}/ops/tokens/")
+    expect(page.get_by_label("Kind")).to_have_value("enrol")
     page.get_by_label("Kind").select_option("client")
     page.get_by_label("Label").fill("for the test")
     page.get_by_role("button", name="Make a token").click()

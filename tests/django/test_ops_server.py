@@ -64,6 +64,21 @@ def test_an_admin_token_gets_in_and_no_other_does(server: ServerProcess) -> None
     assert httpx.get(f"{url}/ops/jobs/", headers={"Authorization": f"Bearer {server.token}"}).status_code == 302
 
 
+def test_people_log_in_through_a_proxy_that_ends_tls(tmp_path: Path) -> None:
+    name = "https://control.example"
+    with start_server(tmp_path, "--http", "127.0.0.1:0", "--host-name", "control.example") as server:
+        url = http_of(server)
+        entered = {}
+        for host, proto in (("control.example", "https"), ("control.example", ""), (urlsplit(url).netloc, "")):
+            passed_on = {"X-Forwarded-Proto": proto} if proto else {}
+            _browser, entered[host, proto] = log_in(url, server.token, Host=host, Origin=name, **passed_on)
+        other = httpx.post(f"{url}/ops/login/", data={"token": server.token}, headers={"Origin": "https://evil.example"})
+
+    assert {answer.status_code for answer in entered.values()} == {302}
+    assert "Secure" in entered["control.example", "https"].headers["set-cookie"]
+    assert other.status_code == 403
+
+
 def test_a_session_ends_with_its_logout_and_with_its_token(server: ServerProcess) -> None:
     url = http_of(server)
     browser, _ = log_in(url, server.token)

@@ -19,6 +19,7 @@ from tasuki.core.routing import ROUTE_WAIT_S, Candidate, SubjectRoute, choose, f
 from tasuki.core.store_messages import OWN_PROGRAMS, Offer, Takes, kind_of
 from tasuki.core.subject import is_reached, matches, only_worker
 from tasuki.core.units import shown_duration, shown_time
+from tasuki.errors import quoted
 
 SHOWN_MAX = 3  # names and patterns in one sentence; the facts have more
 LISTED_MAX = 100  # names in one list of facts
@@ -353,6 +354,14 @@ def _ended(job: Job, context: ExplainContext) -> Explanation:
     reason = outcome.message or outcome.error_code if outcome is not None else "no reason was recorded"
     word = "TOO_LATE" if job.state is State.SKIPPED else str(job.state)
     return word, [f"It is {job.state}: {reason}. Set it going again with: {context.run_again} {job.job_id}"], facts
+
+
+def why_not_again(job_id: str, state: State | None, still_running: str | None) -> str:
+    """Return why a requeue left a job as it is."""
+    if still_running is not None:
+        text = f"run {still_running} of the same definition has not ended, and its concurrency_policy forbids two"
+        return f"job {quoted(job_id)} cannot run now: {text}; wait for that one, or cancel it"
+    return f"job {quoted(job_id)} is {state}, not ended; cancel it first"
 
 
 # ---------------------------------------------------------------------------------------------------- patterns

@@ -22,7 +22,7 @@ from django.db import connections, models, transaction
 
 from tasuki.coords.sql import SqlCoordination
 from tasuki.core.cluster_messages import Hint, ServerInfo, WorkerInfo
-from tasuki.core.explain import ExplainContext, explain
+from tasuki.core.explain import ExplainContext, explain, why_not_again
 from tasuki.core.job import Job, State
 from tasuki.core.pauses import PAUSES_MAX, PauseAnswer, PausedPattern, PauseOrder
 from tasuki.core.scheduler.thresholds import Thresholds
@@ -236,11 +236,8 @@ def rerun(job_ids: Sequence[str], *, actor: Actor, reason: str = "") -> None:
     with _noted(actor, OPERATE, "run.rerun", job_ids, reason) as name:
         answers = project_store().requeue([job.job_id for job in jobs], actor=name, reason=reason)
         for job, answer in zip(jobs, answers, strict=True):
-            if answer.still_running is not None:
-                text = f"run {answer.still_running} of the same definition has not ended, and its concurrency_policy forbids two"
-                raise InvalidInput(f"job {quoted(job.job_id)} cannot run now: {text}; wait for that one, or cancel it")
             if not answer.done:
-                raise InvalidInput(f"job {quoted(job.job_id)} is {answer.state}, not ended; cancel it first")
+                raise InvalidInput(why_not_again(job.job_id, answer.state, answer.still_running))
         hint_after_commit(alias, Hint(ready=tuple({job.spec.subject for job in jobs})))
 
 

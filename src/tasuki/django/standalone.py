@@ -41,6 +41,7 @@ _SCREENS: dict[str, Any] = {
     "ROOT_URLCONF": "tasuki.django.ops.server_urls",
     "MIDDLEWARE": ["tasuki.django.ops.server_backend.with_session"],
     "ALLOWED_HOSTS": ["*"],  # the HTTP door has looked at the Host
+    "SECURE_PROXY_SSL_HEADER": ("HTTP_X_FORWARDED_PROTO", "https"),  # cookies are for HTTPS alone; whoever lies loses their own
     "CSRF_COOKIE_NAME": "tasuki_ops_csrf",
     "CSRF_COOKIE_PATH": "/ops/",
     "CSRF_COOKIE_SAMESITE": "Strict",

@@ -11,6 +11,8 @@ from django.utils.html import format_html
 from django.utils.timezone import localtime
 from django.utils.translation import gettext as _
 
+from tasuki.django.ops.screens import ASSET_HASHES
+
 register = template.Library()
 CELL_MAX_CHARS = 120
 
@@ -19,6 +21,12 @@ CELL_MAX_CHARS = 120
 def place(name: str, *arguments: Any) -> str:
     """Return the address of a screen."""
     return reverse(f"tasuki_ops:{name}", args=arguments)
+
+
+@register.simple_tag
+def asset(name: str) -> str:
+    """Return the address of a file, which changes with what is in it: browsers keep files."""
+    return f"{place('asset', name)}?v={ASSET_HASHES[name]}"
 
 
 @register.filter

@@ -28,6 +28,7 @@ from tasuki.core.scheduler.firing import (
 )
 from tasuki.core.scheduler.schedule import DAY_MINUTES, WEEKDAYS, ScheduleType, parse_schedule, preview, zone_of
 from tasuki.core.scheduler.thresholds import RANGES, Thresholds
+from tasuki.core.store_messages import Filter
 from tasuki.core.subject import check_subject
 from tasuki.django import operations
 from tasuki.django.commands import allowed_commands, check_arguments
@@ -35,7 +36,7 @@ from tasuki.django.conf import project_settings
 from tasuki.django.definitions import scheduler_settings
 from tasuki.django.enqueueing import project_store
 from tasuki.django.models import Event, JobDefinition, JobRun, SchedulerSettings
-from tasuki.django.ops.screens import Button, Table, back, screen
+from tasuki.django.ops.screens import EXPORT_MAX, Button, Table, back, number_of, screen
 from tasuki.django.ops.views import PAGE, job_columns, job_row
 from tasuki.errors import InvalidInput, NotFound, TasukiError, quoted
 from tasuki.server.queries import describe
@@ -92,7 +93,7 @@ def _definition_row(row: JobDefinition) -> dict[str, Any]:
 
 
 def _definition(pk: Any) -> JobDefinition:
-    row = JobDefinition.objects.using(_alias()).filter(pk=pk).first() if str(pk).isdigit() else None
+    row = JobDefinition.objects.using(_alias()).filter(pk=pk).first() if str(pk).isdecimal() else None
     if row is None:
         raise NotFound(f"there is no definition {quoted(str(pk))}")
     return row
@@ -263,11 +264,7 @@ def definition(request: HttpRequest, pk: int | None = None) -> HttpResponse | di
     if asked is not None and form.is_valid() and request.method == "POST":
         operations.save_definition(row, actor=request.user)
         return back("definition", row.pk, done=_("Saved."))
-    runs: list[dict[str, Any]] = []
-    if pk is not None:
-        newest = JobRun.objects.using(_alias()).filter(idempotency_key__gte=f"d{pk}-", idempotency_key__lt=f"d{pk}.")
-        ids = list(newest.order_by("-idempotency_key").values_list("idempotency_key", flat=True)[:PREVIEWED])
-        runs = [job_row(describe(found, in_list=True)) for found in project_store().get(ids) if found is not None]
+    runs = _last_runs(pk) if pk is not None else []
     saved = (row.schedule_type, row.schedule_value) if pk is not None and row.schedule_type else None
     schedule = saved if asked is None else form.schedule
     return {
@@ -276,9 +273,19 @@ def definition(request: HttpRequest, pk: int | None = None) -> HttpResponse | di
         "form": form,
         "times": next_times(schedule, row.time_zone) if schedule is not None else [],
         "mistakes": [text for name in (*_SHOWN_FOR, "kind") for text in form.errors.get(name, [])],
-        "table": Table(job_columns(), runs, {"job_id": "job"}, empty=_("No run by its schedule is kept.")),
+        "table": Table(job_columns(), runs, {"job_id": "job"}, empty=_("No run of it is kept.")),
         "may_run": _may(request, operations.OPERATE),
     }
+
+
+def _last_runs(pk: int) -> list[dict[str, Any]]:
+    """Return the last runs, the newest first: of the schedule however old, others if they are among the newest jobs."""
+    scheduled = JobRun.objects.using(_alias()).filter(idempotency_key__gte=f"d{pk}-", idempotency_key__lt=f"d{pk}.")
+    ids = list(scheduled.order_by("-idempotency_key").values_list("idempotency_key", flat=True)[:PREVIEWED])
+    newest = project_store().find(Filter(definition_id=pk), limit=PREVIEWED).jobs
+    known = {job.job_id: job for job in (*newest, *project_store().get(ids)) if job is not None}
+    last = sorted(known.values(), key=lambda job: job.created_at, reverse=True)[:PREVIEWED]
+    return [job_row(describe(job, in_list=True)) for job in last]
 
 
 def _steer_definition(request: HttpRequest, row: JobDefinition, action: str) -> HttpResponse:
@@ -312,7 +319,7 @@ def _clock_change(before: datetime, time: datetime) -> str:
 def _payload(request: HttpRequest) -> Any:
     try:
         return json.loads(request.POST.get("payload") or "null")
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InvalidInput(f"payload is not JSON: {error}") from error
 
 
@@ -324,9 +331,9 @@ def events(request: HttpRequest) -> HttpResponse | dict[str, Any]:
         event_type, dedupe_key = request.POST.get("event_type", ""), request.POST.get("dedupe_key") or None
         event = operations.emit_event(event_type, payload, dedupe_key=dedupe_key, actor=request.user)
         return back("events", done=_("Event %d is stored.") % event.pk)
-    before = request.GET.get("cursor", "")
+    before, size = number_of(request), EXPORT_MAX if "format" in request.GET else PAGE
     found = Event.objects.using(_alias()).order_by("-id")
-    page = list((found.filter(id__lt=before) if before.isdigit() else found)[:PAGE])
+    page = list((found if before is None else found.filter(id__lt=before))[:size])
     rows = [
         {
             "id": row.pk,

@@ -32,7 +32,7 @@ from django.views.decorators.csrf import csrf_exempt, csrf_protect
 from django.views.decorators.http import require_POST
 
 from tasuki.django.ops.backend import Backend, backend_of, has_agents
-from tasuki.errors import Forbidden, NotFound, TasukiError, Unauthorized, quoted
+from tasuki.errors import Forbidden, InvalidInput, NotFound, TasukiError, Unauthorized, quoted
 
 VIEW = "tasuki.view_jobrun"
 """Permission to look at the screens; Django makes it with the table."""
@@ -42,7 +42,9 @@ LANGUAGE_COOKIE = "tasuki_ops_language"
 LANGUAGE_KEPT_S = 365 * 86_400
 LOGIN_FAILURES_MAX = 10
 LOGIN_PAUSE_S = 300
+ASSET_KEPT_S = 30 * 86_400  # an address has the hash of its file, which an upgrade changes
 EXPORT_MAX = 10_000
+NUMBER_MAX_CHARS = 18
 DONE_S = 60  # for which a page says what was done
 DONE_SALT = "tasuki-ops-done"
 HEADERS = {
@@ -60,6 +62,7 @@ _ASSETS = {
     **{file.name: file for file in (_HERE / "assets").iterdir()},
     "htmx.js": next(_HTMX / name for name in ("htmx-2.min.js", "htmx.min.js") if (_HTMX / name).exists()),
 }
+ASSET_HASHES = {name: hashlib.sha256(file.read_bytes()).hexdigest()[:12] for name, file in _ASSETS.items()}
 _TYPES = {".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
 
 
@@ -119,6 +122,7 @@ def screen(template: str, *, change: str = "", needs: str = "") -> Callable[[Scr
             try:
                 if needs and needs not in _optional_screens(backend_of(request)):
                     raise NotFound(f"there is no screen of {needs} here")
+                _check_fields(request)
                 found = function(request, **arguments)
             except Unauthorized:  # the token of the session was revoked, or has expired
                 backend_of(request).log_out(request)
@@ -181,6 +185,12 @@ def not_found(request: HttpRequest, exception: Exception) -> HttpResponseBase:
     problem = exception.message if isinstance(exception, NotFound) else ""
     values = {"title": _("Not found"), "problem": problem, "way_back": reverse("tasuki_ops:overview")}
     return render(request, "problem", values, 404)
+
+
+def _check_fields(request: HttpRequest) -> None:
+    for name, values in (*request.GET.lists(), *request.POST.lists()):
+        if any("\0" in value for value in values):  # PostgreSQL has no such text
+            raise InvalidInput(f"{quoted(name)} has a NUL character; leave it out")
 
 
 def _question(request: HttpRequest) -> str:
@@ -282,15 +292,21 @@ def _exported(table: Table, kind: str, name: str) -> HttpResponse:
     return response
 
 
-def _plain(value: Any) -> Any:
-    return value.isoformat() if isinstance(value, datetime) else str(value)
+def _plain(value: Any) -> str:
+    return value.isoformat(timespec="milliseconds") if isinstance(value, datetime) else str(value)
 
 
 def _cell_text(value: Any) -> str:
     if isinstance(value, list | tuple | dict):
         return json.dumps(value, default=_plain, ensure_ascii=False)
-    text = "" if value is None else str(_plain(value) if isinstance(value, datetime) else value)
+    text = "" if value is None else _plain(value)
     return f"'{text}" if text.startswith(("=", "+", "-", "@", "\t", "\r")) else text  # spreadsheets would compute it
+
+
+def number_of(request: HttpRequest) -> int | None:
+    """Return the number of the row before which the wanted page begins; None: the newest page."""
+    text = request.GET.get("cursor", "")
+    return int(text) if text.isdecimal() and len(text) <= NUMBER_MAX_CHARS else None
 
 
 def moment(at: float | None) -> datetime | None:
@@ -358,5 +374,5 @@ def asset(_request: HttpRequest, name: str) -> HttpResponseBase:
     file = _ASSETS.get(name)
     if file is None:
         raise Http404(name)
-    headers = {"Cache-Control": "public, max-age=3600", "X-Content-Type-Options": "nosniff"}
+    headers = {"Cache-Control": f"public, max-age={ASSET_KEPT_S}, immutable", "X-Content-Type-Options": "nosniff"}
     return HttpResponse(file.read_bytes(), content_type=f"{_TYPES[file.suffix]}; charset=utf-8", headers=headers)

@@ -27,6 +27,7 @@ from tasuki.client.aio import AsyncClient
 from tasuki.client.logs import LogFollower
 from tasuki.config import DataFolder
 from tasuki.core.access import token_sha256
+from tasuki.core.explain import why_not_again
 from tasuki.core.job import State
 from tasuki.core.subject import DEFAULT_SUBJECT
 from tasuki.doors.http.exchange import read_body
@@ -221,6 +222,8 @@ def with_session(get_response: Callable[[HttpRequest], HttpResponseBase]) -> Cal
     """Give each request its person and backend: a middleware of Django."""
 
     def middleware(request: Any) -> HttpResponseBase:
+        if "HTTP_ORIGIN" in request.META:  # the door has compared it with its names; Django does not know those of a proxy
+            request.META["HTTP_ORIGIN"] = f"{request.scheme}://{request.get_host()}"
         screens: ServerScreens = request.scope[SCREENS]
         key, session = screens.session_of(request.COOKIES.get(COOKIE, ""))
         request.user = session.person if session is not None else Person()
@@ -389,8 +392,8 @@ class ServerBackend:
     def rerun(self, job_ids: Sequence[str], *, actor: Any, reason: str) -> list[str]:
         del actor
         answers = self._screens.wait(self._client().retry(*job_ids, reason=reason))
-        unended = {job_id: answer.state for job_id, answer in answers.items() if not answer.done}
-        return [f"job {quoted(job_id)} is {state}, not ended; cancel it first" for job_id, state in unended.items()]
+        kept = {job_id: answer for job_id, answer in answers.items() if not answer.done}
+        return [why_not_again(job_id, answer.state, answer.still_running) for job_id, answer in kept.items()]
 
     def programs(self) -> list[str]:
         return []

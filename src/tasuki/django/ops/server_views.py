@@ -53,7 +53,7 @@ def tokens(request: HttpRequest) -> HttpResponse | dict[str, Any]:
         "revoke", _("Revoke"), _("Revoke? Connections that use it are cut, and its workers' jobs go to others."), "valid"
     )
     table = Table(columns, rows, buttons=[button])
-    return {"title": _("Tokens"), "table": table, "secret": secret, "kinds": list(TOKEN_PREFIXES), "ended": True}
+    return {"title": _("Tokens"), "table": table, "secret": secret, "kinds": [*reversed(TOKEN_PREFIXES)], "ended": True}
 
 
 def _state(row: dict[str, Any], now: float) -> str:

@@ -23,7 +23,7 @@ from tasuki.core.subject import check_pattern, check_subject
 from tasuki.django import operations
 from tasuki.django.ops.backend import Backend, View, backend_of
 from tasuki.django.ops.charts import SPANS, charts, shown_seconds, totals
-from tasuki.django.ops.screens import EXPORT_MAX, Button, Table, back, moment, screen
+from tasuki.django.ops.screens import EXPORT_MAX, Button, Table, back, moment, number_of, screen
 from tasuki.errors import InvalidInput, NotFound, quoted
 from tasuki.stores.sql.store import FIND_SCAN_MAX
 
@@ -368,8 +368,7 @@ def _act_on_jobs(request: HttpRequest) -> HttpResponse:
         done = _rerun(backend, chosen, request, reason)
     else:
         raise InvalidInput(f"action must be one of cancel, rerun, got {quoted(action)}")
-    screen_name = request.POST.get("back", "jobs")
-    return back("job", chosen[0], done=done) if "one" in request.POST else back(screen_name, done=done)
+    return back("job", chosen[0], done=done) if "one" in request.POST else back("jobs", done=done)
 
 
 def _rerun(backend: Backend, job_ids: list[str], request: HttpRequest, reason: str) -> str:
@@ -546,9 +545,8 @@ def audit(request: HttpRequest) -> dict[str, Any]:
         named = all(wanted[name].lower() in row[name].lower() for name in ("actor", "action", "target"))
         return named and (since is None or at >= since) and (until is None or at < until)
 
-    before = request.GET.get("cursor", "")
     step = AUDIT_STEP if is_filtered or "format" in request.GET else PAGE
-    entries = _audit_entries(backend_of(request), int(before) if before.isdecimal() else None, step)
+    entries = _audit_entries(backend_of(request), number_of(request), step)
     columns = {"at": _("Time"), "actor": _("Who"), "action": _("What"), "target": _("To"), "detail": _("Reason")}
     if "format" in request.GET:
         return {"table": Table(columns, filter(is_wanted, entries), export_max=None)}

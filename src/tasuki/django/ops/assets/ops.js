@@ -6,6 +6,17 @@ setInterval(() => {
   if (document.visibilityState === "visible" && !choosing && window.htmx) window.htmx.trigger(document.body, "tick");
 }, 1500);
 
+// While no answer comes, what is shown stays, with a note. Another page instead of the answer is the login: the session has ended.
+function note(away) { document.getElementById("away").hidden = !away; }
+for (const name of ["htmx:sendError", "htmx:responseError"]) document.addEventListener(name, () => note(true));
+document.addEventListener("htmx:beforeSwap", (event) => {
+  const answer = event.detail.xhr;
+  if (new URL(answer.responseURL).pathname !== location.pathname) {
+    event.detail.shouldSwap = false;
+    location.reload();
+  } else if (answer.status < 400) note(false);
+});
+
 // Times are written in the server's zone; here they become the viewer's. Output is shown at its end, unless somebody scrolled up.
 const left = new Map();
 document.addEventListener("scroll", (event) => {
