@@ -132,6 +132,11 @@ def stdout_of(result: bytes) -> str:
 
 @contextlib.contextmanager
 def in_background(work: Any, *args: Any, **kwargs: Any) -> Iterator[Future[Any]]:
-    """Run something that blocks in a thread of its own; leaving the block waits for it."""
-    with ThreadPoolExecutor(1) as pool:
+    """Run something that blocks in a thread of its own; leaving the block waits for it, unless what failed may be what it waits for."""
+    pool = ThreadPoolExecutor(1)
+    try:
         yield pool.submit(work, *args, **kwargs)
+    except BaseException:
+        pool.shutdown(wait=False)
+        raise
+    pool.shutdown()

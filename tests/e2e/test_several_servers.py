@@ -293,10 +293,10 @@ def test_all_kinds_of_subscribers_of_a_killed_server_go_on_at_another(tmp_path: 
     # given: at one server a reader over HTTP, a member of a queue group, and a worker that answers messages
     ttls = ("--lease-ttl", str(LEASE_TTL_S), "--lead-ttl", str(LEAD_TTL_S))
     with start_servers(tmp_path, 2, *ttls, "--http", "127.0.0.1:0", store=postgres_url) as servers:
+        wait_until_met(servers)  # a client learns the others' addresses when it connects
         both = "http://" + ",".join(server.http_url.removeprefix("http://") for server in servers)
         with contextlib.ExitStack() as stack:
             reader, *clients = [stack.enter_context(servers[0].client(url)) for url in (both, *(one.url for one in servers))]
-            until(lambda: all(len(servers_seen(client)) == 2 for client in clients), what="the servers know each other")
             is_first = _server_of(reader) == _server_of(clients[0])  # it chose one of the two
             (doomed, _), (client, other) = (servers, clients) if is_first else (servers[::-1], clients[::-1])
             events = stack.enter_context(reader.subscribe("news"))
