@@ -101,37 +101,59 @@ def test_the_first_node_writes_the_window_of_the_settings(site: DjangoSite, work
     assert site.ask(code) == [240.0]
 
 
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        ('enqueue_command("nothing")', "command 'nothing' is not a management command of this project"),
-        ('enqueue_command("flush")', "command 'flush' may not be run by jobs"),
-        ('enqueue_command("migrate")', "command 'migrate' may not be run by jobs"),
-        ('enqueue_command("tasuki_worker")', "command 'tasuki_worker' may not be run by jobs"),
-        ('enqueue_command("daily_report", "--minimum=many")', "arguments of command 'daily_report': Error: argument --minimum"),
-        ('enqueue_command("probe", "say", "--pythonp=/tmp")', "'probe': --pythonpath=/tmp is not for jobs"),
-        ('enqueue_command("probe", "--help")', "arguments of command 'probe': with --help or --version it does not run"),
-        ('enqueue_command("daily_report", queue="a b")', "queue 'a b' must be 1 to 64 characters"),
-        ('enqueue_command("daily_report", priority=11)', "priority must be 0 to 9, got 11"),
-        ('enqueue_command("daily_report", job_id="d7-1767225600")', "job_id 'd7-1767225600' has the form of"),
-        ('enqueue_command("probe", "x" * 140000)', "an argument has 140000 characters"),
-    ],
-)
-def test_what_cannot_run_is_refused_before_anything_is_written(site: DjangoSite, call: str, message: str) -> None:
-    before, text, after = site.ask(
+REFUSED = {
+    'enqueue_command("nothing")': "command 'nothing' is not a management command of this project",
+    'enqueue_command("flush")': "command 'flush' may not be run by jobs",
+    'enqueue_command("migrate")': "command 'migrate' may not be run by jobs",
+    'enqueue_command("tasuki_worker")': "command 'tasuki_worker' may not be run by jobs",
+    'enqueue_command("daily_report", "--minimum=many")': "arguments of command 'daily_report': Error: argument --minimum",
+    'enqueue_command("probe", "say", "--pythonp=/tmp")': "'probe': --pythonpath=/tmp is not for jobs",
+    'enqueue_command("probe", "--help")': "arguments of command 'probe': with --help or --version it does not run",
+    'enqueue_command("daily_report", queue="a b")': "queue 'a b' must be 1 to 64 characters",
+    'enqueue_command("daily_report", priority=11)': "priority must be 0 to 9, got 11",
+    'enqueue_command("daily_report", job_id="d7-1767225600")': "job_id 'd7-1767225600' has the form of",
+    'enqueue_command("probe", "x" * 140000)': "an argument has 140000 characters",
+    "enqueue_command(None)": "command must be str, got NoneType",
+    'enqueue_command("probe", "say", queue=["a"])': "queue must be str, got list",
+    'enqueue_command("probe", "say", job_id=3)': "job_id must be str, got int",
+    'enqueue_command("probe", "say", job_id="")': "job_id '' must be 1 to 128 characters",
+    'enqueue_command("probe", "say", None)': "argument 2 of command 'probe' must be a text or a number, got NoneType",
+    'enqueue_command("probe", ["say"])': "argument 1 of command 'probe' must be a text or a number, got list",
+    'enqueue_command("probe", "say", "a\\0")': "argument 2 of command 'probe' has a NUL character",
+    'enqueue_command("probe", "say", "\\ud800")': "argument 2 of command 'probe' has a lone surrogate",
+    'enqueue_command("probe", "say", priority="high")': "priority must be int, got str",
+    'enqueue_command("probe", "say", priority=5.0)': "priority must be int, got float",
+    'enqueue_command("probe", "say", priority=True)': "priority must be int, got bool",
+    'enqueue_command("probe", "say", max_retries=None)': "max_retries must be int, got NoneType",
+    'enqueue_command("probe", "say", timeout_s=timedelta(1))': "timeout_s must be float | None",
+    'enqueue_command("probe", "say", backoff_s=Decimal(1))': "backoff_s must be float | None, got Decimal",
+    'enqueue_command("probe", "say", not_before=datetime(2030, 1, 1))': "not_before 2030-01-01 00:00:00 has no time zone",
+    'enqueue_command("probe", "say", not_before="2030-01-01")': "not_before must be an aware datetime, got str",
+    'enqueue_command("probe", "say", not_before=datetime(1960, 1, 1, tzinfo=UTC))': "must be a time from 1970 to 5138",
+}
+
+
+def test_what_cannot_run_is_refused_before_anything_is_written(site: DjangoSite) -> None:
+    refused, kept = site.ask(
         IMPORTS
         + f"""
-before = JobRun.objects.count()
-try:
-    {call}
-except TasukiError as error:
-    text = error.message
-print(json.dumps([before, text, JobRun.objects.count()]))
+from datetime import UTC, datetime, timedelta
+from decimal import Decimal
+
+refused, before = [], JobRun.objects.count()
+for text in {list(REFUSED)}:
+    try:
+        eval(text)
+        refused.append("taken")
+    except TasukiError as error:
+        refused.append(error.message)
+print(json.dumps([refused, JobRun.objects.count() - before]))
 """
     )
 
-    assert before == after
-    assert message in text
+    for call, message, found in zip(REFUSED, REFUSED.values(), refused, strict=True):
+        assert message in found, call
+    assert kept == 0
 
 
 def test_a_row_that_names_another_command_or_settings_is_refused_by_the_node(site: DjangoSite, worker: ChildProcess) -> None:

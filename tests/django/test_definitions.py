@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator
 from datetime import UTC, datetime
@@ -21,7 +22,8 @@ from django.db import connections, transaction  # noqa: E402
 from tasuki.django.commands import is_own  # noqa: E402
 from tasuki.django.definitions import apply, emit, process_again, read_file, run_now, scheduler_settings  # noqa: E402
 from tasuki.django.models import Event, JobDefinition  # noqa: E402
-from tasuki.errors import ConfigError, InvalidInput, NotFound, TooLarge  # noqa: E402
+from tasuki.errors import ConfigError, InvalidInput, NotFound, TooLarge, WrongType  # noqa: E402
+from tasuki.stores.common import SystemClock  # noqa: E402
 from tasuki.stores.sql.store import SqlStore  # noqa: E402
 
 NIGHTLY = {"command_name": "rebuild_index", "daily_at": "02:30", "time_zone": "Europe/Berlin"}
@@ -80,6 +82,12 @@ def test_a_disabled_definition_stays_disabled_when_it_is_applied_again(alias: st
         ({**NIGHTLY, "max_retries": "many"}, "max_retries: expected `int`, got `str`"),
         ({**NIGHTLY, "enabled": "no"}, "enabled: expected `bool`, got `str`"),
         ("daily", "must be a table of columns"),
+        ({**NIGHTLY, "timeout_seconds": 2.5}, "timeout_seconds: expected `int | null`, got `float`"),
+        ({**NIGHTLY, "queue": 3}, "queue: expected `str`, got `int`"),
+        ({**NIGHTLY, "default_args_json": [math.nan]}, "default_args_json has nan, which is not JSON"),
+        ({**NIGHTLY, "default_args_json": ["\ud800"]}, "default_args_json has a lone surrogate"),
+        ({**NIGHTLY, "default_args_json": [10**5000]}, "default_args_json has a number that cannot be written"),
+        ({**NIGHTLY, "event_type": "order.*"}, "has an event_type and a schedule (daily_at); give one"),
     ],
 )
 def test_one_bad_entry_leaves_all_as_it_was(alias: str, entry: Any, words: str) -> None:
@@ -177,6 +185,9 @@ def test_the_payload_of_an_event_is_stored_as_the_command_will_see_it(alias: str
         (("order", object()), InvalidInput, "payload is not JSON"),
         (("order", {"name": ["a\\\0"]}), InvalidInput, "payload has a NUL character"),
         (("order", "x" * 10_000_000), TooLarge, "payload has 10000002 bytes"),
+        (("order", json.loads("[" * 110 + "]" * 110)), InvalidInput, "payload has lists or objects more than 100 deep"),
+        ((None,), WrongType, "event_type must be str, got NoneType"),
+        ((b"order",), WrongType, "event_type must be str, got bytes"),
     ],
 )
 def test_a_bad_event_is_refused_and_nothing_is_written(alias: str, arguments: Any, error: type[Exception], words: str) -> None:
@@ -184,6 +195,32 @@ def test_a_bad_event_is_refused_and_nothing_is_written(alias: str, arguments: An
         emit(*arguments, using=alias)
 
     assert not Event.objects.using(alias).exists()
+
+
+def test_a_definition_that_no_one_checked_does_not_stop_the_leader(alias: str) -> None:
+    rows = JobDefinition.objects.using(alias)
+    each_minute = {"schedule_type": "every_n_minutes", "schedule_value": "1", "command_name": "c"}
+    rows.create(name="surrogate", default_args_json=["\ud800"], **each_minute)
+    rows.create(name="deep", default_args_json=json.loads("[" * 110 + "]" * 110), **each_minute)
+    rows.create(name="good", **each_minute)
+    store = SqlStore.in_django(alias, clock=_Later(120.0))
+
+    fired = store.fire(epoch=store.epoch()[0])
+
+    assert {run.definition_id for run in fired.runs} == {rows.get(name="good").pk}
+    problems = dict(rows.exclude(state__problem="").values_list("name", "state__problem"))
+    assert sorted(problems) == ["deep", "surrogate"]
+    assert problems["deep"] == "default_args_json has an argument of type list; an argument is a text or a number"
+
+
+class _Later(SystemClock):
+    """The machine's clock, so many seconds later."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+
+    def wall(self) -> float:
+        return super().wall() + self._seconds
 
 
 def test_an_event_that_a_definition_cannot_be_run_upon_is_noted_and_can_be_processed_again(alias: str) -> None:

@@ -195,24 +195,66 @@ print(json.dumps([good.id, bad.id, seen]))
     assert told(bad) == ["RUNNING fail_until"] * 3 + ["FAILED fail_until"]
 
 
-@pytest.mark.parametrize(
-    ("task", "message"),
-    [
-        ("add.using(priority=101)", "priority must be a whole number between"),
-        ("add.using(queue_name='other')", "'other' is not valid for backend"),
-        ("add.using(run_after=__import__('datetime').datetime(2030, 1, 1))", "run_after must be an aware datetime"),
-        ("add.using(unknown=1)", "unexpected keyword argument 'unknown'"),
-    ],
-)
-def test_a_task_that_cannot_run_is_refused(site: DjangoSite, task: str, message: str) -> None:
-    refused = site.ask(f"""
-try:
-    {task}
-except Exception as error:
-    print(json.dumps(str(error)))
+REFUSED = {
+    "add.using(priority=101)": "InvalidTask: priority must be a whole number between",
+    "add.using(priority='high')": "InvalidTask: priority of task probes.tasks.add must be int, got str",
+    "add.using(priority=True)": "InvalidTask: priority of task probes.tasks.add must be int, got bool",
+    "add.using(queue_name='other')": "InvalidTask: Queue 'other' is not valid for backend",
+    "add.using(queue_name=['mail'])": "InvalidTask: queue_name of task probes.tasks.add must be str, got list",
+    "add.using(run_after=datetime(2030, 1, 1))": "InvalidTask: run_after must be an aware datetime",
+    "add.using(run_after='2030-01-01')": "InvalidTask: run_after of task probes.tasks.add must be datetime",
+    "add.using(run_after=datetime.max.replace(tzinfo=UTC))": "9999-12-31 23:59:59.999999+00:00 must be a time from 1970",
+    "add.using(max_retries='3')": "InvalidTask: task probes.tasks.add: max_retries must be int, got str",
+    "add.using(max_retries=2.0)": "max_retries must be int, got float",
+    "add.using(timeout_s=timedelta(1))": "timeout_s must be float | None, got timedelta",
+    "add.using(backoff_s=Decimal(1))": "backoff_s must be float | None, got Decimal",
+    "add.using(timeout_s=0)": "timeout_s must be above 0",
+    "add.using(unknown=1)": "unexpected keyword argument 'unknown'",
+    "add.enqueue(1, b=object())": "WrongType: argument 'b' of task probes.tasks.add is not JSON: Unsupported type",
+    "add.enqueue(1, timezone.now())": "argument 2 of task probes.tasks.add is not JSON: Unsupported type: <class 'datetime",
+    "add.enqueue('\\ud800')": "argument 1 of task probes.tasks.add is not JSON: 'utf-8' codec can't encode",
+    "add.enqueue({'a': {1: 2}})": "argument 1 of task probes.tasks.add would become \"{'a': {'1': 2}}\", given \"{'a': {1: 2}}\"",
+    "add.enqueue(float('nan'))": "argument 1 of task probes.tasks.add would become 'None', given 'nan'",
+    "add.enqueue(10**5000)": "argument 1 of task probes.tasks.add is not JSON: Exceeds the limit (4300 digits)",
+    "add.enqueue(nested(101))": "InvalidInput: an argument of task probes.tasks.add has lists or objects more than 100 deep",
+    "add.enqueue(nested(5000))": "WrongType: argument 1 of task probes.tasks.add is not JSON: maximum recursion depth",
+    "add.enqueue('x' * 70_000)": "TooLarge: the arguments of task probes.tasks.add have 70043 bytes as JSON, the limit is 65536",
+    "add.get_result(None)": "TaskResultDoesNotExist: None",
+    "add.get_result('a\\0')": "TaskResultDoesNotExist",
+    "add.get_result('\\ud800')": "TaskResultDoesNotExist",
+    "TasukiBackend('mail', {'OPTIONS': {'max_retries': '3'}})": "TASKS['mail'][\"OPTIONS\"]: max_retries must be int",
+    "enqueue_many([add.enqueue(1)])": "enqueue_many takes calls, as in partial(send_invoice.enqueue, 1); number 0 is TaskResult",
+}
+
+
+def test_a_task_that_cannot_run_is_refused_before_anything_is_written(site: DjangoSite) -> None:
+    refused, kept = site.ask(f"""
+from datetime import UTC, datetime, timedelta
+from decimal import Decimal
+from django.utils import timezone
+from tasuki.django import TasukiBackend, enqueue_many
+from tasuki.django.models import JobRun
+
+def nested(depth):
+    value = 1
+    for _ in range(depth):
+        value = [value]
+    return value
+
+refused, before = [], JobRun.objects.count()
+for text in {list(REFUSED)}:
+    try:
+        with transaction.atomic():
+            eval(text)
+        refused.append("taken")
+    except Exception as error:
+        refused.append(f"{{type(error).__name__.replace('TaskError', 'Task')}}: {{error}}".encode("ascii", "replace").decode())
+print(json.dumps([refused, JobRun.objects.count() - before]))
 """)
 
-    assert message in refused
+    for call, message, found in zip(REFUSED, REFUSED.values(), refused, strict=True):
+        assert message in found, call
+    assert kept == 0
 
 
 def test_a_large_return_value_without_a_place_for_blobs_names_the_setting(tmp_path: Path) -> None:

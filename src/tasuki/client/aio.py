@@ -34,13 +34,13 @@ from tasuki.client.types import (
     WorkerStatus,
     check_job_ids,
     check_list,
-    check_specs,
     check_texts,
     read_answer,
 )
 from tasuki.clocks import now
 from tasuki.config import DataFolder, data_folder, default_url, find_token
 from tasuki.core.address import parse_url, shown_address
+from tasuki.core.arguments import check_specs
 from tasuki.core.client_machine import (
     Call,
     CallAnswered,

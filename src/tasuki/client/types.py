@@ -6,16 +6,16 @@ Unix times in seconds.
 
 from __future__ import annotations
 
-import re
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar, get_type_hints
+from typing import Any, BinaryIO, TypeVar
 
 import msgspec
 
 from tasuki.blobs.zip.reader import ZipReader
-from tasuki.core.job import InputFile, JobIncident, JobSpec, State
+from tasuki.core.arguments import WAYS_OUT, type_name
+from tasuki.core.job import InputFile, JobIncident, State
 from tasuki.core.protocol import BATCH_MAX, JobResult
 from tasuki.core.store_messages import GroupCounts
 from tasuki.errors import InvalidInput, JobFailed, ProtocolError, WrongType
@@ -329,62 +329,18 @@ def with_traceback(error: E, meta: Mapping[str, Any]) -> E:
 
 # ---------------------------------------------------------------------------------------------------- arguments
 
-_encode = msgspec.msgpack.Encoder().encode
-_decode_specs = msgspec.msgpack.Decoder(list[JobSpec]).decode
-_AT = re.compile(r"Expected `(?P<wanted>.+)`, got `(?P<given>.+)` - at `\$\[(?P<place>\d+)\]\.(?P<path>(?P<field>\w+)\S*)`")
-_IN_PYTHON = {"null": "None", "array": "list", "object": "dict"}
-WAYS_OUT = {"payload": "; encode it, as in payload=text.encode()", "args": "; write args=[…]", "files": "; write files=[…]"}
-
-
-def check_specs(specs: Sequence[JobSpec], names: Mapping[str, str] | None = None) -> None:
-    """Raise WrongType if a job has a field of the wrong type: the server could not read it. `names` of fields in the message."""
-    for place, spec in enumerate(specs):
-        if type(spec) is not JobSpec:
-            raise WrongType(f"specs[{place}] must be a JobSpec, got {_kind(spec)}")
-    try:
-        _decode_specs(_encode(specs))
-    except (msgspec.ValidationError, TypeError) as error:
-        raise _wrong_field(specs, error, names or {}) from None
-    except (UnicodeEncodeError, OverflowError, RecursionError):
-        return  # not a matter of types: the sender says which job cannot be sent
-
-
-def _wrong_field(specs: Sequence[JobSpec], error: Exception, names: Mapping[str, str]) -> WrongType:
-    found = _AT.search(str(error))
-    if found is None:  # a type that msgpack does not have
-        for field in JobSpec.__struct_fields__:
-            try:
-                _encode([getattr(spec, field) for spec in specs])
-            except TypeError as own:
-                return WrongType(f"{names.get(field, field)} must be {_hint(field)}: {str(own)[:200]}")
-        return WrongType(str(error))
-    field, path = found["field"], found["path"]
-    given = _kind(getattr(specs[int(found["place"])], field)) if path == field else found["given"]
-    wanted = _hint(field) if path == field else re.sub(r"\w+", lambda word: _IN_PYTHON.get(word[0], word[0]), found["wanted"])
-    named = names.get(field, field) + path.removeprefix(field)
-    return WrongType(f"{named} must be {wanted}, got {given}{WAYS_OUT.get(named, '')}")
-
-
-def _hint(field: str) -> str:
-    hint = get_type_hints(JobSpec)[field]
-    return hint.__name__ if isinstance(hint, type) and "[" not in str(hint) else str(hint).replace("tasuki.core.job.", "")
-
-
-def _kind(value: object) -> str:
-    return type(value).__name__
-
 
 def check_list(name: str, value: Any) -> Sequence[Any]:
     """Return the elements of a list argument; WrongType for a bare text, whose characters would be the elements."""
     if isinstance(value, str | bytes | InputFile) or not hasattr(value, "__iter__"):
-        raise WrongType(f"{name} must be a list, got {_kind(value)}{WAYS_OUT.get(name, f'; write {name}=[…]')}")
+        raise WrongType(f"{name} must be a list, got {type_name(value)}{WAYS_OUT.get(name, f'; write {name}=[…]')}")
     return tuple(value)
 
 
 def check_texts(name: str, value: Mapping[str, str] | None) -> Mapping[str, str]:
     """Return a mapping argument; WrongType if it is none."""
     if value is not None and not isinstance(value, Mapping):
-        raise WrongType(f"{name} must be a dict, got {_kind(value)}")
+        raise WrongType(f"{name} must be a dict, got {type_name(value)}")
     return value or {}
 
 
@@ -396,6 +352,6 @@ def check_job_ids(job_ids: Sequence[object]) -> list[str]:
     for job_id in job_ids:
         if not isinstance(job_id, str):
             hint = "; write *ids" if isinstance(job_id, list | tuple | set) else ""
-            raise WrongType(f"a job_id must be str, got {_kind(job_id)}{hint}")
+            raise WrongType(f"a job_id must be str, got {type_name(job_id)}{hint}")
         checked.append(job_id)
     return checked

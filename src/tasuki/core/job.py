@@ -290,7 +290,7 @@ _is_name = re.compile(rf"[A-Za-z0-9_-][A-Za-z0-9._-]{{0,{NAME_MAX_CHARS - 1}}}")
 
 def check_job_id(job_id: str, field: str = "job_id") -> str:
     """Return `job_id` if it is one, else raise InvalidInput that names the field."""
-    if _is_job_id(job_id) is None or job_id == RESERVED_JOB_ID:
+    if not is_job_id(job_id):
         raise InvalidInput(f"{field} {quoted(job_id)} must be {JOB_ID_RULE}")
     return job_id
 
@@ -298,6 +298,11 @@ def check_job_id(job_id: str, field: str = "job_id") -> str:
 is_run_id = re.compile(r"[de][0-9]{1,19}-[0-9]{1,19}").fullmatch
 """Matches ids of runs, which the leader makes of definitions and events: `d7-1767225600`, `e12-7`. A job of somebody else with
 such an id would take the place of a run."""
+
+
+def is_job_id(job_id: object) -> bool:
+    """Return whether a job may have this id."""
+    return isinstance(job_id, str) and _is_job_id(job_id) is not None and job_id != RESERVED_JOB_ID
 
 
 def check_name(name: str, kind: str = "name") -> str:

@@ -21,11 +21,12 @@ from django.apps import apps
 from django.core.management import get_commands, load_command_class
 from django.core.management.base import BaseCommand, CommandError
 
+from tasuki.core.arguments import check_specs, check_text, type_name
 from tasuki.core.job import JobSpec
 from tasuki.core.scheduler.firing import DJANGO_EXEC
 from tasuki.django.conf import APP_LABEL, project_settings
-from tasuki.django.enqueueing import DEFAULT_QUEUE, command_subject, enqueue_job, new_id
-from tasuki.errors import InvalidInput, quoted
+from tasuki.django.enqueueing import DEFAULT_QUEUE, command_subject, enqueue_job, new_id, unix_time
+from tasuki.errors import InvalidInput, WrongType, quoted
 from tasuki.worker.attempt import ExitRules
 from tasuki.worker.execs import ARGS, RESERVED_PREFIX, Exec, PythonCall
 
@@ -85,21 +86,31 @@ def enqueue_command(
     With a `job_id` of your own, asking again is the same job. `priority` is 0 to 9, higher first. InvalidInput for a command
     that jobs may not run, or arguments that it does not take.
     """
-    words = tuple(map(str, arguments))
+    check_text("command", command)
+    check_text("queue", queue)
+    words = tuple(_word(command, place, value) for place, value in enumerate(arguments, 1))
     check_arguments(command, words)
     spec = JobSpec(
-        job_id=job_id or new_id(),
+        job_id=new_id() if job_id is None else job_id,
         subject=command_subject(queue, command),
         exec=DJANGO_EXEC,
         args=(command, *words),
-        not_before=not_before.timestamp() if not_before is not None else None,
+        not_before=unix_time("not_before", not_before),
         priority=priority,
         timeout_s=timeout_s,
         max_retries=max_retries,
         backoff_s=backoff_s,
     )
+    check_specs([spec])
     enqueue_job(spec)
     return spec.job_id
+
+
+def _word(command: str, place: int, value: object) -> str:
+    """Return an argument as text. What is None or a list there was meant otherwise: `--days=None` is no default."""
+    if value is None or isinstance(value, bytes | list | tuple | dict | set | frozenset):
+        raise WrongType(f"argument {place} of command {quoted(command)} must be a text or a number, got {type_name(value)}")
+    return check_text(f"argument {place} of command {quoted(command)}", str(value))
 
 
 aenqueue_command = sync_to_async(enqueue_command, thread_sensitive=True)

@@ -25,6 +25,7 @@ from django.conf import settings
 from django.core.exceptions import ValidationError
 from django.db import transaction
 
+from tasuki.core.arguments import check_text, type_name
 from tasuki.core.cluster_messages import Hint
 from tasuki.core.scheduler.firing import (
     SKIP_LATE_RUNS_AFTER_MAX_S,
@@ -33,12 +34,13 @@ from tasuki.core.scheduler.firing import (
     DefinitionType,
     check_event,
     event_run_id,
+    problem_of,
 )
 from tasuki.core.scheduler.schedule import ScheduleType
 from tasuki.django.conf import project_settings
 from tasuki.django.enqueueing import hint_after_commit
 from tasuki.django.models import Event, JobDefinition, SchedulerSettings
-from tasuki.errors import ConfigError, InvalidInput, NotFound, quoted
+from tasuki.errors import ConfigError, InvalidInput, NotFound, WrongType, quoted
 
 DEDUPE_KEY_MAX_CHARS = 255
 RUN_NOW = "definition.run"
@@ -72,6 +74,9 @@ def apply(entries: Mapping[str, Any], *, source: str, using: str | None = None, 
     Definitions of other sources, and those made by hand, are left alone; InvalidInput if one of them has such a name. An entry
     without `enabled` leaves a definition as enabled as it is. Errors name the definition and the field.
     """
+    if not isinstance(entries, Mapping):
+        raise WrongType(f"definitions must be a dict of entries by name, got {type_name(entries)}")
+    check_text("source", source)
     alias = using or project_settings().database
     wanted = {name: _columns(name, entry) for name, entry in entries.items()}
     done = Applied()
@@ -110,6 +115,7 @@ def _apply_one(name: str, columns: dict[str, Any], row: JobDefinition | None, so
 
 def _columns(name: str, entry: Any) -> dict[str, Any]:
     """Return the columns that an entry sets; all others have their defaults, but `enabled` stays as it is."""
+    check_text("the name of a definition", name)
     if not isinstance(entry, Mapping):
         raise InvalidInput(f"definition {quoted(name)} must be a table of columns, not {type(entry).__name__}")
     given = dict(entry)
@@ -122,10 +128,15 @@ def _columns(name: str, entry: Any) -> dict[str, Any]:
         raise InvalidInput(f"definition {quoted(name)} has unknown columns: {', '.join(unknown)}; known are {', '.join(_FIELDS)}")
     if "command_name" not in given:
         raise InvalidInput(f"definition {quoted(name)} has no command_name")
+    if given.get("event_type") and given.get("schedule_type"):
+        raise InvalidInput(f"definition {quoted(name)} has an event_type and a schedule ({given['schedule_type']}); give one")
     given.setdefault("type", (DefinitionType.EVENT if "event_type" in given else DefinitionType.TIME).value)
     plain = Definition(name=name, command_name="", type=given["type"])
     defaults = {field: getattr(plain, field) for field in _FIELDS if field != "enabled"}
-    return {**defaults, "concurrency_policy": plain.policy, **given}
+    columns = {**defaults, "concurrency_policy": plain.policy, **given}
+    if (problem := problem_of(Definition(name=name, **columns))) is not None:  # before Django converts values: 2.5 would be 2
+        raise InvalidInput(f"definition {quoted(name)}: {problem[1]}")
+    return columns
 
 
 def emit(event_type: str, payload: Any = None, *, dedupe_key: str | None = None, using: str | None = None) -> Event:
@@ -135,8 +146,8 @@ def emit(event_type: str, payload: Any = None, *, dedupe_key: str | None = None,
     stored: the first one is returned.
     """
     payload = msgspec.json.decode(check_event(event_type, payload))  # as the command will see it, and any database can store it
-    if dedupe_key is not None and (not 0 < len(dedupe_key) <= DEDUPE_KEY_MAX_CHARS or "\0" in dedupe_key):
-        raise InvalidInput(f"dedupe_key {quoted(dedupe_key)} must have 1 to {DEDUPE_KEY_MAX_CHARS} characters, none of them NUL")
+    if dedupe_key is not None and not 0 < len(check_text("dedupe_key", dedupe_key)) <= DEDUPE_KEY_MAX_CHARS:
+        raise InvalidInput(f"dedupe_key {quoted(dedupe_key)} must have 1 to {DEDUPE_KEY_MAX_CHARS} characters")
     alias = using or project_settings().database
     events = Event.objects.using(alias)
     if dedupe_key is None:
@@ -164,6 +175,8 @@ def run_now(definition: JobDefinition, payload: Any = None, *, using: str | None
 
     A payload reaches the command as that of an event.
     """
+    if not isinstance(definition, JobDefinition) or definition.pk is None:
+        raise WrongType(f"definition must be a JobDefinition that was saved, got {type_name(definition)}")
     payload = msgspec.json.decode(check_event(RUN_NOW, payload))
     alias = using or project_settings().database
     event = Event.objects.using(alias).create(event_type=RUN_NOW, payload_json=payload, job_definition=definition)

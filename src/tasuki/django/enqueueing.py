@@ -17,23 +17,28 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from contextvars import ContextVar
+from datetime import datetime
 from functools import lru_cache
 from typing import Any, TypeVar
 
+from django.conf import settings
 from django.db import connections, transaction
+from django.utils import timezone
 
+from tasuki.core.arguments import type_name
 from tasuki.core.cluster_messages import Hint, split
-from tasuki.core.job import IdMaker, JobSpec, body_hash, check_spec
+from tasuki.core.job import TIME_END, IdMaker, JobSpec, body_hash, check_spec
 from tasuki.core.store_messages import Submission, Submitted
 from tasuki.core.subject import matches
 from tasuki.django.conf import project_settings
-from tasuki.errors import InvalidInput, TasukiError
+from tasuki.errors import InvalidInput, TasukiError, WrongType
 from tasuki.stores.sql.store import SqlStore
 
 T = TypeVar("T")
 SUBMITTER = "django"
 DEFAULT_QUEUE = "default"
 IDS_AT_ONCE = 64
+TIME_END_YEAR = 5138
 _QUEUE = re.compile(r"[A-Za-z0-9_-]{1,64}")
 # A commit that notifies waits for no disk: it writes nothing.
 _NOTIFY = "SELECT set_config('synchronous_commit', 'off', true), pg_notify('tasuki_hint', piece) FROM unnest(%s::text[]) AS piece"
@@ -109,6 +114,21 @@ def is_task(spec: JobSpec) -> bool:
     return not spec.exec and matches("*.task.>", spec.subject)
 
 
+def unix_time(name: str, moment: datetime | None) -> float | None:
+    """Return a point in time as the store has it. A naive one is refused, or with USE_TZ off of the current time zone."""
+    if moment is None:
+        return None
+    if not isinstance(moment, datetime):
+        raise WrongType(f"{name} must be an aware datetime, got {type_name(moment)}")
+    if timezone.is_naive(moment):
+        if settings.USE_TZ:
+            raise InvalidInput(f"{name} {moment} has no time zone; write timezone.now() + …, or timezone.make_aware(…)")
+        moment = timezone.make_aware(moment)
+    if not 0 <= (at := moment.timestamp()) < TIME_END:
+        raise InvalidInput(f"{name} {moment} must be a time from 1970 to {TIME_END_YEAR}")
+    return at
+
+
 def _checked(queue: str) -> str:
     if _QUEUE.fullmatch(queue) is None:
         raise InvalidInput(f"queue {queue[:80]!r} must be 1 to 64 characters of A-Z a-z 0-9 _ -")
@@ -139,13 +159,19 @@ def enqueue_many(calls: Iterable[Callable[[], T]]) -> list[T]:
     collected = _Collected()
     before = _together.set(collected)
     try:
-        results = [call() for call in calls]
+        results = [_called(call, place) for place, call in enumerate(calls)]
     finally:
         _together.reset(before)
     _insert([spec for spec, _ in collected.jobs])
     for _, then in collected.jobs:
         then()
     return results
+
+
+def _called(call: Callable[[], T], place: int) -> T:
+    if not callable(call):
+        raise WrongType(f"enqueue_many takes calls, as in partial(send_invoice.enqueue, 1); number {place} is {type_name(call)}")
+    return call()
 
 
 def _insert(specs: Sequence[JobSpec]) -> None:

@@ -26,12 +26,13 @@ from django.db import DatabaseError, close_old_connections, reset_queries
 from django.utils.module_loading import import_string
 
 from tasuki.blobs.open_blobs import open_blobs
-from tasuki.core.job import Job, JobSpec, State
+from tasuki.core.arguments import check_nesting, check_specs, type_name
+from tasuki.core.job import BODY_INLINE_MAX_BYTES, Job, JobSpec, State, check_spec, is_job_id
 from tasuki.core.lifecycle import ATTEMPT_STEP
 from tasuki.django.conf import project_settings
-from tasuki.django.enqueueing import enqueue_job, is_task, new_id, on_enqueued, project_store, task_subject
+from tasuki.django.enqueueing import enqueue_job, is_task, new_id, on_enqueued, project_store, task_subject, unix_time
 from tasuki.django.logs import ERRORS, read_log, write_log
-from tasuki.errors import ConfigError, TasukiError
+from tasuki.errors import ConfigError, TasukiError, TooLarge, WrongType, quoted
 from tasuki.worker.attempt import HandlerJob
 
 logger = logging.getLogger("tasuki.django")
@@ -88,6 +89,7 @@ class TasukiTask(_base.Task):
         return replace(_base.Task.using(self, **changes), **own)
 
 
+_TYPES: dict[str, Any] = {"priority": int, "queue_name": str, "run_after": datetime | None, "takes_context": bool}
 OPTIONS = ("timeout_s", "max_retries", "backoff_s")
 
 
@@ -107,13 +109,29 @@ class TasukiBackend(_backends.BaseTaskBackend):
         """The task that was enqueued last, which was checked, and the fields of its jobs: a task does not change."""
         if unknown:
             raise ConfigError(f"TASKS[{alias!r}]: unknown OPTIONS {', '.join(sorted(unknown))}; known are {', '.join(OPTIONS)}")
+        try:
+            self._check(self.options)
+        except TasukiError as error:
+            raise ConfigError(f'TASKS[{alias!r}]["OPTIONS"]: {error.message}') from error
+
+    @staticmethod
+    def _check(fields: dict[str, Any]) -> None:
+        """Raise InvalidInput if jobs cannot have these fields."""
+        spec = JobSpec(job_id="checked", **fields)
+        check_specs([spec])
+        check_spec(spec)
 
     def validate_task(self, task: Any) -> None:
+        for name, wanted in _TYPES.items():  # Django compares and calls them without a look
+            value = getattr(task, name)
+            if not isinstance(value, wanted) or (wanted is int and isinstance(value, bool)):
+                shown = getattr(wanted, "__name__", wanted)
+                raise InvalidTask(f"{name} of task {task.module_path} must be {shown}, got {type_name(value)}")
         super().validate_task(task)
         try:
-            task_subject(task.queue_name, task.module_path)
+            self._check(self._fields(task))
         except TasukiError as error:
-            raise InvalidTask(error.message) from error
+            raise InvalidTask(f"task {task.module_path}: {error.message}") from error
 
     def enqueue(self, task: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Insert the task's job in the calling thread's transaction."""
@@ -123,28 +141,41 @@ class TasukiBackend(_backends.BaseTaskBackend):
             fields = self._fields(task)
             self._last = task, fields
         job_id = new_id()
-        result = _base.TaskResult(
-            task=task,
-            id=job_id,
-            status=Status.READY,
-            enqueued_at=datetime.now(UTC),
-            started_at=None,
-            last_attempted_at=None,
-            finished_at=None,
-            args=list(args),
-            kwargs=kwargs,
-            backend=self.alias,
-            errors=[],
-            worker_ids=[],
-        )
+        try:
+            result = _base.TaskResult(
+                task=task,
+                id=job_id,
+                status=Status.READY,
+                enqueued_at=datetime.now(UTC),
+                started_at=None,
+                last_attempted_at=None,
+                finished_at=None,
+                args=list(args),
+                kwargs=kwargs,
+                backend=self.alias,
+                errors=[],
+                worker_ids=[],
+            )
+            call = TaskCall(task.module_path, result.args, result.kwargs, self.alias, task.priority, task.takes_context)
+            payload = _encode(call)
+            is_kept = _decode(payload) == call
+        except (TypeError, ValueError, RecursionError) as error:
+            raise _wrong_argument(task, args, kwargs, error) from None
+        if not is_kept:
+            raise _wrong_argument(task, args, kwargs)
+        if len(payload) > BODY_INLINE_MAX_BYTES:
+            raise TooLarge(
+                f"the arguments of task {task.module_path} have {len(payload)} bytes as JSON, the limit is "
+                f"{BODY_INLINE_MAX_BYTES}; store what is large, and pass its key"
+            )
+        check_nesting(f"an argument of task {task.module_path}", payload)
 
         def stored() -> None:
             _signals.task_enqueued.send(type(self), task_result=result)
             if on_enqueued.get() is not None:
                 result.refresh()
 
-        call = TaskCall(task.module_path, result.args, result.kwargs, self.alias, task.priority, task.takes_context)
-        enqueue_job(JobSpec(job_id=job_id, payload=_encode(call), **fields), stored)
+        enqueue_job(JobSpec(job_id=job_id, payload=payload, **fields), stored)
         return result
 
     def _fields(self, task: Any) -> dict[str, Any]:
@@ -153,7 +184,7 @@ class TasukiBackend(_backends.BaseTaskBackend):
         return {
             "subject": task_subject(task.queue_name, task.module_path),
             "priority": _band_of(task.priority),
-            "not_before": task.run_after.timestamp() if task.run_after is not None else None,
+            "not_before": unix_time("run_after", task.run_after),
             "max_retries": 0,
             **self.options,
             **own,
@@ -162,10 +193,27 @@ class TasukiBackend(_backends.BaseTaskBackend):
     def get_result(self, result_id: str) -> Any:
         """Return the result as the store has it now, or raise TaskResultDoesNotExist."""
         store = project_store()
-        [job] = store.get([result_id])
+        [job] = store.get([result_id]) if is_job_id(result_id) else [None]
         if job is None or not is_task(job.spec):
             raise _exceptions.TaskResultDoesNotExist(result_id)
         return _result_of(job, store.incidents(result_id) if job.failures or job.losses else ())
+
+
+def _wrong_argument(task: Any, args: Sequence[Any], kwargs: dict[str, Any], error: Exception | None = None) -> WrongType:
+    """Return the error that names the argument which is not JSON, or which JSON would change."""
+    for name, value in [*enumerate(args, 1), *((repr(name), value) for name, value in kwargs.items())]:
+        try:
+            given = _normalize(value)
+            sent = msgspec.json.decode(_encode(given))
+        except (TypeError, ValueError, RecursionError) as own:
+            return WrongType(f"argument {name} of task {task.module_path} is not JSON: {own}")
+        if sent != given:
+            shown = quoted(repr(given)), quoted(repr(sent))
+            return WrongType(
+                f"argument {name} of task {task.module_path} would become {shown[1]}, given {shown[0]}: JSON has only finite "
+                "numbers, and keys of dicts that are texts"
+            )
+    return WrongType(f"arguments of task {task.module_path}: {error}")
 
 
 # ---------------------------------------------------------------------------------------------------- results

@@ -28,6 +28,7 @@ from typing import Any
 
 import msgspec
 
+from tasuki.core.arguments import check_nesting, check_text, type_name
 from tasuki.core.job import JOB_ID_MAX_CHARS, TEXT_MAX_BYTES, TIME_END, JobSpec, Outcome, check_name, check_spec
 from tasuki.core.lifecycle import JobEvent
 from tasuki.core.scheduler.schedule import Schedule, parse_schedule, zone_of
@@ -429,7 +430,7 @@ _has_nul = re.compile(rb"(?<!\\)(?:\\\\)*\\u0000").search  # in JSON: a backslas
 
 def check_event(event_type: str, payload: Any) -> str:
     """Return the payload as JSON, or raise InvalidInput that names the field."""
-    _named("event_type", check_subject, event_type)
+    _named("event_type", check_subject, check_text("event_type", event_type))
     try:
         encoded = msgspec.json.encode(payload)
     except (TypeError, ValueError, RecursionError) as error:
@@ -440,6 +441,7 @@ def check_event(event_type: str, payload: Any) -> str:
         )
     if _has_nul(encoded):
         raise InvalidInput("payload has a NUL character, which PostgreSQL cannot store; leave it out")
+    check_nesting("payload", encoded)
     return encoded.decode()
 
 
@@ -485,8 +487,13 @@ def _options(options: Mapping[str, Any]) -> Iterator[str]:
 
 def _argument(value: Any, field: str) -> str:
     if isinstance(value, bool) or not isinstance(value, str | int | float):
-        raise InvalidInput(f"{field} has {quoted(str(value))}; an argument is a text or a number")
-    text = value if isinstance(value, str) else msgspec.json.encode(value).decode()
-    if "\0" in text or len(text) > TEXT_MAX_BYTES:
-        raise InvalidInput(f"{field} has an argument with a NUL character, or of more than {TEXT_MAX_BYTES} characters")
-    return text
+        raise InvalidInput(f"{field} has an argument of type {type_name(value)}; an argument is a text or a number")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise InvalidInput(f"{field} has {value}, which is not JSON")
+    try:
+        text = value if isinstance(value, str) else msgspec.json.encode(value).decode()
+    except ValueError as error:
+        raise InvalidInput(f"{field} has a number that cannot be written: {error}") from None
+    if len(text) > TEXT_MAX_BYTES:
+        raise InvalidInput(f"{field} has an argument of {len(text)} characters, the limit is {TEXT_MAX_BYTES}")
+    return check_text(field, text)
