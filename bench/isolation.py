@@ -2,12 +2,14 @@
 
     python bench/isolation.py                   SQLite, PostgreSQL and Redis: half an hour; recorded
     python bench/isolation.py --only sqlite     one of them; recorded under its name
-    python bench/isolation.py --quick           small numbers, nothing recorded
+    python bench/isolation.py --quick           few numbers and jobs, nothing recorded
 
-Each waiting job has a subject of its own (`render.N.gpu`). An idle worker subscribes to `render.*.cpu`, which matches none,
-and to the patterns that are counted, 200 for each connection: once `pM.qN.>`, once `*.qN`. Beside them jobs of another group
+Each waiting job has a subject of its own (`render.N.gpu`). An idle worker subscribes to `render.*.cpu`, which matches none.
+Beside the patterns that are counted the waiting jobs are of 20 groups. Idle workers have 200 patterns each, once `pM.qN.>`, once
+`*.qN`, and a token each, as workers elsewhere have: what one token may subscribe to is bounded. Beside them jobs of another group
 run one after the other: how long each takes, submit to result, and how much CPU server and store take when nothing is submitted
-any more.
+any more. The script ends with 1 if the p99 is above max(1.5 times, 5 ms more than) that of the smallest step, or the idle CPU
+above that of the smallest and 2 % of a core.
 """
 
 from __future__ import annotations
@@ -16,9 +18,11 @@ import argparse
 import asyncio
 import contextlib
 import socket
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +34,10 @@ from _redis import cpu_s as redis_cpu_s
 from _redis import redis_server
 
 from tasuki import AsyncClient, JobSpec
-from tasuki.core.protocol import GiveCredit, HelloWorker
-from tasuki.wire.messages import encode
+from tasuki.core.access import token_sha256
+from tasuki.core.protocol import FRAME_MAX_BYTES, GiveCredit, HelloWorker, Welcome
+from tasuki.server.assembly import make_secret
+from tasuki.wire.messages import FrameDecoder, decode, encode
 
 STORES = ("sqlite", "postgresql", "redis")
 SUBJECTS = (1_000, 10_000, 100_000, 1_000_000)
@@ -42,11 +48,13 @@ OF_GROUPS, OF_ANY_GROUP = (
     "*.q{number}",
 )  # forms of patterns; the index finds none of the latter by a group
 FEW_SUBJECTS = 1_000
+FEW_GROUPS = 20
 CHUNK = 5_000
 PROBES = 2_000  # p99 of fewer is one hiccup of the machine
 IDLE_S = 10.0
 SETTLE_S = 120.0
 TTL_S = 3_600.0  # the idle workers never beat
+ANSWER_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -76,17 +84,41 @@ def store_of(name: str) -> Iterator[BenchStore]:
 def idle_workers(data: Path, patterns: int, form: str) -> Iterator[None]:
     """Connections of workers with credit, and with so many patterns of a form in all."""
     names = ["render.*.cpu", *(form.format(number=number, parent=number % 997) for number in range(patterns - 1))]
+    some = [tuple(names[start : start + PATTERNS_EACH]) for start in range(0, len(names), PATTERNS_EACH)]
+    secrets = uvloop.run(worker_tokens(data, len(some)))
     with contextlib.ExitStack() as stack:
-        for start in range(0, len(names), PATTERNS_EACH):
+        for number, (own, secret) in enumerate(zip(some, secrets, strict=True)):
             link = stack.enter_context(socket.socket(socket.AF_UNIX))
+            link.settimeout(ANSWER_S)
             link.connect(str(data / "socket"))
-            some = tuple(names[start : start + PATTERNS_EACH])
-            link.sendall(
-                encode(HelloWorker(msg_id=1, worker_id=f"idle-{start}", incarnation="i", patterns=some, ttl_s=TTL_S, slots=4))
+            hello = HelloWorker(
+                msg_id=1, worker_id=f"idle-{number}", incarnation="i", token=secret, patterns=own, ttl_s=TTL_S, slots=4
             )
-            link.recv(1)  # its Welcome
+            link.sendall(encode(hello))
+            expect_welcome(link, hello.worker_id)
             link.sendall(encode(GiveCredit(4)))
         yield
+
+
+async def worker_tokens(data: Path, count: int) -> list[str]:
+    """Return the secrets of new worker tokens."""
+    secrets = [make_secret("worker") for _ in range(count)]
+    async with AsyncClient(f"unix://{data}/socket") as client:
+        for number, secret in enumerate(secrets):
+            about = {"kind": "worker", "sha256": token_sha256(secret), "created_at": time.time()}
+            await client.call("token.create", token_id=f"idle{number}", **about)
+    return secrets
+
+
+def expect_welcome(link: socket.socket, worker_id: str) -> None:
+    """Read the answer to a Hello; SystemExit unless the worker is welcome: one that was refused has no patterns."""
+    decoder = FrameDecoder()
+    while not (frames := decoder.feed(data := link.recv(65_536))):
+        if not data:
+            raise SystemExit(f"{worker_id}: the server hung up before it answered")
+    answer = decode(frames[0], FRAME_MAX_BYTES)
+    if not isinstance(answer, Welcome):
+        raise SystemExit(f"{worker_id} was refused: {answer}")
 
 
 async def wait_for_rest(cpu_s: Callable[[], float]) -> None:
@@ -119,21 +151,31 @@ async def measure(data: Path, broker: Process, cpu_s: Callable[[], float], probe
     }
 
 
-async def fill(data: Path, subjects: int) -> None:
+async def fill(data: Path, subjects: int, groups: int) -> None:
     async with AsyncClient(f"unix://{data}/socket") as client:
         for start in range(0, subjects, CHUNK):
             numbers = range(start, min(start + CHUNK, subjects))
-            specs = [JobSpec(job_id=f"wait-{number}", subject=f"render.{number:07}.gpu") for number in numbers]
+            names = [(f"wait-{number}", f"render{number % groups or ''}.{number:07}.gpu") for number in numbers]
+            specs = [JobSpec(job_id=job_id, subject=subject) for job_id, subject in names]
             await client.submit_many(specs, watch=False)
 
 
-def one(name: str, subjects: int, patterns: int, probes: int, idle_s: float, form: str = OF_GROUPS) -> dict[str, float]:
+def one(
+    name: str,
+    probes: int,
+    idle_s: float,
+    *,
+    subjects: int = FEW_SUBJECTS,
+    groups: int = 1,
+    patterns: int = 1,
+    form: str = OF_GROUPS,
+) -> dict[str, float]:
     with folder() as data, store_of(name) as store, server(data, store=store.url) as broker:
 
         def cpu_s() -> float:
             return broker.cpu_s() + store.cpu_s()
 
-        uvloop.run(fill(data, subjects))
+        uvloop.run(fill(data, subjects, groups))
         store.settle()
         with idle_workers(data, patterns, form), handler_worker(f"unix://{data}/socket", 100):
             uvloop.run(wait_for_rest(cpu_s))
@@ -155,18 +197,22 @@ def main() -> None:
     arguments = parser.parse_args()
     subjects, patterns, probes, idle_s = SUBJECTS, PATTERNS, PROBES, IDLE_S
     if arguments.quick:
-        subjects, patterns, probes, idle_s = (500, 10_000), (1, 2_000), 100, 2.0
+        subjects, patterns, probes, idle_s = (1_000, 20_000), (1, 40_000), 500, 3.0
     figures: dict[str, Any] = {}
     with limit(7_200):
         for name in (arguments.only,) if arguments.only else STORES:
+            beside = partial(one, name, probes, idle_s)
             figures[name] = {
-                "by_subjects": judged([one(name, count, 1, probes, idle_s) for count in subjects]),
-                "by_patterns": judged([one(name, FEW_SUBJECTS, count, probes, idle_s) for count in patterns]),
+                "by_subjects": judged([beside(subjects=count) for count in subjects]),
+                "by_patterns": judged([beside(patterns=count, groups=FEW_GROUPS) for count in patterns]),
                 "by_patterns_of_any_group": judged(
-                    [one(name, FEW_SUBJECTS, count, probes, idle_s, OF_ANY_GROUP) for count in patterns]
+                    [beside(patterns=count, groups=FEW_GROUPS, form=OF_ANY_GROUP) for count in patterns]
                 ),
             }
     record("isolation" if arguments.only is None else f"isolation_{arguments.only}", figures, save=not arguments.quick)
+    bad = [f"{name} {what}" for name, of in figures.items() for what, found in of.items() if not found["good"]]
+    if bad:
+        sys.exit(f"above the bound: {', '.join(bad)}")
 
 
 if __name__ == "__main__":
