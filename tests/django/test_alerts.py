@@ -5,18 +5,23 @@ from __future__ import annotations
 import hashlib
 import hmac
 import json
+import socket
 import sqlite3
+import ssl
 import threading
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import psycopg
 import pytest
 
+from tasuki.django.conf import AlertSettings
 from tests.cli.commands import User
+from tests.support.certificates import TestAuthority
 from tests.support.django_site import DjangoSite
 from tests.support.processes import start_server, start_worker
 from tests.support.waiting import until
@@ -36,11 +41,16 @@ while not ScopeEpoch.objects.filter(scope="alerts").exists():
 class Receiver(ThreadingHTTPServer):
     """A receiver of webhooks; it answers with the next of `answers`, then with 204."""
 
-    def __init__(self) -> None:
+    def __init__(self, tls: ssl.SSLContext | None = None) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
         self.got: list[tuple[bytes, str]] = []
         self.answers: list[int] = []
-        self.url = f"http://127.0.0.1:{self.server_port}/hook?team=a"
+        self.url = f"{'https' if tls else 'http'}://127.0.0.1:{self.server_port}/hook?team=a"
+        if tls is not None:
+            self.socket = tls.wrap_socket(self.socket, server_side=True)
+
+    def handle_error(self, *_arguments: Any) -> None:
+        """Say nothing of a client that hung up."""
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -57,12 +67,18 @@ class _Handler(BaseHTTPRequestHandler):
     def log_message(self, *_arguments: Any) -> None: ...
 
 
-@pytest.fixture
-def receiver() -> Iterator[Receiver]:
-    with Receiver() as receiver:
+@contextmanager
+def listening(receiver: Receiver) -> Iterator[Receiver]:
+    with receiver:
         threading.Thread(target=receiver.serve_forever, daemon=True).start()
         yield receiver
         receiver.shutdown()
+
+
+@pytest.fixture
+def receiver() -> Iterator[Receiver]:
+    with listening(Receiver()) as receiver:
+        yield receiver
 
 
 def site_with(site: DjangoSite, alerts: dict[str, Any]) -> DjangoSite:
@@ -103,6 +119,10 @@ def dies():
     JobRun.objects.filter(pk=row.pk).update(job_definition=nightly, state="FAILED", ready=0)
     Incident.objects.create(job=row, at=time.time(), kind="dead_lettered", attempt=1, reason="it broke")
 
+def try_again():
+    Alert.objects.filter(next_at__isnull=False).update(next_at=1.0)
+    project_alerts().step()
+
 def state():
     rows = Alert.objects.order_by("id")
     return [[row.key.partition(":")[0], row.target, row.tries, row.next_at is None, row.problem] for row in rows]
@@ -119,8 +139,7 @@ def test_an_alert_is_made_once_for_each_receiver_and_sent_until_it_is_taken(site
 dies()
 project_alerts().step()
 first = state()
-Alert.objects.filter(next_at__isnull=False).update(next_at=1.0)
-project_alerts().step()
+try_again()
 project_alerts().step()
 print(json.dumps([first, state()]))
 """
@@ -175,6 +194,97 @@ with redis.Redis.from_url({redis_url!r}) as client:
 
 
 @pytest.mark.parametrize("site", ["sqlite"], indirect=True)
+def test_a_receiver_with_tls_is_told_if_its_certificate_can_be_trusted(site: DjangoSite, tmp_path: Path) -> None:
+    authority = TestAuthority(tmp_path / "tls")
+    with listening(Receiver(authority.serving())) as receiver:
+        site_with(site, {"everything": {"url": receiver.url, "secret": "key", "allow_private": True}})
+        refused = site.ask(STEPS + "dies()\nproject_alerts().step()\nprint(json.dumps(state()))")
+        assert receiver.got == []
+        taken = site.ask(
+            f"import os\nos.environ['SSL_CERT_FILE'] = {authority.ca!r}" + STEPS + "try_again()\nprint(json.dumps(state()))"
+        )
+
+    assert "CERTIFICATE_VERIFY_FAILED" in refused[0][4]
+    assert taken == [["dead_letter", "", 2, True, ""]]
+    [(data, signature)] = receiver.got
+    assert signature == "sha256=" + hmac.new(b"key", data, hashlib.sha256).hexdigest()
+
+
+@pytest.mark.parametrize("site", ["sqlite"], indirect=True)
+def test_whatever_one_receiver_does_others_are_told_and_a_send_ends_before_its_claim(
+    site: DjangoSite, receiver: Receiver
+) -> None:
+    def answer_a_byte_now_and_then() -> None:
+        while not ended.is_set():
+            with suppress(OSError):
+                link, _ = slow.accept()
+                called.append(link)
+                for letter in b"HTTP/1.1 204 No Content, and so on for ever":
+                    link.sendall(bytes([letter]))
+                    ended.wait(0.1)
+
+    called: list[socket.socket] = []
+    ended = threading.Event()
+    with socket.create_server(("127.0.0.1", 0)) as slow:
+        threading.Thread(target=answer_a_byte_now_and_then, daemon=True).start()
+        odd = {"url": "http://a..b/hook"}  # its name cannot be encoded, which is a UnicodeError
+        slow_one = {"url": f"http://127.0.0.1:{slow.getsockname()[1]}/", "allow_private": True}
+        good = {"url": receiver.url, "allow_private": True}
+        told = site_with(site, {"definitions": {"nightly": odd}, "everything": good}).ask(
+            STEPS + "dies()\nproject_alerts().step()\nprint(json.dumps(state()))"
+        )
+        site.env["SITE_TASUKI"] = json.dumps({"alerts": {"definitions": {"nightly": slow_one}, "everything": slow_one}})
+        began_and_ended = site.ask(
+            """
+import tasuki.django.alerts as alerts
+alerts.SEND_S = 0.4
+"""
+            + STEPS
+            + """
+dies()
+before = time.monotonic()
+try_again()
+took_s = time.monotonic() - before
+said = []
+alerts.logger.error = lambda text, *values: said.append(text % values)
+Alert.objects.update(created_at=time.time() - 7.1 * 86_400)
+try_again()
+given_up = state()
+project_alerts().step()
+print(json.dumps([took_s, given_up, said, state()]))
+"""
+        )
+        ended.set()
+
+    assert [one[3] for one in told] == [False, True]
+    assert len(receiver.got) == 1
+    took_s, given_up, said, later = began_and_ended
+    assert 0.4 <= took_s < 5.0
+    assert len(called) <= 3, "in each of the three steps only the first alert waits for that receiver"
+    assert all(one[3] and "had not answered within" in one[4] for one in given_up if one[2] > 1)
+    assert any("is given up, as nobody has taken it for 7 days" in text for text in said)
+    assert later == []
+
+
+@pytest.mark.parametrize(
+    ("url", "says"),
+    [
+        ("hooks.example.org/x", "must be https://host/path or http://host/path"),
+        ("https://u:secret@h/x", "without credentials, got 'https://h'"),
+        ("https://h:99999/x", "Port out of range"),
+        ("https://h/ä b", "percent-encode"),
+    ],
+)
+def test_the_address_of_a_receiver_is_checked_when_it_is_set(url: str, says: str) -> None:
+    with pytest.raises(msgspec.ValidationError) as raised:
+        msgspec.convert({"everything": {"url": url}}, AlertSettings)
+
+    assert says in str(raised.value)
+    assert "everything" in str(raised.value)
+    assert "secret" not in str(raised.value)
+
+
+@pytest.mark.parametrize("site", ["sqlite"], indirect=True)
 def test_a_name_that_has_a_private_address_the_second_time_gets_nothing_there(site: DjangoSite) -> None:
     site.migrate()
     found = site.ask(
@@ -199,7 +309,7 @@ socket.getaddrinfo, socket.create_connection = look_up, connect
 said = []
 for _ in range(2):
     try:
-        send(AlertTarget(url="https://rebind.example/hook"), {})
+        send(AlertTarget(url="https://rebind.example/hook"), {}, time.monotonic() + 20)
     except (TasukiError, OSError) as error:
         said.append(str(error))
 print(json.dumps([asked, tried, said]))
@@ -223,7 +333,7 @@ from tasuki.errors import TasukiError
 codes = []
 for host in {hosts!r}:
     try:
-        send(AlertTarget(url=f"http://{{host}}:{receiver.server_port}/"), {{}})
+        send(AlertTarget(url=f"http://{{host}}:{receiver.server_port}/"), {{}}, time.monotonic() + 20)
     except TasukiError as error:
         codes.append(error.code)
 dies()
@@ -286,7 +396,7 @@ def test_a_server_tells_of_failures_and_dead_letters_signed_until_they_are_taken
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        (["--webhook", "ftp://h/x"], "--webhook must be https://host/path or http://host/path"),
+        (["--webhook", "ftp://h/x"], "--webhook: a receiver must be https://host/path or http://host/path"),
         (["--webhook", "https://u:p@h/x"], "without credentials"),
         (["--webhook", "https://h/x", "--webhook-on", "rain"], "--webhook-on: Invalid enum value 'rain'"),
         (["--webhook-private"], "give --webhook URL too"),

@@ -150,11 +150,12 @@ class WebhookOptions(NamedTuple):
             return None
         if is_redis(places.store):
             raise ConfigError("--webhook needs a SQL store, which keeps alerts until they are taken; on Redis watch /metrics")
-        parts = urlsplit(self.webhook)
-        if parts.scheme not in ("http", "https") or not parts.hostname or "@" in parts.netloc:
-            raise ConfigError("--webhook must be https://host/path or http://host/path, without credentials")
-        from tasuki.django.conf import AlertSettings, AlertTarget
+        from tasuki.django.conf import AlertSettings, AlertTarget, check_receiver
 
+        try:
+            check_receiver(self.webhook)
+        except ValueError as error:
+            raise ConfigError(f"--webhook: {error}") from None
         secret = ""
         if self.webhook_secret is not None and not (secret := self.webhook_secret.read_text("utf-8").strip()):
             raise ConfigError(f"--webhook-secret: the file {self.webhook_secret} is empty; write the key of the signature to it")

@@ -4,7 +4,8 @@
 What happened is read from the rows that have it anyway (incidents of jobs, notes on definitions), and becomes a row of Alert,
 whose key makes it once, whichever nodes look. So an alert outlives the node that saw the failure. Any node sends: it moves
 `next_at` of a row ahead, which one node can do, and ends it when the receiver answered 2xx. A node that dies in between leaves it
-to the next one: receivers get an alert at least once.
+to the next one: receivers get an alert at least once. A send ends SEND_S after the row was moved ahead, before another node may
+take it. What no receiver took within KEEP_S is given up.
 
 Incidents are looked at again for SETTLED_S, because a transaction with a lower id may be committed after one with a higher.
 """
@@ -20,6 +21,7 @@ import json
 import logging
 import socket
 import ssl
+import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -27,14 +29,14 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from django.db import Error, connections, models
+from django.db import connections, models
 
 from tasuki.core.backoff import Backoff
 from tasuki.django import standalone
 from tasuki.django.conf import AlertSettings, AlertTarget
 from tasuki.django.fields import database_time
 from tasuki.django.models import Alert, DefinitionState, Incident, ScopeEpoch, ScopeLease
-from tasuki.errors import Forbidden, InvalidInput, TasukiError
+from tasuki.errors import Forbidden, InvalidInput
 from tasuki.server.assembly import open_scheduler_coordination
 
 logger = logging.getLogger("tasuki.django")
@@ -42,8 +44,9 @@ INTERVAL_S = 2.0
 SETTLED_S = 60.0
 LOOK_MAX = 500  # incidents of one look
 SEND_MAX = 20  # alerts of one step
-TIMEOUT_S = 5.0  # of each step of one request
+SEND_S = 20.0  # for one request, whatever the receiver does
 CLAIM_S = 30.0  # a node that took an alert and died leaves it to others after so long
+STATUS_MAX_BYTES = 1024
 KEEP_S = 7 * 86_400.0
 SCOPE = "alerts"
 """Row of ScopeEpoch whose epoch is the id of the last incident that is settled."""
@@ -125,44 +128,83 @@ class Alerts:
 
     def _send_due(self, now: float) -> None:
         rows = Alert.objects.using(self._alias)
+        began, unreachable = time.monotonic(), dict[str, Exception]()
         for row in rows.filter(next_at__lte=now).order_by("next_at", "id")[:SEND_MAX]:
+            claimed_at = now + time.monotonic() - began
             mine = rows.filter(pk=row.pk, tries=row.tries, next_at__isnull=False)
-            if not mine.update(tries=row.tries + 1, next_at=now + CLAIM_S):
+            if not mine.update(tries=row.tries + 1, next_at=claimed_at + CLAIM_S):
                 continue  # another node sends it
+            deadline = time.monotonic() + SEND_S
             target = self._settings.definitions.get(row.target) if row.target else self._settings.everything
+            change: dict[str, Any] = {"next_at": None, "problem": ""}
             try:
                 if target is not None:
-                    send(target, {"id": row.pk, **row.body})
-            except (TasukiError, OSError, http.client.HTTPException) as error:
-                logger.warning("alert %s was not taken, and is sent again: %s", row.key, error)
-                rows.filter(pk=row.pk).update(next_at=now + BACKOFF.delay_s(row.tries), problem=str(error)[:1000])
-            else:
-                rows.filter(pk=row.pk).update(next_at=None, problem="")
+                    if target.url in unreachable:  # the alerts of others do not wait for it again
+                        raise unreachable[target.url]
+                    send(target, {"id": row.pk, **row.body}, deadline)
+            except Exception as error:  # noqa: BLE001 - whatever one receiver does, others get their alerts
+                if target is not None and isinstance(error, OSError):
+                    unreachable[target.url] = error
+                change = self._untaken(row, claimed_at, error)
+            rows.filter(pk=row.pk, tries=row.tries + 1).update(**change)
+
+    def _untaken(self, row: Alert, now: float, error: Exception) -> dict[str, Any]:
+        """Return what becomes of an alert that its receiver did not take."""
+        problem = (str(error) or type(error).__name__)[:1000]
+        if row.created_at.timestamp() < now - KEEP_S:
+            logger.error("alert %s is given up, as nobody has taken it for %.0f days: %s", row.key, KEEP_S / 86_400, problem)
+            return {"next_at": None, "problem": problem}
+        logger.warning("alert %s was not taken, and is sent again: %s", row.key, problem)
+        return {"next_at": now + BACKOFF.delay_s(row.tries), "problem": problem}
 
 
-def send(target: AlertTarget, body: dict[str, Any]) -> None:
-    """POST a signed body to a receiver. Forbidden: its address is not a public one; OSError, InvalidInput: it did not take it."""
+def send(target: AlertTarget, body: dict[str, Any], deadline: float) -> None:
+    """POST a signed body to a receiver. Forbidden: its address is not a public one; OSError, InvalidInput: it did not take it,
+    or not before the deadline, a time of `time.monotonic`."""
     parts = urlsplit(target.url)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise InvalidInput("the address of a receiver of alerts must be https://host/path or http://host/path")
+    assert parts.hostname is not None  # AlertTarget has looked
     port = parts.port or (443 if parts.scheme == "https" else 80)
     address = checked_address(parts.hostname, port, allow_private=target.allow_private)
     data = json.dumps(body, ensure_ascii=False).encode()
     headers = {"Content-Type": "application/json", "User-Agent": "tasuki"}
     if target.secret:
         headers[SIGNATURE] = "sha256=" + hmac.new(target.secret.encode(), data, hashlib.sha256).hexdigest()
-    link = http.client.HTTPConnection(parts.hostname, port, timeout=TIMEOUT_S)
-    plain = socket.create_connection((address, port), TIMEOUT_S)  # the address that was checked, not asked for again
+    request = http.client.HTTPConnection(parts.hostname, parts.port)
+    # The address that was checked, not asked for again.
+    request.sock = socket.create_connection((address, port), _left_s(deadline))
     try:
-        is_tls = parts.scheme == "https"
-        link.sock = ssl.create_default_context().wrap_socket(plain, server_hostname=parts.hostname) if is_tls else plain
-        link.request("POST", (parts.path or "/") + (f"?{parts.query}" if parts.query else ""), data, headers)
-        status = link.getresponse().status
+        if parts.scheme == "https":
+            request.sock.settimeout(_left_s(deadline))
+            request.sock = ssl.create_default_context().wrap_socket(request.sock, server_hostname=parts.hostname)
+        request.sock.settimeout(_left_s(deadline))
+        request.request("POST", (parts.path or "/") + (f"?{parts.query}" if parts.query else ""), data, headers)
+        status = _status(request.sock, deadline)
     finally:
-        link.close()
-        plain.close()
+        request.close()
     if not 200 <= status < 300:  # redirects are not followed
         raise InvalidInput(f"the receiver answered {status}")
+
+
+def _left_s(deadline: float) -> float:
+    left_s = deadline - time.monotonic()
+    if left_s <= 0:
+        raise TimeoutError(f"the receiver had not answered within {SEND_S:g} s")
+    return left_s
+
+
+def _status(link: socket.socket, deadline: float) -> int:
+    """Return the status of the answer, of which no more than the first line is read. A receiver that sends a byte now and then
+    gains no time."""
+    line = b""
+    while b"\n" not in line and len(line) < STATUS_MAX_BYTES:
+        link.settimeout(_left_s(deadline))
+        if not (more := link.recv(STATUS_MAX_BYTES)):
+            break
+        line += more
+    protocol, _, rest = line.partition(b" ")
+    if not protocol.startswith(b"HTTP/1.") or not rest[:3].isdigit():
+        raise InvalidInput(f"the receiver answered {line[:40]!r}, which is not HTTP")
+    return int(rest[:3])
 
 
 def checked_address(host: str, port: int, *, allow_private: bool) -> str:
@@ -201,7 +243,7 @@ class AlertLoop:
             try:
                 await asyncio.get_running_loop().run_in_executor(self._thread, self._step)
                 problem = ""
-            except (TasukiError, Error) as error:
+            except Exception as error:  # noqa: BLE001 - whatever it is, alerts are looked for again
                 if str(error) != problem:
                     report(f"alerts wait: {error}")
                 problem = str(error)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any, Literal
+from urllib.parse import urlsplit
 
 import msgspec
 from django.conf import settings
@@ -45,6 +46,23 @@ class AlertTarget(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """failure: an attempt failed and is tried again; dead_letter: a run failed for good; late: a schedule was not fired."""
     allow_private: bool = False
     """Also at loopback, private and link-local addresses."""
+
+    def __post_init__(self) -> None:
+        check_receiver(self.url)
+
+
+def check_receiver(url: str) -> None:
+    """Raise ValueError unless alerts can be sent to this address. The text names its host at most: the path may be a secret."""
+    try:
+        parts = urlsplit(url)
+        host = f"{parts.scheme}://{parts.hostname or ''}"
+        is_good = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+    except ValueError as error:  # a port that is none
+        raise ValueError(f"the address of a receiver cannot be read: {error}; write https://host/path") from None
+    if not is_good or "@" in parts.netloc:
+        raise ValueError(f"a receiver must be https://host/path or http://host/path, without credentials, got {host!r}")
+    if not all("!" <= letter <= "~" for letter in url):
+        raise ValueError(f"the address of the receiver at {host!r} has letters beyond ASCII, or spaces; percent-encode them")
 
 
 class AlertSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
