@@ -150,7 +150,8 @@ class Alerts:
 
     def _untaken(self, row: Alert, now: float, error: Exception) -> dict[str, Any]:
         """Return what becomes of an alert that its receiver did not take."""
-        problem = (str(error) or type(error).__name__)[:1000]
+        slow = f"the receiver had not answered within {SEND_S:g} s"
+        problem = slow if isinstance(error, TimeoutError) else (str(error) or type(error).__name__)[:1000]
         if row.created_at.timestamp() < now - KEEP_S:
             logger.error("alert %s is given up, as nobody has taken it for %.0f days: %s", row.key, KEEP_S / 86_400, problem)
             return {"next_at": None, "problem": problem}
@@ -188,7 +189,7 @@ def send(target: AlertTarget, body: dict[str, Any], deadline: float) -> None:
 def _left_s(deadline: float) -> float:
     left_s = deadline - time.monotonic()
     if left_s <= 0:
-        raise TimeoutError(f"the receiver had not answered within {SEND_S:g} s")
+        raise TimeoutError
     return left_s
 
 
