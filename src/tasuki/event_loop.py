@@ -24,6 +24,21 @@ def ignore_result(future: asyncio.Future[Any]) -> None:
         future.exception()
 
 
+async def on_thread(function: Callable[..., T], *args: Any, release: Callable[[T], object] | None = None) -> T:
+    """Call a blocking function on a thread. A cancellation waits for its end: what the function uses may be closed then.
+
+    `release` gets the result that a canceled caller does not get.
+    """
+    running = asyncio.get_running_loop().run_in_executor(None, lambda: function(*args))
+    try:
+        return await asyncio.shield(running)
+    except asyncio.CancelledError:
+        await asyncio.wait([running])
+        if running.exception() is None and release is not None:
+            release(running.result())
+        raise
+
+
 class BackgroundTasks:
     """Tasks that nobody needs to await, kept here until they end: an event loop holds its tasks weakly.
 

@@ -83,7 +83,9 @@ def test_two_files_of_one_name_and_a_path_that_is_not_there_are_refused(tmp_path
     [
         ("all", [OK, SKIPPED], True),
         ("all", [OK, FAILED], False),
-        ("all", [], True),
+        ("all", [], False),
+        ("1%", [], False),
+        ("0", [], True),
         ("2", [OK, SKIPPED, FAILED], True),
         ("2", [OK], False),
         ("50%", [OK, FAILED], True),
@@ -112,6 +114,7 @@ class FakeClient(CacheCalls):
     def __init__(self, *answers: dict[str, Any]) -> None:
         self.answers = list(answers)
         self.uploads: list[str] = []
+        self.asked: list[str] = []
         self.others: dict[str, FakeClient] = {}
         self.elsewhere: tuple[str, ...] = ()
 
@@ -125,6 +128,7 @@ class FakeClient(CacheCalls):
         missing = [entry.sha256 for entry in put.entries if entry.sha256 not in self.uploads]
         if missing:
             raise NotFound("blobs", blobs=missing[:1])
+        self.asked.append("".join(entry.name for entry in put.entries))
         answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
         workers = [WorkerCache(name, *(told if isinstance(told, tuple) else (told,))) for name, told in answer.items()]
         return CacheAck(1, put.cache_id, workers, self.elsewhere)
@@ -142,10 +146,12 @@ class FakeClient(CacheCalls):
         pass
 
 
-def put(client: FakeClient, monkeypatch: pytest.MonkeyPatch, *, idle_timeout_s: float = 30.0) -> dict[str, CacheStatus]:
+def put(
+    client: FakeClient, monkeypatch: pytest.MonkeyPatch, *, idle_timeout_s: float = 30.0, require: str = "all"
+) -> dict[str, CacheStatus]:
     monkeypatch.setattr(caches, "ASK_EVERY_S", 0.0)
     files = [LocalFile(CacheEntry(name, name * 64, 1), Path(name)) for name in "ab"]
-    result = asyncio.run(CacheUpload(client, "c", files, ">", idle_timeout_s, None, None).run())
+    result = asyncio.run(CacheUpload(client, "c", files, ">", idle_timeout_s, None, None, require).run())
     return {name: one.status for name, one in result.workers.items()}
 
 
@@ -180,6 +186,50 @@ def test_a_worker_that_left_is_waited_for_and_given_up_when_nothing_moves(monkey
 
     assert put(back, monkeypatch) == {"w": OK}
     assert put(gone, monkeypatch, idle_timeout_s=0.05) == {"w": FAILED, "x": OK}
+
+
+@pytest.mark.parametrize(
+    ("require", "ends"),
+    [
+        ("1", {"w": OK, "x": FETCHING, "y": AWAY}),
+        ("30%", {"w": OK, "x": FETCHING, "y": AWAY}),
+        ("all", {"w": OK, "x": FAILED, "y": AWAY}),
+        ("67%", {"w": OK, "x": FAILED, "y": AWAY}),
+        ("4", {"w": FETCHING, "x": FETCHING, "y": AWAY}),
+        ("2", {"w": OK, "x": FAILED, "y": OK}),
+    ],
+)
+def test_a_put_ends_when_the_requirement_is_met_or_cannot_be_met_any_more(
+    monkeypatch: pytest.MonkeyPatch, require: str, ends: dict[str, CacheStatus]
+) -> None:
+    told = [{"w": FETCHING, "x": FETCHING}, {"w": OK, "x": FETCHING}, {"w": OK, "x": FAILED}]
+    client = FakeClient(*({**one, "y": AWAY} for one in told), {"w": OK, "x": FAILED, "y": OK})
+
+    assert put(client, monkeypatch, require=require) == ends
+
+
+def test_all_parts_are_at_the_server_and_with_workers_that_come_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(caches, "batches", lambda files, _: [[file] for file in files])
+    monkeypatch.setattr(caches, "PARTS_AT_ONCE", 1)
+    late, failed = (
+        FakeClient({"w": OK}, {"w": OK, "late": OK}, {"w": SKIPPED, "late": FETCHING}, {"late": OK}),
+        FakeClient({"w": FAILED}),
+    )
+
+    assert put(late, monkeypatch) == {"w": OK, "late": OK}
+    assert late.asked == ["a", "b", "a", "a"]
+    assert put(failed, monkeypatch) == {"w": FAILED}
+    assert failed.asked == ["a", "b"]
+
+
+def test_a_worker_that_was_given_up_is_not_waited_for_again_in_each_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(caches, "batches", lambda files, _: [[file] for file in files])
+    monkeypatch.setattr(caches, "PARTS_AT_ONCE", 1)
+    client = FakeClient({"w": OK, "x": AWAY})
+
+    assert put(client, monkeypatch, idle_timeout_s=0.05) == {"w": OK, "x": FAILED}
+    assert client.asked[-1:] == ["b"]
+    assert client.asked.count("b") == 1
 
 
 def test_no_worker_is_no_wait(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import os
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -216,14 +217,15 @@ def test_a_put_says_how_far_it_is_goes_on_and_is_fetched_once(folder: CacheFolde
 
 def test_a_put_of_which_a_part_is_here_says_how_many_files_came(folder: CacheFolder, running: Any) -> None:
     async def test() -> None:
-        stage = Stage(folder, b"new")
+        stage = Stage(folder, b"new", b"too")
         stage.transfers.may_come.set()
         store(folder, b"old", "a")
+        entries = [entry_of("b", b"new"), entry_of("c", b"too"), entry_of("a", b"old")]
 
-        told = await stage.put(entry_of("a", b"old"), entry_of("b", b"new"))
-        assert (told.status, told.message) == (CacheStatus.OK, "added=1, skipped=1")
-        told = await stage.put(entry_of("a", b"old"), entry_of("b", b"new"))
-        assert (told.status, told.message) == (CacheStatus.SKIPPED, "added=0, skipped=2")
+        told = await stage.put(*entries)
+        assert (told.status, told.message) == (CacheStatus.OK, "added=2, skipped=1")
+        told = await stage.put(*entries)
+        assert (told.status, told.message) == (CacheStatus.SKIPPED, "added=0, skipped=3")
 
     running(test())
 
@@ -240,6 +242,33 @@ def test_what_cannot_be_fetched_is_told_without_paths_and_the_rest_can_be_put_ag
         assert told.message.startswith("DISK_FULL: ")
         assert str(folder.root) not in told.message
         assert (await stage.put(entry_of("a", b"abc"))).status in (CacheStatus.OK, CacheStatus.SKIPPED)
+
+    running(test())
+
+
+def test_a_fetch_that_is_ended_while_it_begins_leaves_the_file_to_the_next(
+    folder: CacheFolder, tmp_path: Path, running: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    has_begun, may_go_on, claim = threading.Event(), threading.Event(), folder.part
+
+    def slow_part(ref: BlobRef) -> Any:
+        has_begun.set()
+        assert may_go_on.wait(10.0)
+        return claim(ref)
+
+    async def test() -> None:
+        stage, ref = Stage(folder, b"abc"), ref_of(b"abc")
+        stage.transfers.may_come.set()
+        monkeypatch.setattr(folder, "part", slow_part)
+        ended = asyncio.create_task(stage.cache.place("job-1", ref.sha256, 3, tmp_path / "first"))
+        await asyncio.to_thread(has_begun.wait, 10.0)
+        ended.cancel()
+        await asyncio.sleep(0)
+        may_go_on.set()
+        await asyncio.wait([ended])
+
+        await asyncio.wait_for(stage.cache.place("job-2", ref.sha256, 3, tmp_path / "second"), 10.0)
+        assert (tmp_path / "second").read_bytes() == b"abc"
 
     running(test())
 

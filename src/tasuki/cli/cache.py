@@ -22,7 +22,7 @@ from tasuki.cli.command import (
 from tasuki.cli.connect import with_client
 from tasuki.cli.output import ExitCode, Output, table
 from tasuki.client.aio import AsyncClient
-from tasuki.client.caches import IDLE_TIMEOUT_S, PutResult, parse_require
+from tasuki.client.caches import FINAL, IDLE_TIMEOUT_S, PutResult, required
 from tasuki.core.protocol import CacheStatus, WorkerCache
 from tasuki.core.units import shown_size, shown_time
 from tasuki.errors import CacheConflict
@@ -57,24 +57,33 @@ def put(
 ) -> int:
     """Files that a cache has are not sent again, and never overwritten. The same put again does what is left. Workers that lack
     a file fetch it when a job needs it."""
-    parse_require(require)
+    required(require, 0)
     try:
-        result = with_client(place, lambda client: _put(client, cache_id, paths, target, timeout, output))
+        result = with_client(place, lambda client: _put(client, cache_id, paths, target, require, timeout, output))
+        is_satisfied = result.satisfies(require)
     except CacheConflict as error:
         if not (refused := error.details().get("workers")):
             raise
         reason = f"{error.code}: {error.message}"
         result = PutResult(cache_id, 0, 0, {one: WorkerCache(one, CacheStatus.FAILED, reason) for one in refused})
+        is_satisfied = False
     rows = sorted(result.workers.values(), key=lambda one: one.worker_id)
-    answer = {**asdict(result), "workers": [asdict(one) for one in rows], "satisfied": result.satisfies(require)}
+    answer = {**asdict(result), "workers": [asdict(one) for one in rows], "satisfied": is_satisfied}
     output.show(answer, lambda: _lines(result, rows), [f"{one.worker_id} {one.status}" for one in rows])
     if not rows:
-        output.hint(f"no connected worker takes {target}; those that come fetch the files when a job needs them")
-    return ExitCode.OK if answer["satisfied"] else ExitCode.FAILED
+        output.hint(
+            f"no connected worker takes {target}; the files are at the server, and workers that come fetch them for their jobs"
+        )
+    if not is_satisfied:
+        needed = required(require, len(rows))
+        output.hint(f"{result.done} of {len(rows)} workers have the files, and --require {require} asks for {needed}")
+    if any(one.status not in FINAL for one in rows):
+        output.hint("the others go on by themselves; the same put again says how far they are")
+    return ExitCode.OK if is_satisfied else ExitCode.FAILED
 
 
 async def _put(
-    client: AsyncClient, cache_id: str, paths: tuple[str, ...], target: str, timeout: float, output: Output
+    client: AsyncClient, cache_id: str, paths: tuple[str, ...], target: str, require: str, timeout: float, output: Output
 ) -> PutResult:
     def on_upload(done_bytes: int, size_bytes: int) -> None:
         output.transfer("uploading", size_bytes)(done_bytes)
@@ -86,7 +95,7 @@ async def _put(
 
     output.progress("hashing")
     return await client.put_cache(
-        cache_id, paths, target=target, idle_timeout_s=timeout, on_upload=on_upload, on_workers=on_workers
+        cache_id, paths, target=target, require=require, idle_timeout_s=timeout, on_upload=on_upload, on_workers=on_workers
     )
 
 
@@ -94,11 +103,14 @@ def _lines(result: PutResult, rows: list[WorkerCache]) -> Iterator[str]:
     size = shown_size(result.size_bytes)
     yield f"{result.cache_id}  {result.files} files, {size}; {result.done} of {len(rows)} workers have them"
     if rows:
-        yield from table(("WORKER", "STATUS", ""), [(one.worker_id, one.status, _note(one)) for one in rows])
+        cells = [(one.worker_id, one.status, _note(one, result.size_bytes)) for one in rows]
+        yield from table(("WORKER", "STATUS", ""), cells)
 
 
-def _note(one: WorkerCache) -> str:
-    return one.message if one.status in (CacheStatus.FAILED, CacheStatus.OK) else ""
+def _note(one: WorkerCache, size_bytes: int) -> str:
+    if one.status is CacheStatus.FETCHING:
+        return f"{shown_size(one.done_bytes)} of {shown_size(size_bytes)}"
+    return "" if one.status is CacheStatus.SKIPPED else one.message
 
 
 @command("cache list", parent=cache, examples=["tasuki cache list", "tasuki cache list --json"])

@@ -1,8 +1,8 @@
 """Putting files into a cache, and asking until every worker has them.
 
 The server is asked with the hashes first: it names the blobs that it lacks, which are uploaded (an upload that was cut off goes
-on where it was), and it asks the workers. Each answer says how they stand; those that are not done are asked about again. So the
-same put again, after whatever ended this one, does only what is left.
+on where it was), and it asks the workers. Each answer says how they stand; those that are not done are asked about again, until
+enough of them are done or too many have failed. So the same put again, after whatever ended this one, does only what is left.
 """
 
 from __future__ import annotations
@@ -56,21 +56,18 @@ class PutResult(msgspec.Struct, frozen=True):
         return sum(one.status in (CacheStatus.OK, CacheStatus.SKIPPED) for one in self.workers.values())
 
     def satisfies(self, require: str) -> bool:
-        """Return whether enough workers have all files: `all` of them, a number, or a percentage."""
-        number, is_percent = parse_require(require)
-        if number is None:
-            return self.done == len(self.workers)
-        return self.done * 100 >= number * len(self.workers) if is_percent else self.done >= number
+        """Return whether enough workers have all files: `all` of them, a number, or a percentage; one at least, unless of 0."""
+        return self.done >= required(require, len(self.workers))
 
 
-def parse_require(text: str) -> tuple[int | None, bool]:
-    """Return (number, whether it is a percentage) of `90%` or `3`; (None, False) for `all`."""
-    if text == "all":
-        return None, False
-    digits = text.removesuffix("%")
-    if not (digits.isascii() and digits.isdigit()) or (digits != text and int(digits) > 100):
-        raise InvalidInput(f"require must be all, a number of workers, or a percentage; got {text[:40]!r}")
-    return int(digits), digits != text
+def required(require: str, workers: int) -> int:
+    """Return how many of so many workers `all`, `90%` or `3` are."""
+    digits = "100" if require == "all" else require.removesuffix("%")
+    is_share = digits != require
+    if not (digits.isascii() and digits.isdigit()) or (is_share and int(digits) > 100):
+        raise InvalidInput(f"require must be all, a number of workers, or a percentage; got {require[:40]!r}")
+    number = int(digits)
+    return max(min(1, number), -(-number * workers // 100)) if is_share else number
 
 
 class LocalFile(msgspec.Struct, frozen=True):
@@ -143,6 +140,7 @@ class CacheCalls(ABC):
         paths: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
         *,
         target: str = ">",
+        require: str = "all",
         idle_timeout_s: float = IDLE_TIMEOUT_S,
         on_upload: OnUpload | None = None,
         on_workers: OnWorkers | None = None,
@@ -152,14 +150,16 @@ class CacheCalls(ABC):
             result = await client.put_cache("scene-7", "assets/", target="render.>")
             job = await client.submit(subject="render.eu", files=[InputFile("a.bin", cache=("scene-7", "assets/a.bin"))])
 
-        Names of a cache are never overwritten: CacheConflict for one with other bytes. A worker that makes no progress for
-        `idle_timeout_s` is FAILED in the result, and fetches the files when a job needs them. The same put again continues.
+        Names of a cache are never overwritten: CacheConflict for one with other bytes. The put ends when as many workers as
+        `require` says (`all`, `3`, `90%`) have the files, or no longer can; others go on by themselves. A worker that makes no
+        progress for `idle_timeout_s` is FAILED, and fetches the files when a job needs them. The same put again continues.
         """
         given = [paths] if isinstance(paths, str | os.PathLike) else list(paths)
         check_name(cache_id, "cache_id")
         check_pattern(target)
+        required(require, 0)
         files = await asyncio.to_thread(read_files, given)
-        return await CacheUpload(self, cache_id, files, target, idle_timeout_s, on_upload, on_workers).run()
+        return await CacheUpload(self, cache_id, files, target, idle_timeout_s, on_upload, on_workers, require).run()
 
     async def ask_cache(self, put: CachePut) -> CacheAck:
         """Ask the server once to have the workers keep these files, whose blobs it has."""
@@ -213,8 +213,10 @@ class CacheUpload:
         idle_timeout_s: float,
         on_upload: OnUpload | None,
         on_workers: OnWorkers | None,
+        require: str = "all",
     ) -> None:
         self._client = client
+        self._require = require
         self._cache_id, self._target = cache_id, target
         self._files, self._size_bytes = files, sum(file.entry.size_bytes for file in files)
         self._idle_timeout_s = idle_timeout_s
@@ -222,6 +224,10 @@ class CacheUpload:
         self._by_hash = {file.entry.sha256: file for file in files}
         self._parts = [list(part) for part in batches(files, lambda file: len(file.entry.name.encode()) + 128)]
         self._told: list[dict[str, WorkerCache]] = [{} for _ in self._parts]
+        self._unstored = set(range(len(self._parts)))
+        """Numbers of the parts that the server has not stored yet."""
+        self._given_up: set[str] = set()
+        """Workers that made no progress for the idle time in one of the parts."""
         self._uploaded: dict[str, int] = {}
         self._uploads, self._slots = asyncio.Semaphore(UPLOADS_AT_ONCE), asyncio.Semaphore(PARTS_AT_ONCE)
         self._others: dict[str, CacheCalls] = {}
@@ -230,12 +236,17 @@ class CacheUpload:
         """Put the files, and wait for the workers. A worker that makes no progress for the idle time counts as FAILED."""
         async with AsyncExitStack() as stack:
             self._stack = stack
-            try:
-                async with asyncio.TaskGroup() as group:
-                    for number in range(len(self._parts)):
-                        group.create_task(self._part(number))
-            except ExceptionGroup as errors:
-                raise _first(errors) from None
+            to_ask = list(range(len(self._parts)))
+            while to_ask:
+                try:
+                    async with asyncio.TaskGroup() as group:
+                        for number in to_ask:
+                            group.create_task(self._part(number))
+                except ExceptionGroup as errors:
+                    raise _first(errors) from None
+                # Of workers that came meanwhile, the parts that had ended know nothing.
+                known = self._known()
+                to_ask = [] if self._is_decided() else [n for n, told in enumerate(self._told) if known - told.keys()]
         return PutResult(self._cache_id, len(self._files), self._size_bytes, self._merged())
 
     async def _part(self, number: int) -> None:
@@ -244,6 +255,7 @@ class CacheUpload:
             while True:
                 before, asked_at = dict(told), time.monotonic()
                 ack = await self._ask(self._client, entries)
+                self._unstored.discard(number)
                 answers = {one.worker_id: one for one in ack.workers}
                 for url in ack.elsewhere:
                     answers |= await self._ask_other(url, entries)
@@ -253,18 +265,21 @@ class CacheUpload:
                 if told != before:
                     moved_at = time.monotonic()
                 waiting = [one for one in told.values() if one.status not in FINAL]
-                if not waiting:
+                if not waiting or self._is_decided():
                     return
-                if time.monotonic() - moved_at > self._idle_timeout_s:
-                    for one in waiting:
+                is_late = time.monotonic() - moved_at > self._idle_timeout_s
+                for one in waiting:
+                    if is_late or one.worker_id in self._given_up:
+                        self._given_up.add(one.worker_id)
                         reason = one.message or "it did not answer in time"
                         late = f"{reason}; it fetches the files when a job needs them"
                         told[one.worker_id] = WorkerCache(one.worker_id, CacheStatus.FAILED, late, one.done_bytes)
+                if is_late:
                     return
                 await asyncio.sleep(max(0.0, asked_at + ASK_EVERY_S - time.monotonic()))
 
     def _note(self, told: dict[str, WorkerCache], answers: Mapping[str, WorkerCache]) -> None:
-        for worker_id in told.keys() | answers.keys():
+        for worker_id in self._known() | answers.keys():
             before = told.get(worker_id)
             if before is not None and before.status in FINAL:
                 continue
@@ -275,18 +290,30 @@ class CacheUpload:
                 now = replace(now, done_bytes=before.done_bytes)
             told[worker_id] = now
 
+    def _known(self) -> set[str]:
+        return set().union(*self._told)
+
     def _merged(self) -> dict[str, WorkerCache]:
         """Return how each worker stands over all parts: as in the worst one."""
         order = (CacheStatus.FAILED, CacheStatus.AWAY, CacheStatus.FETCHING, CacheStatus.OK, CacheStatus.SKIPPED)
         merged: dict[str, WorkerCache] = {}
-        for told in self._told:
-            for worker_id, one in told.items():
-                other = merged.get(worker_id, one)
-                worst = min(one, other, key=lambda each: order.index(each.status))
-                done_bytes = one.done_bytes + (other.done_bytes if other is not one else 0)
-                is_sum = other is not one and worst.status is CacheStatus.OK
-                merged[worker_id] = replace(worst, done_bytes=done_bytes, message="" if is_sum else worst.message)
+        for worker_id in self._known():
+            parts = [told.get(worker_id) or WorkerCache(worker_id, CacheStatus.FETCHING) for told in self._told]
+            worst = min(parts, key=lambda each: order.index(each.status))
+            is_sum = len(parts) > 1 and worst.status is CacheStatus.OK
+            done_bytes = sum(one.done_bytes for one in parts)
+            merged[worker_id] = replace(worst, done_bytes=done_bytes, message="" if is_sum else worst.message)
         return merged
+
+    def _is_decided(self) -> bool:
+        """Return whether the files are at the server, and what is still to come changes nothing about the requirement."""
+        if self._unstored:
+            return False
+        merged = self._merged().values()
+        failed = sum(one.status is CacheStatus.FAILED for one in merged)
+        done = sum(one.status in (CacheStatus.OK, CacheStatus.SKIPPED) for one in merged)
+        needed = required(self._require, len(merged))
+        return done >= needed or len(merged) - failed < needed
 
     async def _ask(self, client: CacheCalls, entries: list[CacheEntry]) -> CacheAck:
         """Ask one server, and bring the blobs that it lacks."""

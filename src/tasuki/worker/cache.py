@@ -37,9 +37,9 @@ from tasuki.core.protocol import CacheAck, CachePut, CacheStatus, WorkerCache, c
 from tasuki.core.routing import HELD_MAX, hash_prefix
 from tasuki.core.store_messages import CacheEntry
 from tasuki.errors import DiskFull, TasukiError, discreet
-from tasuki.event_loop import BackgroundTasks
+from tasuki.event_loop import BackgroundTasks, on_thread
 from tasuki.worker.folder import READ_ONLY, cache_mark, is_as_stored, remove_tree
-from tasuki.worker.transfers import WorkerTransfers
+from tasuki.worker.transfers import WorkerTransfers, close_part
 
 CACHE_FOLDER = "cache"  # of the data folder
 RECOUNT_S = 30.0  # how long the size of the folder is believed: other workers may use it too
@@ -288,11 +288,11 @@ class InputCache:
             while not await asyncio.to_thread(self._folder.has, ref):
                 with disk_full_as_error(self._folder.root):
                     await asyncio.to_thread(self._folder.make_room, ref.size_bytes)
-                    part = await asyncio.to_thread(self._folder.part, ref)
+                    part = await on_thread(self._folder.part, ref, release=close_part)
                     if part is not None:
                         with part:
                             await self._transfers.resume(part, ref, source)
-                            await asyncio.to_thread(self._folder.keep, part, ref)
+                            await on_thread(self._folder.keep, part, ref)
                         return True
                 await asyncio.sleep(BUSY_S)
             return False
@@ -339,7 +339,8 @@ class InputCache:
             nonlocal added
             async with self._slots:
                 ref = BlobRef(entry.sha256, entry.size_bytes)
-                added += await self._fetch(ref, cache_source(put.cache_id, entry.name))
+                is_new = await self._fetch(ref, cache_source(put.cache_id, entry.name))
+                added += is_new  # not in one statement: others add while this one waits
                 await asyncio.to_thread(self._folder.name, put.cache_id, entry)
 
         try:

@@ -14,11 +14,13 @@ import hashlib
 import io
 import logging
 import time
+from functools import partial
 from pathlib import Path
 
 from tasuki.blobs.files import PartFile, disk_full_as_error
 from tasuki.core.job import BlobRef, check_sha256
 from tasuki.errors import Corrupt, Unavailable
+from tasuki.event_loop import on_thread
 from tasuki.net.blob_transfer import BlobClient
 from tasuki.worker.attempt import StopReason, first_of, unless_stopped
 
@@ -48,13 +50,13 @@ class WorkerTransfers:
         with disk_full_as_error(target):
             await asyncio.to_thread(self._incoming.mkdir, mode=0o700, parents=True, exist_ok=True)
             # The file becomes the job's input: it has the mode of that, less what the umask forbids.
-            part = await asyncio.to_thread(PartFile.claim, path, mode=0o666)
+            part = await on_thread(partial(PartFile.claim, path, mode=0o666), release=close_part)
             if part is None:
                 await self._fetch_whole(ref, job_id, target)
                 return
             with part:
                 await self.resume(part, ref, job_id)
-                await asyncio.to_thread(part.publish, target)
+                await on_thread(part.publish, target)
 
     async def _fetch_whole(self, ref: BlobRef, job_id: str, target: Path) -> None:
         with await asyncio.to_thread(target.open, "wb") as file:
@@ -63,7 +65,7 @@ class WorkerTransfers:
     async def resume(self, part: PartFile, ref: BlobRef, job_id: str) -> None:
         """Download the rest of a blob, and verify all of it."""
         digest = hashlib.sha256()
-        offset = await asyncio.to_thread(part.read_into, digest.update, ref.size_bytes)
+        offset = await on_thread(part.read_into, digest.update, ref.size_bytes)
         if offset:
             logger.info("job %s: resumes an input of %d bytes at %d", job_id, ref.size_bytes, offset)
         try:
@@ -75,7 +77,7 @@ class WorkerTransfers:
                 logger.warning(
                     "job %s: the stored part of input %s was damaged; it is fetched from its start", job_id, ref.sha256
                 )
-                await asyncio.to_thread(part.truncate)
+                await on_thread(part.truncate)
                 await self._blobs.get(ref, job_id, part.write)
         except (Corrupt, OSError):  # half a file is no help on a full disk
             part.discard()
@@ -94,6 +96,12 @@ class WorkerTransfers:
                         raise
                     logger.warning("a result of %d bytes waits: %s", ref.size_bytes, error.message)
                     await first_of(stop, timeout_s=UPLOAD_RETRY_S)
+
+
+def close_part(part: PartFile | None) -> None:
+    """Leave a file that was claimed, or not, for the next transfer."""
+    if part is not None:
+        part.close()
 
 
 def sweep_incoming(data: Path, *, max_bytes: int = INCOMING_MAX_BYTES, max_age_s: float = INCOMING_MAX_AGE_S) -> None:

@@ -88,7 +88,7 @@ def _stored(
 def _ask_workers(state: BrokerState, client: ClientSession, message: CachePut, effects: TurnEffects) -> None:
     here = [worker for worker in state.workers.values() if _is_meant(worker.patterns, message.target)]
     elsewhere, away = _servers_with(state, client, message.target)
-    known = {worker.worker_id: WorkerCache(worker.worker_id, CacheStatus.AWAY) for worker in here}
+    known = {worker.worker_id: WorkerCache(worker.worker_id, CacheStatus.AWAY, "it did not answer in time") for worker in here}
     known |= {one.worker_id: one for one in away}
     number = state.last_question = state.last_question + 1
     pending = PendingCachePut(client.conn, message, known, elsewhere, effects.now.monotonic + message.wait_s + ANSWER_WITHIN_S)
