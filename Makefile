@@ -19,7 +19,7 @@ SEEDS ?= 2000
 SIMARGS ?=
 
 # Debian packages that the tests need and that no wheel brings.
-SYSTEM_PACKAGES ?= caddy chromium curl haproxy iproute2 keepalived nginx-light nodejs pgbouncer quantum-espresso quantum-espresso-data redis-server tmux
+SYSTEM_PACKAGES ?= caddy chromium curl fonts-vlgothic haproxy iproute2 keepalived nginx-light nodejs pgbouncer quantum-espresso quantum-espresso-data redis-server tmux
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:

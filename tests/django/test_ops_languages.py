@@ -4,12 +4,22 @@ from __future__ import annotations
 
 import ast
 import gettext
+import inspect
 import re
 
+from django.utils import translation
+
+import tasuki.core.explain as core_explain
+from tasuki.core.job import JobIncident, Outcome, State
+from tasuki.core.pauses import PausedPattern
+from tasuki.django.ops.reasons import CHOSEN, WHY, reasons
+from tasuki.django.standalone import configure
+from tests.core.test_explain import NOW, job, lease, told, worker
 from tests.support.processes import SOURCE
 
 OPS = SOURCE / "tasuki" / "django" / "ops"
 CATALOG = SOURCE / "tasuki" / "django" / "locale" / "ja" / "LC_MESSAGES" / "django.po"
+VIEW = {"attempt": 2, "failures": 1, "losses": 1, "subject": "render.eu.1", "outcome": {"message": "exit code 1"}}
 COMPILE = "msgfmt --check -o django.mo django.po"
 _CALL = re.compile(r'\b(?:_|lazy|ngettext)\(\s*("(?:[^"\\]|\\.)*"|\'[^\']*\')')
 _TAG = re.compile(r'\{% translate ("[^"]*") %\}|_\(("[^"]*")\)')
@@ -45,3 +55,31 @@ def test_translations_have_the_places_of_their_sources() -> None:
     places = re.compile(r"%(?:\(\w+\))?[sd]")
 
     assert {key for key, text in written().items() if sorted(places.findall(text)) != sorted(places.findall(key))} == set()
+
+
+def test_every_reason_of_a_state_is_told_in_japanese_from_its_facts() -> None:
+    words = set(re.findall(r'return "([A-Z_]+)",', inspect.getsource(core_explain)))
+    lost = JobIncident(NOW, "lost", 1, "w1", "", "its lease ended")
+    refused = JobIncident(NOW, "fenced", 1, "w2", "", "the lease is another's")
+    failed = Outcome(message="exit code 1", error_code="EXIT_CODE")
+    pause = PausedPattern("render.>", NOW, "alice", "")
+    cases = [
+        told(job()),
+        told(job(), worker("w1", "mail.*")),
+        told(job(), worker(detached=True)),
+        told(job(), worker(credit=0), ahead=3, incidents=(lost, refused)),
+        told(job(not_before=NOW + 60, failures=1, outcome=failed)),
+        told(job(), pauses=[pause]),
+        told(job(State.RUNNING, lease=lease(), assigned_worker_id="w1", attempt=2), worker(), incidents=(lost,)),
+        told(job(State.RUNNING, lease=lease(), assigned_worker_id="w1", attempt=1)),
+        told(job(State.FAILED, outcome=failed, finished_at=NOW + 9, attempt=1), incidents=(lost,)),
+    ]
+    configure()
+    with translation.override("ja"):
+        shown = [reasons(case, {**VIEW, "state": case["state"]}, "tasuki worker") for case in cases]
+
+    assert words <= WHY.keys() | CHOSEN.keys()
+    assert all(re.search("[ぁ-んァ-ヶ]", line) for lines in shown for line in lines), shown
+    assert shown[0] == ["接続中のワーカーがいません。次で開始できます: tasuki worker"]
+    assert shown[6][0] == "ワーカー w1 で実行中です。"
+    assert "試行 1（w1）: 喪失（its lease ended）。" in shown[8]

@@ -8,6 +8,7 @@ client. Screens bring their own template engine and files. Reading works without
     urls            addresses; server_urls: those of a server's own Django application
     screens         login, permissions, language, rendering, exports, files
     views           the screens and their actions; project_views, server_views: those of a project or a server alone
+    reasons         why a job is in its state, in the viewer's language
     charts          lines over time, drawn from the rollups of the servers
     backend         what the screens ask, and the answers of a project
     server_backend  the screens of a server: sessions, the door's part, the answers of the server

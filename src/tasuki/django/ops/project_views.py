@@ -227,9 +227,14 @@ class DefinitionForm(forms.Form):
                 check_arguments(given["command_name"], (*arguments_of(given["default_args_json"]), *of_event))
         except ValidationError as error:
             for name, texts in error.message_dict.items():
-                self.add_error(name if name in self.fields else names[-1] if name == "schedule_value" else None, texts)
+                place = name if name in self.fields else names[-1] if name == "schedule_value" else None
+                self.add_error(place, [_unusable(text) for text in texts])
         except TasukiError as error:
-            self.add_error(names[-1] if self.schedule is None and by_time else "default_args_json", error.message)
+            self.add_error(names[-1] if self.schedule is None and by_time else "default_args_json", _unusable(error.message))
+
+
+def _unusable(text: str) -> str:
+    return _("This cannot be used: %s") % text
 
 
 _COLUMNS = frozenset(field.name for field in JobDefinition._meta.fields)
@@ -320,7 +325,7 @@ def _payload(request: HttpRequest) -> Any:
     try:
         return json.loads(request.POST.get("payload") or "null")
     except (ValueError, RecursionError) as error:
-        raise InvalidInput(f"payload is not JSON: {error}") from error
+        raise InvalidInput(_("the payload is not JSON: %s") % error) from error
 
 
 @screen("events", change=operations.OPERATE, needs="events")

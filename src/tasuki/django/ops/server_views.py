@@ -69,7 +69,7 @@ def _new_token(backend: Any, request: HttpRequest) -> str:
     try:
         valid_s = parse_duration(expires) if expires else None
     except ValueError as error:
-        raise InvalidInput(f"expires {quoted(expires)}: write it as 90d or 12h") from error
+        raise InvalidInput(_("%s is not a duration; write it as 90d or 12h") % quoted(expires)) from error
     if kind == "enrol":
         valid_s = ENROL_TOKEN_S
     scope = request.POST.get("scope", "").split()

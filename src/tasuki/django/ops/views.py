@@ -23,6 +23,7 @@ from tasuki.core.subject import check_pattern, check_subject
 from tasuki.django import operations
 from tasuki.django.ops.backend import Backend, View, backend_of
 from tasuki.django.ops.charts import SPANS, charts, shown_seconds, totals
+from tasuki.django.ops.reasons import KINDS, reasons
 from tasuki.django.ops.screens import EXPORT_MAX, Button, Table, back, moment, number_of, screen
 from tasuki.errors import InvalidInput, NotFound, quoted
 from tasuki.stores.sql.store import FIND_SCAN_MAX
@@ -307,7 +308,7 @@ def _moment_of(request: HttpRequest, name: str) -> float | None:
     try:
         found = datetime.fromisoformat(text)
     except ValueError as error:
-        raise InvalidInput(f"{name} {quoted(text)} is not a time; write it as 2026-03-29T02:30") from error
+        raise InvalidInput(_("%s is not a time; write it as 2026-03-29T02:30") % quoted(text)) from error
     zone = zone_of(request.GET["zone"]) if request.GET.get("zone") else timezone.get_current_timezone()
     return (found if found.tzinfo is not None else found.replace(tzinfo=zone)).timestamp()
 
@@ -358,7 +359,7 @@ def _all_found(backend: Backend, limit: int, filters: dict[str, Any]) -> Iterato
 def _act_on_jobs(request: HttpRequest) -> HttpResponse:
     backend, chosen, action = backend_of(request), request.POST.getlist("job_id"), request.POST.get("action", "")
     if not chosen:
-        raise InvalidInput("no job was chosen; tick some first")
+        raise InvalidInput(_("no job was chosen; tick some first"))
     reason = (request.POST.get("reason") or "on the screen of jobs")[:1000]
     if action == "cancel":
         states = backend.cancel(chosen, actor=request.user, reason=reason)
@@ -395,7 +396,7 @@ def dead(request: HttpRequest) -> HttpResponse | dict[str, Any]:
         if request.POST.get("action") == "rerun_one":
             chosen = [request.POST.get("id", "")]
         if not chosen:
-            raise InvalidInput("no dead letter has this reason any more")
+            raise InvalidInput(_("no dead letter has this reason any more"))
         return back("dead", done=_rerun(backend, chosen, request, "replayed on the screen of dead letters"))
     rows = [
         {
@@ -453,7 +454,7 @@ def job(request: HttpRequest, job_id: str) -> dict[str, Any]:
         if at
     ]
     incidents = [
-        {**one, "at": moment(one["at"]), "kind": one["kind"].replace("_", " "), "who": one["actor"] or one["worker_id"]}
+        {**one, "at": moment(one["at"]), "kind": KINDS.get(one["kind"], one["kind"]), "who": one["actor"] or one["worker_id"]}
         for one in explained["story"]
     ]
     find, ended = request.GET.get("find", ""), State(view["state"]) in TERMINAL
@@ -464,7 +465,7 @@ def job(request: HttpRequest, job_id: str) -> dict[str, Any]:
         "command": job_row(view)["command"],
         "facts": _facts(view),
         "inputs": [(name, view["file_hashes"].get(name, "")) for name in view["files"][:INPUTS_SHOWN]],
-        "because": explained["because"],
+        "because": reasons(explained, view, backend.start_worker),
         "timeline": sorted(timeline + incidents, key=lambda one: one["at"]),
         "logs": logs,
         "log_address": address if (address := view.get("log_ref", "")).startswith(("http://", "https://")) else "",
@@ -521,10 +522,10 @@ def run(request: HttpRequest) -> HttpResponse | dict[str, Any]:
         try:
             words = shlex.split(request.POST.get("arguments", ""))
         except ValueError as error:
-            raise InvalidInput(f"the arguments cannot be read: {error}") from error
+            raise InvalidInput(_("the arguments cannot be read: %s") % error) from error
         program = request.POST.get("program", "").strip()
         if not program:
-            raise InvalidInput("no program was named; write one, as in: echo")
+            raise InvalidInput(_("no program was named; write one, as in: echo"))
         made = backend.submit(program, words, request.POST.get("subject", "").strip(), actor=request.user)
         return back("job", made, done=_("Submitted."))
     return {"title": _("Run a job"), "programs": backend.programs()}
