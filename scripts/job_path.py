@@ -3,8 +3,8 @@
 usage: python scripts/job_path.py [--list] [SCENARIO …]        (submit, http, agent, cancel; without a name all four)
 
 Real processes are started with a profile function (a `sitecustomize` on their path). Each scenario runs one job first, so that
-lazy imports are done, then watches the processes at rest, then runs the job that counts. Functions that also ran at rest, those
-of timers, do not count.
+lazy imports are done, then watches the processes at rest, then runs two jobs that count. A file counts if functions of it ran for
+both; those that also ran at rest, of timers, do not count.
 """
 
 from __future__ import annotations
@@ -30,8 +30,10 @@ import tasuki
 ROOT = Path(tasuki.__file__).parent
 START_TIMEOUT_S = 60.0
 RESULT_TIMEOUT_S = 60.0
-AT_REST, AT_WORK = 1, 2  # values of the flag
+AT_REST, *AT_WORK = range(1, 4)  # values of the flag
 AT_REST_S = 1.5  # time for every timer, and less than the interval of heartbeats
+LIMITS = {"submit": 28, "http": 38, "agent": 32, "cancel": 28}
+"""Number of files that one job may run through; tests/e2e/test_job_path.py counts them."""
 CO_OPTIMIZED = 0x1  # set on the code of functions, not on that of modules and classes
 TOKEN = "tsk_a_" + "0" * 43  # of the agent, for this run only
 
@@ -60,6 +62,7 @@ class Recording:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self._jobs = 0
         self._flag, self._out = folder / "flag", folder / "out"
         self._flag.write_bytes(b"\0")
         self._out.touch()
@@ -74,9 +77,11 @@ class Recording:
 
     @contextlib.contextmanager
     def on(self) -> Iterator[None]:
-        self._set(AT_REST)
-        time.sleep(AT_REST_S)
-        self._set(AT_WORK)
+        if not self._jobs:
+            self._set(AT_REST)
+            time.sleep(AT_REST_S)
+        self._set(AT_WORK[self._jobs])
+        self._jobs += 1
         yield
         self._set(0)
 
@@ -85,13 +90,13 @@ class Recording:
             file.write(bytes([value]))
 
     def files(self) -> list[str]:
-        """Return the files with a function that ran for the job, and not at rest."""
-        ran: dict[str, set[str]] = {str(AT_REST): set(), str(AT_WORK): set()}
+        """Return the files with a function that ran for each job, and not at rest."""
+        ran: dict[int, set[str]] = {when: set() for when in (AT_REST, *AT_WORK)}
         for line in self._out.read_text().splitlines():
             when, _, function = line.partition(" ")
-            ran[when].add(function)
-        paths = (function.rpartition(" ")[2] for function in ran[str(AT_WORK)] - ran[str(AT_REST)])
-        return sorted({str(Path(path).relative_to(ROOT)) for path in paths})
+            ran[int(when)].add(function)
+        paths = [{function.rpartition(" ")[2] for function in ran[when] - ran[AT_REST]} for when in AT_WORK]
+        return sorted(str(Path(path).relative_to(ROOT)) for path in set.intersection(*paths))
 
 
 @contextlib.contextmanager
@@ -148,7 +153,7 @@ def say(word):
     print(word, flush=True)
     sys.stdin.readline()
 with Client(sys.argv[2]) as client:
-    for turn in ("warm", "counted"):
+    for turn in ("warm", "counted", "counted"):
         if sys.argv[1] == "submit":
             say(turn)
             client.submit(subject="path.echo", payload=b"hello").result()
@@ -206,8 +211,9 @@ def over_http(recording: Recording, _: str) -> None:
             token = newcomer.post("/calc/zpe/compute/servers/register", json={}).json()["worker_token"]
         with http_client(address, token) as worker:
             _http_job(client, worker)
-            with recording.on():
-                _http_job(client, worker)
+            for _number in AT_WORK:
+                with recording.on():
+                    _http_job(client, worker)
 
 
 def http_client(address: str, token: str) -> httpx.Client:
@@ -265,8 +271,9 @@ def over_agent(recording: Recording, _: str) -> None:
         http_client(address, TOKEN) as client,
     ):
         _agent_job(client, "warm")
-        with recording.on():
-            _agent_job(client, "counted")
+        for number in AT_WORK:
+            with recording.on():
+                _agent_job(client, f"counted-{number}")
 
 
 def _agent_job(client: httpx.Client, job_id: str) -> None:
@@ -283,17 +290,22 @@ SCENARIOS: dict[str, Callable[[Recording, str], None]] = {
 }
 
 
+def path_of(name: str) -> list[str]:
+    """Return the files of one scenario's job."""
+    with tempfile.TemporaryDirectory(prefix="tasuki-path-") as folder:
+        recording = Recording(Path(folder))
+        SCENARIOS[name](recording, name)
+        return recording.files()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--list", action="store_true", help="name the files too")
     parser.add_argument("scenarios", nargs="*", metavar="SCENARIO", help="submit, http, agent, cancel")
     options = parser.parse_args()
     for name in options.scenarios or SCENARIOS:
-        with tempfile.TemporaryDirectory(prefix="tasuki-path-") as folder:
-            recording = Recording(Path(folder))
-            SCENARIOS[name](recording, name)
-            files = recording.files()
-        print(f"{name:8} {len(files):3} files")
+        files = path_of(name)
+        print(f"{name:8} {len(files):3} files, at most {LIMITS[name]}")
         if options.list:
             print("".join(f"    {file}\n" for file in files), end="")
 

@@ -12,9 +12,8 @@ from tasuki.version import __version__
 if TYPE_CHECKING:
     from tasuki.client.agents.client import AgentsClient, AsyncAgentsClient
     from tasuki.client.aio import AsyncClient
-    from tasuki.client.handles import AsyncJobHandle
     from tasuki.client.sync import Client, CompletedJobs, JobHandle, as_completed, gather
-    from tasuki.client.types import CommandResult, Explanation, JobPage, JobStatus, WorkerStatus
+    from tasuki.client.types import AsyncJobHandle, CommandResult, Explanation, JobPage, JobStatus, WorkerStatus
     from tasuki.core.job import InputFile, Job, JobSpec, Progress, State
     from tasuki.core.protocol import JobResult
     from tasuki.errors import (
@@ -43,7 +42,7 @@ _HOME = {
     "AgentsClient": "tasuki.client.agents.client",
     "AsyncAgentsClient": "tasuki.client.agents.client",
     "AsyncClient": "tasuki.client.aio",
-    "AsyncJobHandle": "tasuki.client.handles",
+    "AsyncJobHandle": "tasuki.client.types",
     "Client": "tasuki.client.sync",
     "CommandResult": "tasuki.client.types",
     "CompletedJobs": "tasuki.client.sync",

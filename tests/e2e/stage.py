@@ -132,7 +132,7 @@ def stdout_of(result: bytes) -> str:
 
 @contextlib.contextmanager
 def in_background(work: Any, *args: Any, **kwargs: Any) -> Iterator[Future[Any]]:
-    """Run something that blocks in a thread of its own; leaving the block waits for it, unless what failed may be what it waits for."""
+    """Run something that blocks in a thread of its own; leaving the block waits for it, unless what failed may be its cause."""
     pool = ThreadPoolExecutor(1)
     try:
         yield pool.submit(work, *args, **kwargs)

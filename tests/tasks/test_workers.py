@@ -15,7 +15,7 @@ import httpx
 import pytest
 
 from tasuki import DeadlineExceeded, JobFailed, Progress, Tasks, as_completed, gather
-from tasuki.client import handles
+from tasuki.client import types
 from tasuki.tasks.tasks import load_tasks
 from tests.support.processes import TASUKI, ChildProcess, ServerProcess, start_server
 from tests.support.waiting import until
@@ -237,7 +237,7 @@ def test_nobody_is_there_to_run_a_task_and_the_wait_says_so(program: Any) -> Non
 def test_a_wait_without_an_end_says_once_that_nobody_is_there(
     program: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(handles, "HINT_AFTER_S", 0.1)
+    monkeypatch.setattr(types, "HINT_AFTER_S", 0.1)
     client = program.tasks.client
     jobs = [client.submit(subject="of.nobody"), client.submit(subject="of.nobody")]
     waits = [job.begin_outcome() for job in jobs]

@@ -1,9 +1,8 @@
 """The client library: one asynchronous implementation and a thin blocking one, with failover between servers.
 
     aio        AsyncClient: submits jobs, asks about them, moves files
-    handles    AsyncJobHandle: one job and the wait for its end
     sync       Client and JobHandle: the blocking form, in a thread of its own
-    types      answers of the server, the result of a command, checks of arguments
+    types      AsyncJobHandle, answers of the server, the result of a command, checks of arguments
     caches     puts files into caches, and asks until the workers have them
     logs       reads the output of a command while it runs and after its end
     embedded   starts a server for a data folder that has none

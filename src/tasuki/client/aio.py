@@ -22,9 +22,10 @@ from msgspec.structs import replace
 
 from tasuki.client.caches import CacheCalls
 from tasuki.client.embedded import ensure_server
-from tasuki.client.handles import AsyncJobHandle, AwaitedJob, unchanged
 from tasuki.client.logs import SPOOL_BYTES, LogFollower
 from tasuki.client.types import (
+    AsyncJobHandle,
+    AwaitedJob,
     CancelAnswer,
     CommandResult,
     Explanation,
@@ -36,6 +37,7 @@ from tasuki.client.types import (
     check_list,
     check_texts,
     read_answer,
+    unchanged,
 )
 from tasuki.clocks import now
 from tasuki.config import DataFolder, data_folder, default_url, find_token

@@ -15,8 +15,7 @@ from types import TracebackType
 from typing import Any, Concatenate, Generic, ParamSpec, Protocol, Self, TypeVar
 
 from tasuki.client.aio import AsyncClient, OnFailed
-from tasuki.client.handles import AsyncJobHandle
-from tasuki.client.types import CancelAnswer, CommandResult, JobStatus
+from tasuki.client.types import AsyncJobHandle, CancelAnswer, CommandResult, JobStatus
 from tasuki.core.job import BROADCAST_WITHIN_S, JobSpec, Progress
 from tasuki.core.protocol import JobResult
 from tasuki.core.units import shown_duration

@@ -295,9 +295,31 @@ def check_job_id(job_id: str, field: str = "job_id") -> str:
     return job_id
 
 
-is_run_id = re.compile(r"[de][0-9]{1,19}-[0-9]{1,19}").fullmatch
+is_run_id = re.compile(r"d([0-9]{1,19})-([0-9]{1,19})|e[0-9]{1,19}-([0-9]{1,19})").fullmatch
 """Matches ids of runs, which the leader makes of definitions and events: `d7-1767225600`, `e12-7`. A job of somebody else with
-such an id would take the place of a run."""
+such an id would take the place of a run. Statements of the SQL store make the first form too."""
+
+
+def run_id(definition_id: int, nominal: int) -> str:
+    """Return the id of the run of a definition at a nominal time."""
+    return f"d{definition_id}-{nominal}"
+
+
+def event_run_id(event_id: int, definition_id: int) -> str:
+    """Return the id of the run of a definition upon an event."""
+    return f"e{event_id}-{definition_id}"
+
+
+def nominal_time(job_id: str) -> float | None:
+    """Return the nominal time of a scheduled run; None for other jobs, whose ids never have this form."""
+    found = is_run_id(job_id) if job_id.startswith("d") else None
+    return float(found[2]) if found is not None else None
+
+
+def definition_of(job_id: str) -> int | None:
+    """Return the id of the definition whose run has this id, if it is one's."""
+    found = is_run_id(job_id)
+    return int(found[1] or found[3]) if found is not None else None
 
 
 def is_job_id(job_id: object) -> bool:

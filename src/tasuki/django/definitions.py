@@ -27,13 +27,13 @@ from django.db import transaction
 
 from tasuki.core.arguments import check_text, type_name
 from tasuki.core.cluster_messages import Hint
+from tasuki.core.job import event_run_id
 from tasuki.core.scheduler.firing import (
     SKIP_LATE_RUNS_AFTER_MAX_S,
     SKIP_LATE_RUNS_AFTER_S,
     Definition,
     DefinitionType,
     check_event,
-    event_run_id,
     problem_of,
 )
 from tasuki.core.scheduler.schedule import ScheduleType

@@ -11,10 +11,9 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
-from tasuki.core.job import TERMINAL, InputFile, State
+from tasuki.core.job import TERMINAL, InputFile, State, nominal_time
 from tasuki.core.machine import Now
 from tasuki.core.protocol import PublishedMessage
-from tasuki.core.scheduler.firing import nominal_time
 from tasuki.core.statistics import (
     OTHER_GROUPS,
     ROLLUP_GROUPS_MAX,

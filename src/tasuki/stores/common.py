@@ -24,9 +24,8 @@ from typing import TypeVar
 from tasuki.clocks import boot_time
 from tasuki.core import subject as subjects
 from tasuki.core.backoff import Backoff
-from tasuki.core.job import BlobRef, JobIncident, JobSpec, Outcome, first_clash
+from tasuki.core.job import BlobRef, JobIncident, JobSpec, Outcome, definition_of, first_clash
 from tasuki.core.lifecycle import JobEvent
-from tasuki.core.scheduler.firing import definition_of
 from tasuki.core.store_messages import CachedFile, CacheEntry, CacheOrder, Filter, MissingBlobs, Report
 from tasuki.errors import CacheConflict, InterruptCause, InvalidInput, StaleEpoch
 

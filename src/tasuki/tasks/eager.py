@@ -14,9 +14,8 @@ from typing import Any, BinaryIO, ParamSpec, TypeVar
 
 import msgspec
 
-from tasuki.client.handles import AsyncJobHandle, AwaitedJob, unchanged
 from tasuki.client.sync import JobHandle
-from tasuki.client.types import CancelAnswer, Explanation, JobStatus
+from tasuki.client.types import AsyncJobHandle, AwaitedJob, CancelAnswer, Explanation, JobStatus, unchanged
 from tasuki.core.job import JobSpec, Outcome, Progress, State
 from tasuki.core.protocol import JobResult
 from tasuki.errors import Conflict, NotFound, Unavailable

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, Self, TypeVar, overload
 
 from tasuki.client.embedded import ensure_server
-from tasuki.client.handles import AsyncJobHandle
 from tasuki.client.sync import Client, JobHandle
+from tasuki.client.types import AsyncJobHandle
 from tasuki.config import DataFolder, data_folder, default_url
 from tasuki.core.job import BODY_INLINE_MAX_BYTES
 from tasuki.core.subject import check_subject

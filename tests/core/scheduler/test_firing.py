@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from tasuki.core.job import definition_of, event_run_id, run_id
 from tasuki.core.lifecycle import JobEvent
 from tasuki.core.scheduler.firing import (
     MISSED_COUNT_MAX,
@@ -22,12 +23,9 @@ from tasuki.core.scheduler.firing import (
     arguments_of,
     check_definition,
     check_event,
-    definition_of,
     due_times,
-    event_run_id,
     is_for,
     plan_runs,
-    run_id,
     run_of_event,
     runs_of,
     settled_before,
@@ -202,7 +200,7 @@ def test_a_run_by_hand_is_for_one_definition_only_also_a_disabled_one() -> None:
 
 def test_the_id_of_a_run_names_its_definition() -> None:
     assert [definition_of(run_id(7, 1_767_225_600)), definition_of(event_run_id(12, 7))] == [7, 7]
-    assert {definition_of(other) for other in ("d7", "7-12", "xd7-12", "e12-7-1", "01a1f193-8a7b-7220")} == {None}
+    assert {definition_of(other) for other in ("d7", "7-12", "xd7-12", "e12-7-1", "01a1f193-8a7b-7220", f"d7-{10**19}")} == {None}
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,17 @@ from typing import Any
 import msgspec
 
 from tasuki.core.arguments import check_nesting, check_text, type_name
-from tasuki.core.job import JOB_ID_MAX_CHARS, TEXT_MAX_BYTES, TIME_END, JobSpec, Outcome, check_name, check_spec
+from tasuki.core.job import (
+    JOB_ID_MAX_CHARS,
+    TEXT_MAX_BYTES,
+    TIME_END,
+    JobSpec,
+    Outcome,
+    check_name,
+    check_spec,
+    event_run_id,
+    run_id,
+)
 from tasuki.core.lifecycle import JobEvent
 from tasuki.core.scheduler.schedule import Schedule, parse_schedule, zone_of
 from tasuki.core.subject import check_pattern, check_subject, matches
@@ -225,38 +235,9 @@ def due_times(schedule: Schedule, zone: tzinfo, settled: float, now: float, wind
 # ---------------------------------------------------------------------------------------------------- runs
 
 
-def run_id(definition_id: int, nominal: int) -> str:
-    return f"d{definition_id}-{nominal}"
-
-
 def stored_ahead(definition_id: int, state: FiringState) -> str | None:
     """Return the id that the next run of the definition has if it was stored ahead of its time."""
     return run_id(definition_id, int(state.next_at)) if state.next_at is not None and not state.problem else None
-
-
-def event_run_id(event_id: int, definition_id: int) -> str:
-    return f"e{event_id}-{definition_id}"
-
-
-_is_run_id = re.compile(r"d\d+-(\d+)").fullmatch
-_definition_in = re.compile(r"d(\d+)-\d+|e\d+-(\d+)").fullmatch
-
-
-def nominal_time(job_id: str) -> float | None:
-    """Return the nominal time of a scheduled run; None for other jobs, whose ids never have this form."""
-    found = _is_run_id(job_id) if job_id.startswith("d") else None
-    return float(found[1]) if found is not None else None
-
-
-def definition_of(job_id: str) -> int | None:
-    """Return the id of the definition whose run has this id, if it is one's."""
-    found = _definition_in(job_id)
-    return int(found[1] or found[2]) if found is not None else None
-
-
-def may_have_window(job_id: str) -> bool:
-    """Return whether this may be the run of a nominal time. Such a run has a window, which ends when it begins."""
-    return _is_run_id(job_id) is not None
 
 
 def runs_of(definition: Definition, due: DueTimes, window_s: float) -> Iterator[PlannedRun]:

@@ -12,9 +12,8 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from tasuki.core.job import LEASED, OnDisconnect, Outcome, State
+from tasuki.core.job import LEASED, OnDisconnect, Outcome, State, nominal_time
 from tasuki.core.lifecycle import LEASE_MARGIN_S, RESUMED, Disposition, JobEvent, after, after_failure, after_loss, sources
-from tasuki.core.scheduler.firing import may_have_window
 from tasuki.core.store_messages import HeldLease, LeaseHolder, LeaseStatus, Report, ReportAnswer, ReportStatus, storable_text
 from tasuki.stores.common import INCIDENT_OF, LEASES_ENDED_MAX, belongs_to_story, fenced_reason, missing_result
 from tasuki.stores.sql.database import Transaction, must_change
@@ -54,7 +53,7 @@ def start(tx: Transaction, claims: Sequence[HeldLease]) -> list[LeaseStatus]:
 
 def _end_windows(tx: Transaction, job_ids: Iterable[str]) -> None:
     """Let runs of definitions that have begun be retried also after their window."""
-    if runs := [job_id for job_id in job_ids if may_have_window(job_id)]:
+    if runs := [job_id for job_id in job_ids if nominal_time(job_id) is not None]:
         tx.session.change("started_in_time", (tx.session.listed(runs),))
 
 

@@ -15,7 +15,8 @@ from unittest import mock
 
 from msgspec.structs import asdict, replace
 
-from tasuki.core.scheduler.firing import Definition, EventRow, event_run_id, run_id
+from tasuki.core.job import event_run_id, run_id
+from tasuki.core.scheduler.firing import Definition, EventRow
 from tasuki.core.scheduler.schedule import ClockChange, Schedule
 from tasuki.stores import firing
 from tasuki.stores.memory.store import MemoryStore
