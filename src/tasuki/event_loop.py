@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
+import socket
+import threading
+import time
 from collections.abc import Callable, Coroutine, Iterator
+from pathlib import Path
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -16,6 +22,22 @@ def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
     except ImportError:
         return None
     return uvloop.new_event_loop
+
+
+def break_connections_after(wait_s: float) -> None:
+    """Break all connections to other processes so long from now, and those that are made later, until this process ends: for one
+    that is ending, whose threads may wait for a database which will never answer, and could not be joined."""
+
+    def break_all() -> None:
+        time.sleep(wait_s)
+        while True:
+            for number in [int(one.name) for one in Path("/dev/fd").iterdir()]:
+                with contextlib.suppress(OSError), socket.socket(fileno=os.dup(number)) as one:
+                    if one.getpeername():  # a pair of sockets has no names
+                        one.shutdown(socket.SHUT_RDWR)
+            time.sleep(1.0)
+
+    threading.Thread(target=break_all, name="tasuki-break-connections", daemon=True).start()
 
 
 def ignore_result(future: asyncio.Future[Any]) -> None:

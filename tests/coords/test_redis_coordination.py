@@ -150,8 +150,9 @@ def test_a_redis_that_is_away_is_unavailable_until_it_is_back_with_its_lock(open
 
 def test_a_redis_that_hangs_is_given_up(redis_url: str) -> None:
     with RedisService() as service:
-        coordination = RedisCoordination(connect(service.url(), 0.3), where="Redis", app="zpe")
+        coordination = RedisCoordination(connect(service.url(), 30.0), where="Redis", app="zpe")
         coordination.detached()
+        coordination.set_lock_ttl(0.75)
         service.pause()
         begun_at = time.monotonic()
 

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from tasuki.coords.coordination import ASSIGNED_S, EXPELLED_S, MEMBER_TIMEOUT_S, ClusterMember
+from tasuki.coords.coordination import LEADER as NOT_A_PERSON
 from tasuki.coords.scheduler_redis import SchedulerCoordination
 from tasuki.core.election import Locked
 from tasuki.stores.redis.connection import connect, place_of
@@ -121,13 +122,15 @@ def test_a_run_that_is_assigned_has_a_key_with_its_worker_for_five_seconds(coord
     assert 0 < raw.pttl("scheduler:jobrun:lease:d7-60") <= ASSIGNED_S * 1000
 
 
-def test_a_number_is_detached_for_a_day_and_a_name_that_lasts_until_it_is_attached(
+def test_who_was_detached_by_a_leader_is_forgotten_after_a_day_and_by_a_person_never(
     coordination: SchedulerCoordination, raw: Any
 ) -> None:
-    for name in ("7", "lasting"):
-        coordination.set_detached(name, True, actor="admin")
+    raw.set("scheduler:detach:9", 0)
+    for worker_id, actor in (("7", NOT_A_PERSON), ("8", "admin"), ("9", "admin")):
+        assert coordination.set_detached(worker_id, True, actor=actor)
 
-    assert (raw.ttl("scheduler:detach:7"), raw.ttl("scheduler:detach:lasting")) == (EXPELLED_S, -1)
+    keys = [f"scheduler:detach:{worker_id}" for worker_id in "789"]
+    assert [(raw.get(key), raw.ttl(key)) for key in keys] == [(b"1", EXPELLED_S), (b"by admin", -1), (b"by admin", -1)]
 
 
 @pytest.mark.parametrize("key", ["scheduler:leader:degrade", "scheduler:worker:7"])

@@ -155,8 +155,9 @@ def test_after_a_lost_connection_one_call_fails_and_the_next_connects_anew(
 def test_a_lock_that_somebody_sits_on_is_given_up_before_half_its_ttl(
     open_coordination: Open, postgres: PostgresService, postgres_url: str
 ) -> None:
-    coordination = open_coordination(ttl_s=2.0)
+    coordination = open_coordination(ttl_s=LOCK_TTL_MAX_S)
     coordination.acquire("leader", "one", 2.0, 0)
+    coordination.set_lock_ttl(2.0)
     with postgres.connect(postgres_url) as other:
         other.execute("BEGIN")
         other.execute("SELECT 1 FROM tasuki_scopelease FOR UPDATE")

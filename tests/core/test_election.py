@@ -307,6 +307,21 @@ def test_a_ttl_that_cannot_work_is_refused(ttl_s: float) -> None:
         Election("me", ttl_s)
 
 
+def test_another_ttl_is_asked_for_at_once_and_nobody_waits_for_the_end_of_a_longer_one() -> None:
+    leader, follower = term_in(LEADING), term_in(ACQUIRING)
+    follower.deference_s = 0.5
+    follower.apply(Acquired(Busy("other", 40.0), ASKED_AT), NOW)
+    for term in (leader, follower):
+        term.set_ttl(3.0)
+
+    assert leader.apply(Ticked(), NOW) == [Renew(EPOCH)]
+    leader.apply(Renewed(True, NOW), NOW)
+    assert leader.state == Leading(EPOCH, NOW + 3.0 - 0.3, renew_at=NOW + 1.0)
+    assert follower.apply(Ticked(), NOW) == [Acquire()], "who leads may have another ttl by now"
+    follower.apply(Acquired(Busy("other", 40.0), NOW), NOW)
+    assert follower.state == Following(NOW + 3.5), "it may have one soon"
+
+
 # ------------------------------------------------------------------------------------------------------- a world
 class Fate:
     """What the world does to one question: when it is carried out, and what the one who asked hears, and when."""

@@ -134,6 +134,28 @@ def test_a_detached_worker_goes_on_if_it_may_and_comes_back_under_another_id(rig
     second = running(rig, worker)
     assert ended(rig, second) == ("SUCCEEDED", 1, worker.worker_id)
 
+    # And ends when it is told to while it comes back once more
+    rig.detach(worker.worker_id)
+    worker.process.wait_for_output(f"worker {worker.worker_id} was detached; comes back", SLOW_S)
+    worker.process.signal(signal.SIGTERM)
+    assert worker.process.wait(SLOW_S) in (0, -signal.SIGTERM)
+
+
+def test_a_node_that_is_told_to_end_ends_soon_although_nothing_answers_it(rig: NodeRig) -> None:
+    rig.start("leads", "n1", "--queue", "nothing")
+    leader = rig.leader()
+    worker = rig.start("works", "n2")
+    until(lambda: worker.is_sub_leader, SLOW_S, "it watches")
+    rig.cut(worker, "all")
+    worker.process.wait_for_output("is not the sub-leader of", SLOW_S)
+
+    worker.process.signal(signal.SIGTERM)
+
+    seen = rig.led_at()
+    assert worker.process.wait(SLOW_S) == 0
+    assert rig.led_at() < seen + 20.0, "by what the leader did meanwhile"
+    assert leader.leads
+
 
 def test_nothing_of_a_run_is_left_that_nobody_confirmed_before_another_worker_starts_it(rig: NodeRig) -> None:
     rig.start("leads", "n1", "--queue", "nothing")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +50,10 @@ def test_numbers_and_epochs_rise_and_no_run_starts_twice_whatever_redis_loses(po
         rig.settings(**QUICK)
         for name in ("n1", "n2"):
             rig.start(name)
-        rig.settled()
+        leader = rig.settled()
+        detached = next(node for node in rig.nodes.values() if node is not leader)
+        worker_id = detached.worker_id
+        rig.site.manage("tasuki_ops", "detach", worker_id)
         rig.site.run(DEFINE)
         (rig.folder / "go").unlink(missing_ok=True)
         long_run = rig.enqueue("hold", str(rig.folder))
@@ -57,7 +61,7 @@ def test_numbers_and_epochs_rise_and_no_run_starts_twice_whatever_redis_loses(po
         noted = stack.enter_context(redis.client(number))
         until(lambda: any(noted.scan_iter("scheduler:jobrun:lease:*")), SLOW_S, "an assignment is noted")
 
-        # Given a replica that has not got the last leader and the last worker of its master
+        # Given a worker that a person has detached, and a replica that has not got the last leader and the last worker
         with replica.client() as copy, redis.client() as master:
             copy.replicaof("127.0.0.1", redis.port)
             until(lambda: copy.info("replication").get("master_link_status") == "up" and is_synced(copy, master), SLOW_S)
@@ -89,6 +93,13 @@ def test_numbers_and_epochs_rise_and_no_run_starts_twice_whatever_redis_loses(po
             new = rig.start(f"n{count}")
             until(lambda one=new: "connected to unix socket as" in one.process.output(), SLOW_S)  # type: ignore[misc]
             assert int(new.worker_id) > highest, lose.__name__
+
+            # And the worker is detached as before, whom a leader has detached meanwhile
+            rig.detach(worker_id)
+            with redis.client(number) as client:
+                flag = partial(client.get, f"scheduler:detach:{worker_id}")
+                until(lambda get=flag: get() not in (None, "1"), SLOW_S, "the person's flag is back")  # type: ignore[misc]
+            assert detached.worker_id == worker_id
         assert [epoch for epoch, _ in rig.led()] == sorted({epoch for epoch, _ in rig.led()}), "no epoch had two leaders"
 
         # And the run that went on meanwhile ends as the attempt that it was
@@ -102,6 +113,7 @@ def test_numbers_and_epochs_rise_and_no_run_starts_twice_whatever_redis_loses(po
         until(lambda: rig.rows(later)[0][0] >= 6, SLOW_S, "definitions are fired after all that")
         rows = rig.rows("SELECT job_definition_id, scheduled_for, attempt, state FROM tasuki_jobrun WHERE started_at IS NOT NULL")
         assert {attempt for _, _, attempt, _ in rows} == {1}
+        assert rig.rows(f"SELECT count(*) FROM tasuki_jobrun WHERE assigned_worker_id = '{worker_id}'") == [(0,)]
         assert rig.rows("SELECT count(*) FROM tasuki_incident WHERE kind = 'lost'") == [(0,)]
         times = [row[:2] for row in rows if row[0] is not None]
         assert len(times) == len(set(times)) >= 9

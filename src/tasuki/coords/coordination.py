@@ -88,6 +88,10 @@ class Coordination(Protocol):
     shows_workers: bool = False
     """A beat also writes what `ClusterMember.workers` says."""
 
+    def set_lock_ttl(self, ttl_s: float) -> None:
+        """Give an answer up in time for another renewal of a lock with this ttl. Connects anew, where that is needed."""
+        return
+
     # -- members --------------------------------------------------------------------------------------------------
     def beat(self, me: ClusterMember, *, seen: Mapping[str, int]) -> View:
         """Announce that `me` is alive, and return the live members. Call it every BEAT_INTERVAL_S.
@@ -139,7 +143,7 @@ class Coordination(Protocol):
     def set_detached(self, worker_id: str, detached: bool, *, actor: str, reason: str = "") -> bool:
         """Give a worker no more work, or give it work again. True if that changed anything; else actor and reason stay.
 
-        A worker that LEADER detached is forgotten after EXPELLED_S."""
+        A worker that LEADER detached is forgotten after EXPELLED_S; a person who detaches it takes LEADER's place."""
 
     def detached(self) -> frozenset[str]:
         """Return the worker_ids that get no more work."""
@@ -240,7 +244,8 @@ class MemoryCoordination(Coordination):
 
     def set_detached(self, worker_id: str, detached: bool, *, actor: str, reason: str = "") -> bool:
         with self._mutex:
-            if detached == (worker_id in self._detached):
+            before, _ = self._detached.get(worker_id, ("", ""))
+            if detached == bool(before) and not (detached and before == LEADER != actor):
                 return False
             if detached:
                 self._detached[worker_id] = (actor, reason)

@@ -50,6 +50,12 @@ class RedisCoordination(Coordination):
         self._scripts: dict[str, Any] = {name: client.register_script(_script(name, app)) for name in _VERBS}
         self._closed = False
 
+    def set_lock_ttl(self, ttl_s: float) -> None:
+        pool = self._client.connection_pool
+        pool.connection_kwargs["socket_timeout"] = TIMEOUT_SHARE * ttl_s
+        pool.disconnect()
+        pool.reset()  # a connection that was closed keeps its timeout
+
     # -- members --------------------------------------------------------------------------------------------------
     def beat(self, me: ClusterMember, *, seen: Mapping[str, int]) -> View:
         mine = (me.member_id, me.incarnation, me.version, me.kind, me.schema_version, me.info)
@@ -102,6 +108,8 @@ class RedisCoordination(Coordination):
             return bool(self._command("HDEL", f"{self._app}:detached", worker_id))
         seconds, _ = self._command("TIME")
         entry = msgspec.json.encode({"at": int(seconds), "actor": actor, "reason": reason})
+        if actor != LEADER and self._expelled([worker_id.encode()]):
+            return not self._command("HSET", f"{self._app}:detached", worker_id, entry)
         return bool(self._command("HSETNX", f"{self._app}:detached", worker_id, entry))
 
     def detached(self) -> frozenset[str]:

@@ -149,8 +149,8 @@ class SchedulerCoordination(RedisCoordination):
             self._command("SREM", f"{PREFIX}:detached", worker_id)
             return bool(self._command("DEL", flag))
         self._command("SADD", f"{PREFIX}:detached", worker_id)
-        forgotten = ("EX", EXPELLED_S) if worker_id.isdecimal() else ()
-        return bool(self._command("SET", flag, "1" if actor == LEADER else f"by {actor}", "NX", *forgotten))
+        value, kept_s = ("1", EXPELLED_S) if actor == LEADER else (f"by {actor}", 0)
+        return bool(self._on("flag", f"detach:{worker_id}", value, kept_s))
 
     def detached(self) -> frozenset[str]:
         return frozenset(self._flags(self._members("detached")))

@@ -45,11 +45,17 @@ class SqlCoordination(Coordination):
     """Coordination in PostgreSQL. `url` is an address of libpq (`postgresql://…`); `ttl_s` is that of the locks to be taken."""
 
     def __init__(self, url: str, *, ttl_s: float = LOCK_TTL_S) -> None:
-        self._parameters = _parameters(url, TIMEOUT_SHARE * ttl_s)
-        self._timeout_ms = str(int(TIMEOUT_SHARE * ttl_s * 1000))
+        self._url = url
         self._mutex = threading.Lock()
         self._connection: psycopg.Connection[tuple[Any, ...]] | None = None
         self._closed = False
+        self.set_lock_ttl(ttl_s)
+
+    def set_lock_ttl(self, ttl_s: float) -> None:
+        with self._mutex:
+            self._parameters = _parameters(self._url, TIMEOUT_SHARE * ttl_s)
+            self._timeout_ms = str(int(TIMEOUT_SHARE * ttl_s * 1000))
+            self._drop()
 
     # -- members --------------------------------------------------------------------------------------------------
     def beat(self, me: ClusterMember, *, seen: Mapping[str, int]) -> View:
@@ -95,7 +101,7 @@ class SqlCoordination(Coordination):
 
     # -- workers that get no more work ----------------------------------------------------------------------------
     def set_detached(self, worker_id: str, detached: bool, *, actor: str, reason: str = "") -> bool:
-        row = {"worker_id": worker_id, "actor": actor, "reason": reason}
+        row = {"worker_id": worker_id, "actor": actor, "reason": reason, "leader": LEADER}
         if detached and actor == LEADER:
             self._change("forget_expelled", {"actor": LEADER, "expelled_s": EXPELLED_S})
         return self._change("detach" if detached else "attach", row) == 1

@@ -210,22 +210,28 @@ class Election:
 
     def __init__(self, holder: str, ttl_s: float = LOCK_TTL_S) -> None:
         self.holder = holder
-        self.set_ttl(ttl_s)
         self.state: State = Following(ask_at=0.0)
         self.deference_s = 0.0
         """How long after the end of another's lock this server asks for it; 0: it also asks before, every ASK_MAX_S at least."""
         self._resigning = False
         self._others_first_until = 0.0
         """Time before which a leader that was told to step down does not ask, whoever releases the lock."""
+        self.set_ttl(ttl_s)
 
     # ------------------------------------------------------------------------------------------------ for the driver
 
     def set_ttl(self, ttl_s: float) -> None:
-        """Count with another ttl from the next question on."""
+        """Count with another ttl from the next question on, which is due now: a lock that is held gets it then, and whoever waits
+        for the end of another's lock waits anew. Not while a request is out: its answer counts by the ttl that was asked for."""
         if not 0 < ttl_s <= LOCK_TTL_MAX_S:
             raise ConfigError(f"a leader's lock of {ttl_s} s: use more than 0 and at most {LOCK_TTL_MAX_S:g} s")
         self.ttl_s = ttl_s
         self.margin_s = min(MARGIN_MAX_S, ttl_s / 10)
+        match self.state:
+            case Leading():
+                self.state = replace(self.state, renew_at=0.0)
+            case Following():
+                self.state = Following(self._others_first_until)
 
     @property
     def asking(self) -> bool:
@@ -292,7 +298,7 @@ class Election:
                 self._follow(now)
                 return [Release(epoch)]
             case Busy(left_s=left_s):
-                wait_s = max(left_s, ASK_MIN_S)
+                wait_s = max(min(left_s, self.ttl_s), ASK_MIN_S)  # a lock that has more left may be about to get another ttl
                 self._follow(now, wait_s + self.deference_s if self.deference_s else min(wait_s, ASK_MAX_S))
             case None:
                 self._follow(now)

@@ -257,4 +257,4 @@ class AlertLoop:
             connections[self._alias].close()
 
     def close(self) -> None:
-        self._thread.shutdown(cancel_futures=True)
+        self._thread.shutdown(wait=False, cancel_futures=True)

@@ -247,4 +247,4 @@ class LogArchiver:
         return more
 
     def close(self) -> None:
-        self._thread.shutdown(cancel_futures=True)
+        self._thread.shutdown(wait=False, cancel_futures=True)

@@ -209,4 +209,4 @@ class LogWriter:
             connections[self._alias].close()
 
     def close(self) -> None:
-        self._thread.shutdown()
+        self._thread.shutdown(wait=False)  # the database may not answer

@@ -45,8 +45,10 @@ from tasuki.django.enqueueing import patterns_of
 from tasuki.django.log_archive import LogArchiver
 from tasuki.django.logs import HEAD_BYTES, TAIL_BYTES, KeptLogFollow, LogWriter
 from tasuki.django.models import ScopeEpoch
+from tasuki.django.operations import keep_detached
 from tasuki.doors.guest import open_guest
 from tasuki.errors import ConfigError, InvalidInput, TasukiError, Unavailable
+from tasuki.event_loop import break_connections_after
 from tasuki.server.assembly import BLOB_MAX_BYTES, NoBlobs, StorageLocations, make_node_guest, open_scheduler_coordination
 from tasuki.server.cluster import Cluster
 from tasuki.server.server import Server, ServerConfig
@@ -64,6 +66,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("tasuki.django")
 LOG_INTERVAL_S = 1.0
 METRICS_INTERVAL_S = 10.0
+END_WITHIN_S = 5.0  # from the end of the last job: for a database that does not answer, and for telling the others
 SQLITE_LOOK_S = 0.05  # between two looks whether another process has changed the file: 10 µs each
 
 
@@ -143,6 +146,7 @@ class NodeWorker(Worker):
             self.url = self._guest_url
             end_with_stdin(lambda: self.connected, grace_s=0.0)  # no other process will have this guest
             await self._serve_beside(signals, self._store_logs(), self._follow_settings(None))
+            break_connections_after(END_WITHIN_S)
             return
         async with open_guest(self._make_sqlite_guest if self._is_sqlite else self._make_guest) as (url, server):
             self.url, self._server = url, server
@@ -165,6 +169,7 @@ class NodeWorker(Worker):
                     await self._serve_beside(signals, *beside)
             finally:
                 await (self._draining or self._others.drain())
+                break_connections_after(END_WITHIN_S)
 
     async def _serve_beside(self, signals: bool, *beside: Coroutine[Any, Any, None]) -> None:
         tasks = [asyncio.ensure_future(one) for one in beside]
@@ -180,6 +185,7 @@ class NodeWorker(Worker):
 
     def _signaled(self) -> None:
         super()._signaled()
+        self._comes_back = False
         if self._cluster is not None:
             self._cluster.stand(False)
         if self._others is None:
@@ -226,8 +232,9 @@ class NodeWorker(Worker):
         self._apply(LeasesDenied(lease_ids))
 
     def _rejoin(self) -> None:
-        self._comes_back = True
-        self.stop()
+        if not self._signals:
+            self._comes_back = True
+            self.stop()
 
     # ------------------------------------------------------------------------------------------------ management commands
 
@@ -273,6 +280,7 @@ class NodeWorker(Worker):
                     found = await asyncio.to_thread(_read_thresholds, self._alias)
                 else:
                     found = await server.ask(lambda reader: reader.thresholds())  # type: ignore[attr-defined]
+                    await self._keep_detached(server)
             except (TasukiError, Error) as error:
                 logger.debug("the settings could not be read: %s", error)
                 continue
@@ -286,6 +294,14 @@ class NodeWorker(Worker):
             self._thresholds = found
             logger.info("the settings have changed")
             self._apply_settings(server)
+
+    async def _keep_detached(self, server: Server) -> None:
+        """Keep workers detached that people detached, by the database, whatever Redis has lost."""
+        if self._cluster is None or not self._project.coordination:
+            return
+        self._cluster.kept_detached = await server.ask(lambda reader: reader.detached())  # type: ignore[attr-defined]
+        if self._cluster.lost_flags:
+            await asyncio.to_thread(keep_detached, self._alias, self._cluster.lost_flags)
 
     def _apply_settings(self, server: Server | None) -> None:
         found = self._thresholds

@@ -11,7 +11,7 @@ import asyncio
 import fcntl
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,6 +36,7 @@ from tasuki.django.enqueueing import DEFAULT_QUEUE, hint_after_commit, new_id, p
 from tasuki.django.log_archive import LogArchive
 from tasuki.django.models import (
     AdminActionLog,
+    Detached,
     Event,
     JobDefinition,
     JobRun,
@@ -353,7 +354,7 @@ def _role_of(worker: WorkerInfo, server: ServerInfo, *, leads: bool) -> str:
 
 def _detached() -> frozenset[str]:
     with _coordination() as shared:
-        return shared.detached()
+        return shared.detached() | ProjectCoordination(project_settings().database).detached()
 
 
 def set_detached(worker_id: str, detached: bool, *, actor: Actor, reason: str = "") -> bool:
@@ -362,8 +363,21 @@ def set_detached(worker_id: str, detached: bool, *, actor: Actor, reason: str = 
     if detached and not any(worker.worker_id == worker_id for _, worker in live_workers()):
         raise NotFound(f"there is no live worker {quoted(worker_id)}; see: manage.py tasuki_ops status")
     action = "worker.detach" if detached else "worker.attach"
+    kept = ProjectCoordination(project_settings().database)
     with _noted(actor, MANAGE, action, [worker_id], reason) as name, _coordination() as shared:
-        return shared.set_detached(worker_id, detached, actor=name, reason=reason)
+        # The row first: `keep_detached` waits for it, and finds none after an attach.
+        changes = [one.set_detached(worker_id, detached, actor=name, reason=reason) for one in (kept, shared)]
+        return any(changes)
+
+
+def keep_detached(alias: str, worker_ids: Iterable[str]) -> None:
+    """Write the flags of workers anew that people detached and Redis has lost, unless they were attached meanwhile."""
+    try:
+        with transaction.atomic(using=alias), _coordination() as shared:
+            for row in Detached.objects.using(alias).select_for_update().filter(worker_id__in=worker_ids):
+                shared.set_detached(row.worker_id, True, actor=row.actor, reason=row.reason)
+    finally:
+        connections[alias].close()
 
 
 def drain(worker_id: str, on: bool = True, *, actor: Actor, reason: str = "") -> None:

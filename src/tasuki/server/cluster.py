@@ -120,6 +120,10 @@ class Cluster:
         self._is_willing = True
         self.is_expelled = False
         """A leader has detached the worker of this process: it comes back under another id."""
+        self.kept_detached: frozenset[str] = frozenset()
+        """Workers that people detached, where the database keeps that beside a coordination that may forget it."""
+        self.lost_flags: frozenset[str] = frozenset()
+        """Those of them that are of this process, and that the coordination has not, or as detached by a leader."""
         self._leads_since = 0.0
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="tasuki-coordination")
         self._tasks = BackgroundTasks(lambda task: self._answered.set())
@@ -193,6 +197,7 @@ class Cluster:
         if self._next_ttl_s != self._lock_ttl_s and not self._election.asking:  # an answer counts by the ttl that was asked for
             self._lock_ttl_s = self._next_ttl_s
             self._election.set_ttl(self._lock_ttl_s)
+            self._tasks.spawn(self.call(self.coordination.set_lock_ttl, self._lock_ttl_s))
         if self.stands or self._election.asking:
             self._decide(Ticked())
         if self.roles is not None:
@@ -290,14 +295,17 @@ class Cluster:
             elif member.member_id in self._seen:
                 seen[member.member_id] = self._seen[member.member_id]
         self._seen = seen
-        self._is_detached = self._server.server_id in view.detached
-        self.is_expelled = self._server.server_id in view.expelled
+        detached = view.detached | self.kept_detached
+        self._is_detached = self._server.server_id in detached
+        self.is_expelled = self._server.server_id in view.expelled - self.kept_detached
+        own = {self._server.server_id, *self._server.broker.workers}
+        self.lost_flags = (self.kept_detached & own) - (view.detached - view.expelled)
         if view.degraded or self._is_detached:
             self._decide(election.Degraded())
         if self.roles is not None:
             self.roles.met(view, [info for _, info in seen.values()])
         ages_s = {member.member_id: member.age_s for member in view.members}
-        self._server.tell(ClusterView(tuple(info for _, info in seen.values()), view.detached, ages_s))
+        self._server.tell(ClusterView(tuple(info for _, info in seen.values()), detached, ages_s))
 
     async def detach(self, command: Detach) -> bool:
         """Set whether a worker is detached. This server knows at once, the others with their next heartbeat."""

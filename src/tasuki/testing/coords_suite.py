@@ -366,6 +366,17 @@ class DetachCases(CoordinationCase):
         assert view.detached == {"w1", "w2"}
         assert view.expelled == {"w1"}
 
+    def test_a_person_who_detaches_a_worker_takes_the_place_of_the_leader_and_not_the_other_way_round(
+        self, one: Coordination, two: Coordination
+    ) -> None:
+        one.set_detached("w1", True, actor=LEADER)
+
+        assert two.set_detached("w1", True, actor="admin")
+        assert not one.set_detached("w1", True, actor=LEADER)
+
+        assert one.beat(member("a"), seen={}).expelled == frozenset()
+        assert one.detached() == {"w1"}
+
     def test_workers_are_detached_one_by_one(self, one: Coordination) -> None:
         for name in ("w1", "w2", "w3"):
             one.set_detached(name, True, actor="admin")

@@ -28,6 +28,20 @@ if ARGV[2] == '0' then
 end
 return redis.call('PEXPIRE', KEYS[1], ARGV[2])
 
+-- name: flag
+-- KEYS[1] the flag of a worker; ARGV value, seconds to keep it, 0 for ever -> 1, or 0 if it is there. A person's takes the place
+-- of a leader's, which is 1.
+local before = redis.call('GET', KEYS[1])
+if before and before ~= '' and before ~= '0' and (before ~= '1' or ARGV[1] == '1') then
+  return 0
+end
+if ARGV[2] == '0' then
+  redis.call('SET', KEYS[1], ARGV[1])
+else
+  redis.call('SET', KEYS[1], ARGV[1], 'EX', ARGV[2])
+end
+return 1
+
 -- name: tell
 -- KEYS[1] a member; ARGV ttl in ms, kind, incarnation, schema_version, version, info
 local before = redis.call('HMGET', KEYS[1], 'incarnation', 'version')

@@ -84,7 +84,8 @@ DELETE FROM tasuki_detached WHERE actor = %(actor)s AND at < {now} - %(expelled_
 
 -- name: detach
 INSERT INTO tasuki_detached (worker_id, at, actor, reason) VALUES (%(worker_id)s, {now}, %(actor)s, %(reason)s)
-ON CONFLICT (worker_id) DO NOTHING
+ON CONFLICT (worker_id) DO UPDATE SET at = excluded.at, actor = excluded.actor, reason = excluded.reason
+WHERE tasuki_detached.actor = %(leader)s AND excluded.actor <> %(leader)s
 
 -- name: attach
 DELETE FROM tasuki_detached WHERE worker_id = %(worker_id)s

@@ -129,7 +129,7 @@ class ClusterClient:
                 "redis+cluster://user:password@host1:6379,host2:6379, without the number of a database: it has one"
             )
         self._hosts = hosts
-        self._options: dict[str, Any] = {
+        self.connection_kwargs: dict[str, Any] = {
             **dict(parse_qsl(parts.query)),
             "socket_timeout": timeout_s,
             "socket_connect_timeout": min(timeout_s, CONNECT_TIMEOUT_S),
@@ -138,10 +138,10 @@ class ClusterClient:
             "protocol": 2,
         }
         if parts.scheme.startswith("rediss"):
-            self._options["ssl"] = True
+            self.connection_kwargs["ssl"] = True
         if parts.username or parts.password:
-            self._options["username"] = unquote(parts.username) if parts.username else None
-            self._options["password"] = unquote(parts.password or "")
+            self.connection_kwargs["username"] = unquote(parts.username) if parts.username else None
+            self.connection_kwargs["password"] = unquote(parts.password or "")
         self._where = name_of(url)
         self._driver: RedisCluster | None = None
 
@@ -177,13 +177,13 @@ class ClusterClient:
         if driver is not None:
             driver.close()
 
-    close = disconnect
+    close = reset = disconnect
 
     def _answer(self, ask: Callable[[Any], Any]) -> Any:
         try:
             if self._driver is None:
                 nodes = [ClusterNode(host, port) for host, port in self._hosts]  # type: ignore[no-untyped-call]
-                self._driver = RedisCluster(startup_nodes=nodes, **self._options)
+                self._driver = RedisCluster(startup_nodes=nodes, **self.connection_kwargs)
             return ask(self._driver)
         except redis.exceptions.RedisClusterException as error:  # which is no RedisError
             raise redis.ConnectionError(str(error)) from None

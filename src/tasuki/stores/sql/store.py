@@ -175,6 +175,10 @@ class SqlReads:
         rows = self._select("thresholds")
         return Thresholds(**dict(zip(Thresholds.__struct_fields__, rows[0], strict=True))) if rows else Thresholds()
 
+    def detached(self) -> frozenset[str]:
+        """Return the workers that get no more work, by the database."""
+        return frozenset(name for (name,) in self._select("detached"))
+
     def next_due(self) -> tuple[float | None, float | None]:
         ((lease_over,),) = self._select("next_lease_over")
         ((delayed,),) = self._select("next_delayed", (-math.inf,))

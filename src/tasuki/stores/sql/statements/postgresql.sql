@@ -628,6 +628,9 @@ UPDATE tasuki_event SET processed_at = $1::float8 WHERE id = ANY($2::bigint[]) A
 UPDATE tasuki_event AS event SET problem = refused.problem FROM unnest($1::bigint[], $2::text[]) AS refused (id, problem)
 WHERE event.id = refused.id
 
+-- name: detached
+SELECT worker_id FROM tasuki_detached
+
 -- name: thresholds
 -- In the order of core.scheduler.thresholds.Thresholds.
 SELECT skip_late_runs_after_seconds, log_retention_days_db, leader_tick_seconds, assign_ahead_seconds,

@@ -461,6 +461,9 @@ UPDATE tasuki_event SET processed_at = ?1 WHERE id IN (SELECT value FROM json_ea
 -- name: events_refused
 UPDATE tasuki_event SET problem = column2 FROM (VALUES {rows: (?, ?)}) AS refused WHERE id = column1
 
+-- name: detached
+SELECT worker_id FROM tasuki_detached
+
 -- name: thresholds
 -- In the order of core.scheduler.thresholds.Thresholds.
 SELECT skip_late_runs_after_seconds, log_retention_days_db, leader_tick_seconds, assign_ahead_seconds,
