@@ -182,6 +182,7 @@ def _parked(control: socket.socket, turn: int, count: int, function: Function, c
     """Park so many processes, and wait until all are taken; return how many to park next, 0 if no request will come."""
     reading, writing = os.pipe()
     words = b""
+    os.pwrite(turn, bytes([count]), 0)
     try:
         pid = os.fork()
     except OSError:  # no room for a process; the keeper refuses requests that wait for long
@@ -203,35 +204,36 @@ def _parked(control: socket.socket, turn: int, count: int, function: Function, c
 def _go_between(control: socket.socket, turn: int, count: int, taken: int, function: Function, call: str) -> NoReturn:
     try:
         own, (gone, end) = os.getpid(), os.pipe()
-        for others in reversed(range(count)):
+        for _ in range(count):
             pid = os.fork()
             if pid == 0:
                 os.close(end)
                 os.read(gone, 1)  # until this process has ended, or nearly
                 os.close(gone)
-                _park(control, turn, others if count > 1 else None, taken, own, function, call)
+                _park(control, turn, count, taken, own, function, call)
             _tell(control, "parked", pid)
     finally:
         os._exit(os.EX_OK)
 
 
-def _park(
-    control: socket.socket, turn: int, others: int | None, taken: int, parent: int, function: Function, call: str
-) -> NoReturn:
-    """Wait for a request. `others` is how many wait behind this one; None if it is the only one that was parked."""
+def _park(control: socket.socket, turn: int, count: int, taken: int, parent: int, function: Function, call: str) -> NoReturn:
+    """Wait for a request, as one of so many that were parked together. The file `turn` says how many had no turn yet: on a busy
+    machine it does not come in the order of the forks."""
     try:
         os.setsid()
         while os.getppid() == parent:
             time.sleep(ADOPTION_POLL_S)
         fcntl.lockf(turn, fcntl.LOCK_EX)  # released by the end of a process, too
-        is_quick = _waits(control, 0.0 if others is None else QUICK_S)
+        others = os.pread(turn, 1, 0)[0] - 1
+        os.pwrite(turn, bytes([others]), 0)
+        is_quick = _waits(control, QUICK_S if count > 1 else 0.0)
         if not is_quick and others:  # one is enough again
             os.write(taken, _TAKEN)
             os._exit(os.EX_OK)
         if not is_quick:
             _rehearse(function)
         request = _request(control)
-        if others is None:
+        if count == 1:
             is_quick = _waits(control, 0.0)
         os.close(turn)
         os.write(taken, _END if request is None else _QUICK if is_quick else _TAKEN)
