@@ -8,6 +8,7 @@ BASE_DIR = Path(__file__).parent
 SECRET_KEY = "for the example only"
 DEBUG = True
 USE_TZ = True
+TIME_ZONE = "UTC"
 ALLOWED_HOSTS = ["127.0.0.1", "localhost"]
 ROOT_URLCONF = "urls"
 INSTALLED_APPS = ["django.contrib.auth", "django.contrib.contenttypes", "django.contrib.sessions", "shop", "tasuki.django"]

@@ -264,6 +264,19 @@ def test_by_time_runs_do_not_overlap_and_by_event_none_is_left_out_unless_a_poli
     assert apply(entries, source="a", using=alias).unchanged == ["at", "ae"]
 
 
+def test_times_are_those_of_the_project_unless_a_definition_names_a_zone(alias: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from django.conf import settings
+
+    monkeypatch.setattr(settings, "TIME_ZONE", "Asia/Tokyo")
+    nightly = {"command_name": "c", "daily_at": "02:30"}
+    apply({"own": nightly, "named": {**nightly, "time_zone": "UTC"}}, source="a", using=alias)
+    JobDefinition(name="row", command_name="c", schedule_type="daily_at", schedule_value="02:30").save(using=alias)
+
+    rows = JobDefinition.objects.using(alias)
+    assert dict(rows.values_list("name", "time_zone")) == {"own": "Asia/Tokyo", "named": "UTC", "row": "Asia/Tokyo"}
+    assert {row.name: row.preview(1)[0].astimezone(UTC).hour for row in rows} == {"own": 17, "named": 2, "row": 17}
+
+
 def test_a_run_by_hand_has_its_id_at_once(alias: str) -> None:
     row = JobDefinition(name="n", command_name="c", schedule_type="daily_at", schedule_value="02:30")
     row.save(using=alias)

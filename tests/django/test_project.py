@@ -222,8 +222,10 @@ def test_the_router_keeps_the_tables_in_a_database_of_their_own(tmp_path: Path) 
     site.manage("migrate", "-v0")
     site.manage("migrate", "-v0", "--database", "jobs")
     with site.worker():
-        value, report, rows, tables = site.ask("""
-from django.db import connections
+        value, report, rows, tables, warned, checked = site.ask("""
+import warnings
+from django.core.checks import run_checks
+from django.db import connections, router
 from tasuki.django import enqueue_command
 from tasuki.django.logs import read_log
 from tasuki.django.models import JobRun
@@ -244,12 +246,21 @@ while not (log := read_log(report, "stdout")):
     time.sleep(0.01)
 tables = [[name for name in connections[alias].introspection.table_names() if name in ("tasuki_jobrun", "shop_order")]
           for alias in ("default", "jobs")]
-print(json.dumps([value, log[0].data.decode(), JobRun.objects.count(), tables]))
+rows = JobRun.objects.count()
+with warnings.catch_warnings(record=True) as warned, transaction.atomic():
+    warnings.simplefilter("always")
+    add.enqueue(1, b=2)
+checked = [[one.id for one in run_checks()]]
+router.routers = []
+checked.append([one.id for one in run_checks()])
+print(json.dumps([value, log[0].data.decode(), rows, tables, [str(one.filename) for one in warned], checked]))
 """)
 
     assert (value, rows) == ("Sato: 300 yen", 2)
     assert report.startswith("1 orders, 300 yen")
     assert tables == [["shop_order"], ["shop_order", "tasuki_jobrun"]]
+    assert warned == ["<string>"], "the line of the project that enqueued"
+    assert checked == [[], ["tasuki.W012"]]
 
 
 def test_the_tables_of_a_project_have_their_version(migrated: DjangoSite) -> None:

@@ -11,6 +11,7 @@ tasuki.W006   names of commands in TASUKI that no app has
 tasuki.W007   threads that the project starts when it is imported
 tasuki.W010   TASUKI["grpc"] without the package grpcio
 tasuki.W011   TASUKI["grpc"] with TLS files that are missing or cannot be read
+tasuki.W012   tables in another database than the default one, and no router that says so
 
 With `manage.py check --database default`, and in `manage.py tasuki_doctor`:
 
@@ -30,7 +31,7 @@ from typing import Any
 from django.conf import settings
 from django.core.checks import CheckMessage, Error, Tags, Warning, register
 from django.core.management import get_commands
-from django.db import connections
+from django.db import connections, router
 
 from tasuki.core.scheduler.firing import problem_of
 from tasuki.django import standalone
@@ -60,6 +61,13 @@ def _project_problems(found: ProjectSettings) -> Iterator[CheckMessage]:
             f'TASUKI["blobs"] is {found.blobs!r}, which is another folder for each process that was started elsewhere.',
             hint="Give the whole path of a folder that workers and web processes share, or s3://bucket/prefix.",
             id="tasuki.W005",
+        )
+    if (seen := router.db_for_read(JobDefinition)) != found.database:
+        yield Warning(
+            f'TASUKI["database"] is {found.database!r}, but the models of tasuki are read from {seen!r}: JobRun.objects and '
+            "JobDefinition.objects see other tables than the workers.",
+            hint='Set DATABASE_ROUTERS = ["tasuki.django.TasukiRouter"].',
+            id="tasuki.W012",
         )
     if unknown := sorted(set(found.commands) - set(get_commands())):
         yield Warning(

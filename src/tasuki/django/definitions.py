@@ -39,6 +39,7 @@ from tasuki.core.scheduler.firing import (
 from tasuki.core.scheduler.schedule import ScheduleType
 from tasuki.django.conf import project_settings
 from tasuki.django.enqueueing import hint_after_commit
+from tasuki.django.fields import project_time_zone
 from tasuki.django.models import Event, JobDefinition, SchedulerSettings
 from tasuki.errors import ConfigError, InvalidInput, NotFound, WrongType, quoted
 
@@ -133,7 +134,7 @@ def _columns(name: str, entry: Any) -> dict[str, Any]:
     given.setdefault("type", (DefinitionType.EVENT if "event_type" in given else DefinitionType.TIME).value)
     plain = Definition(name=name, command_name="", type=given["type"])
     defaults = {field: getattr(plain, field) for field in _FIELDS if field != "enabled"}
-    columns = {**defaults, "concurrency_policy": plain.policy, **given}
+    columns = {**defaults, "concurrency_policy": plain.policy, "time_zone": project_time_zone(), **given}
     if (problem := problem_of(Definition(name=name, **columns))) is not None:  # before Django converts values: 2.5 would be 2
         raise InvalidInput(f"definition {quoted(name)}: {problem[1]}")
     return columns

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 import threading
 import time
 import warnings
@@ -39,6 +40,7 @@ SUBMITTER = "django"
 DEFAULT_QUEUE = "default"
 IDS_AT_ONCE = 64
 TIME_END_YEAR = 5138
+_NOT_THE_PROJECT = ("tasuki.django", "django.", "django_tasks.", "asgiref.")
 _QUEUE = re.compile(r"[A-Za-z0-9_-]{1,64}")
 # A commit that notifies waits for no disk: it writes nothing.
 _NOTIFY = "SELECT set_config('synchronous_commit', 'off', true), pg_notify('tasuki_hint', piece) FROM unnest(%s::text[]) AS piece"
@@ -198,8 +200,16 @@ def _warn_of_another_transaction(alias: str) -> None:
                 f"enqueued inside a transaction on the database {other.alias!r}; jobs are rows of {alias!r}, so this one is "
                 f"committed at once, whatever becomes of that transaction",
                 RuntimeWarning,
-                stacklevel=5,
+                stacklevel=_callers_level(),
             )
+
+
+def _callers_level() -> int:
+    """Return the `stacklevel`, for the function that asks, of the project's own line."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(_NOT_THE_PROJECT):
+        level, frame = level + 1, frame.f_back
+    return level
 
 
 class _HintNodes:

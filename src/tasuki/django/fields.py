@@ -11,6 +11,7 @@ from __future__ import annotations
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
+from django.conf import settings
 from django.db import migrations, models
 from django.utils import timezone
 
@@ -77,6 +78,11 @@ def database_time(connection: BaseDatabaseWrapper) -> datetime:
     with connection.cursor() as cursor:
         cursor.execute("SELECT clock_timestamp()")
         return cursor.fetchone()[0]
+
+
+def project_time_zone() -> str:
+    """Return the time zone of a project's dates, where a definition names no other."""
+    return settings.TIME_ZONE
 
 
 class NameField(models.CharField):

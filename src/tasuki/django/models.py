@@ -40,7 +40,7 @@ from tasuki.core.scheduler.firing import (
 )
 from tasuki.core.scheduler.schedule import ScheduleType, parse_schedule, preview, zone_of
 from tasuki.core.scheduler.thresholds import Thresholds, problems_of
-from tasuki.django.fields import NameField, RowIdField, UnixTimeField, database_time
+from tasuki.django.fields import NameField, RowIdField, UnixTimeField, database_time, project_time_zone
 
 
 class Row(models.Model):
@@ -478,7 +478,7 @@ class JobDefinition(Row):
     """A list is the command line, an object options, `{"args": […], "options": {…}}` both: `firing.arguments_of`."""
     schedule_type = NameField(max_length=20, choices=_choices(ScheduleType), blank=True, default="", db_default="")
     schedule_value = NameField(max_length=255, blank=True, default="", db_default="")
-    time_zone = NameField(max_length=64, default="UTC", db_default="UTC")
+    time_zone = NameField(max_length=64, default=project_time_zone, db_default="UTC")
     queue = NameField(max_length=64, default="default", db_default="default")
     timeout_seconds = models.PositiveIntegerField(null=True, blank=True)
     max_retries = models.PositiveIntegerField(default=3, db_default=3)

@@ -30,7 +30,7 @@ BUSY_TIMEOUT_S = 5.0
 CACHED_STATEMENTS = 256  # all statements in all their batch sizes; Python's default of 128 would compile some again and again
 
 MIGRATING_TABLE = "tasuki_migrating"
-SCHEMA_VERSION = 17
+SCHEMA_VERSION = 18
 OLDEST_CODE = 13  # before it, collection did not know the references of caches
 MIGRATION_POLL_S = 0.05
 COORDINATION_SCOPE = "coordination"
@@ -65,6 +65,7 @@ def configure(path: Path | None = None) -> None:
                 INSTALLED_APPS=["tasuki.django"],
                 DATABASES={"default": sqlite_settings(path)} if path is not None else {},
                 USE_TZ=True,
+                TIME_ZONE="UTC",
                 DEFAULT_AUTO_FIELD="tasuki.django.fields.RowIdField",
                 **_SCREENS,
             )
