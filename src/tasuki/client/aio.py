@@ -42,7 +42,6 @@ from tasuki.client.types import (
 from tasuki.clocks import now
 from tasuki.config import DataFolder, data_folder, default_url, find_token
 from tasuki.core.address import parse_url, shown_address
-from tasuki.core.arguments import check_specs
 from tasuki.core.client_machine import (
     Call,
     CallAnswered,
@@ -68,6 +67,7 @@ from tasuki.core.job import (
     Progress,
     State,
     broadcast_specs,
+    check_specs,
 )
 from tasuki.core.machine import Closed, Hangup, Opened, Received, Send, Ticked
 from tasuki.core.message_requests import MessagesArrived, PublishRefused, SubscriptionAnswered

@@ -19,8 +19,7 @@ from typing import Any, BinaryIO, Generic, Protocol, TypeVar
 import msgspec
 
 from tasuki.blobs.zip.reader import ZipReader
-from tasuki.core.arguments import WAYS_OUT, type_name
-from tasuki.core.job import InputFile, JobIncident, Progress, State
+from tasuki.core.job import WAYS_OUT, InputFile, JobIncident, Progress, State, type_name
 from tasuki.core.protocol import BATCH_MAX, JobResult
 from tasuki.core.store_messages import GroupCounts
 from tasuki.core.units import shown_duration

@@ -13,6 +13,5 @@ number or I/O. Every part may import `core`; `core` imports `tasuki.errors` and 
     subscribers                              receivers of published messages, here and at other servers
     shares, statistics                       counts per owner with a limit; counts by group and minute
     explain, reconnect, backoff              reasons for a job's state; when and where to connect again
-    arguments                                types of the fields of a job that a caller gave
     address, ranges, presigned, apps         addresses; HTTP ranges; answers about presigned URLs; jobs of apps
 """

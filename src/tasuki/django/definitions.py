@@ -25,9 +25,8 @@ from django.conf import settings
 from django.core.exceptions import ValidationError
 from django.db import transaction
 
-from tasuki.core.arguments import check_text, type_name
 from tasuki.core.cluster_messages import Hint
-from tasuki.core.job import event_run_id
+from tasuki.core.job import check_text, event_run_id, type_name
 from tasuki.core.scheduler.firing import (
     SKIP_LATE_RUNS_AFTER_MAX_S,
     SKIP_LATE_RUNS_AFTER_S,

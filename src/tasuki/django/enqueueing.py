@@ -26,9 +26,8 @@ from django.conf import settings
 from django.db import connections, transaction
 from django.utils import timezone
 
-from tasuki.core.arguments import type_name
 from tasuki.core.cluster_messages import Hint, split
-from tasuki.core.job import TIME_END, IdMaker, JobSpec, body_hash, check_spec
+from tasuki.core.job import TIME_END, IdMaker, JobSpec, body_hash, check_spec, type_name
 from tasuki.core.store_messages import Submission, Submitted
 from tasuki.core.subject import matches
 from tasuki.django.conf import project_settings

@@ -26,8 +26,17 @@ from django.db import DatabaseError, close_old_connections, reset_queries
 from django.utils.module_loading import import_string
 
 from tasuki.blobs.open_blobs import open_blobs
-from tasuki.core.arguments import check_nesting, check_specs, type_name
-from tasuki.core.job import BODY_INLINE_MAX_BYTES, Job, JobSpec, State, check_spec, is_job_id
+from tasuki.core.job import (
+    BODY_INLINE_MAX_BYTES,
+    Job,
+    JobSpec,
+    State,
+    check_nesting,
+    check_spec,
+    check_specs,
+    is_job_id,
+    type_name,
+)
 from tasuki.core.lifecycle import ATTEMPT_STEP
 from tasuki.django.conf import project_settings
 from tasuki.django.enqueueing import enqueue_job, is_task, new_id, on_enqueued, project_store, task_subject, unix_time

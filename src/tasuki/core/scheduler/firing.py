@@ -28,7 +28,6 @@ from typing import Any
 
 import msgspec
 
-from tasuki.core.arguments import check_nesting, check_text, type_name
 from tasuki.core.job import (
     JOB_ID_MAX_CHARS,
     TEXT_MAX_BYTES,
@@ -36,9 +35,12 @@ from tasuki.core.job import (
     JobSpec,
     Outcome,
     check_name,
+    check_nesting,
     check_spec,
+    check_text,
     event_run_id,
     run_id,
+    type_name,
 )
 from tasuki.core.lifecycle import JobEvent
 from tasuki.core.scheduler.schedule import Schedule, parse_schedule, zone_of
