@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from tasuki.core.job import State, check_job_id
 from tasuki.core.lifecycle import RETRY_DELAY_MAX_S
 from tasuki.core.store_messages import Filter
+from tasuki.stores.redis import key_check
 from tasuki.stores.redis.codec import SHARED_TYPES
 from tasuki.stores.redis.connection import connect
 from tasuki.stores.redis.key_check import check_keys
@@ -178,7 +179,7 @@ def check_honest_jobs_are_done(url: str, acts: list[Action]) -> None:
         assert all(re.search(r" is a \w+ and must be a ", problem) for problem in problems_of(url))
 
 
-def test_the_check_of_the_keys_reads_a_queue_once_and_does_not_search_it_for_each_job(redis_service: RedisService) -> None:
+def test_the_work_of_the_check_of_the_keys_is_bounded(redis_service: RedisService, monkeypatch: pytest.MonkeyPatch) -> None:
     url = redis_service.url()
     with closing(Zpe(url)) as zpe:
         zpe.push(*(f"job-{number}" for number in range(50)))
@@ -188,7 +189,21 @@ def test_the_check_of_the_keys_reads_a_queue_once_and_does_not_search_it_for_eac
 
         assert problems_of(url) == ["job job-7 waits and is not in zpe:queue: LPUSH zpe:queue job-7"]
 
-        assert zpe.raw.info("commandstats")["cmdstat_lpos"]["calls"] == 2
+        calls = zpe.raw.info("commandstats")
+        assert "cmdstat_lpos" not in calls, "no job is searched for in the list"
+        assert calls["cmdstat_lrange"]["calls"] == 2, "the list is read once, and once more for what was missing"
+
+        monkeypatch.setattr(key_check, "LIST_STEP", 10)
+        monkeypatch.setattr(key_check, "QUEUE_MAX", 20)
+        with closing(connect(url, 5.0)) as client:
+            assert check_keys(client)[::2] == ([], False), "nothing is said of jobs of which the place is not known"
+        monkeypatch.undo()
+        zpe.raw.mset({f"cache:{number}": "of another program" for number in range(5_000)})
+        monkeypatch.setattr(key_check, "SCANNED_MAX", 2_000)
+        zpe.raw.config_resetstat()
+        with closing(connect(url, 5.0)) as client:
+            assert not check_keys(client).is_complete
+        assert zpe.raw.info("commandstats")["cmdstat_scan"]["calls"] == 4
 
 
 def test_the_check_of_the_keys_names_jobs_that_nobody_goes_on_with_before_all_else(redis_service: RedisService) -> None:
