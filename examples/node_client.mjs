@@ -6,9 +6,10 @@
 // may be killed and started again meanwhile: what was not answered is sent again, and every job runs once.
 
 import net from "node:net";
-import { randomUUID } from "node:crypto";
+import { createHash, randomUUID } from "node:crypto";
 
-const SUBMIT = 1, ACK = 3, RESULT = 5, HELLO = 9, ERROR = 11, HEARTBEAT = 12, WELCOME = 17, REQUEST = 18, REPLY = 19;
+const SUBMIT = 1, ACK = 3, RESULT = 5, HELLO = 9, ERROR = 11, HEARTBEAT = 12, CHUNK = 13, WELCOME = 17, REQUEST = 18, REPLY = 19;
+const BLOB_GET = 21;
 const BATCH = 1;
 const ITEMS_MAX = 1024;
 const HELLO_TIMEOUT_MS = 10_000;
@@ -110,7 +111,7 @@ class Client {
     const { hostname, port } = new URL(url.replace(/^tcp:/, "http:"));
     this.address = { host: hostname, port: Number(port) || 7000 };
     this.token = token;
-    this.requests = new Map(); // msg_id → {type, header, items, resolve, reject}: kept until it is answered
+    this.requests = new Map(); // msg_id → {type, header, items, chunks, resolve, reject}: kept until it is answered
     this.awaited = new Map(); // job_id → {resolve, reject}
     this.lastId = 0;
     this.failedDials = 0;
@@ -137,7 +138,7 @@ class Client {
 
   // -- requests and answers
   ask(type, header, items) {
-    return new Promise((resolve, reject) => this.send({ type, header, items, resolve, reject }));
+    return new Promise((resolve, reject) => this.send({ type, header, items, chunks: [], resolve, reject }));
   }
 
   send(request) {
@@ -161,6 +162,16 @@ class Client {
     const waiting = this.awaited.get(job_id);
     this.awaited.delete(job_id);
     if (waiting) error ? waiting.reject(error) : waiting.resolve(result);
+  }
+
+  /** Read a result that is a blob. If the connection is lost meanwhile, the job's result is sent again, and this begins anew. */
+  fetch(job_id, { sha256 }) {
+    this.ask(BLOB_GET, { sha256, job_id })
+      .then((bytes) => {
+        const isWhole = createHash("sha256").update(bytes).digest("hex") === sha256;
+        this.end(job_id, isWhole ? null : new Error(`the result of job ${job_id} is not the one with the sha256 ${sha256}`), bytes);
+      })
+      .catch((error) => this.end(job_id, error));
   }
 
   // -- the connection
@@ -192,6 +203,7 @@ class Client {
   }
 
   take(type, flags, header, payload) {
+    if (type === CHUNK) return this.takeChunk(header, payload);
     const body = decode(payload);
     const items = flags & BATCH ? body : body === null ? [] : [body];
     switch (type) {
@@ -204,12 +216,19 @@ class Client {
       case RESULT:
         for (const { job_id, state, outcome } of items) {
           const failed = state !== "SUCCEEDED" && new Error(`job ${job_id} is ${state}: ${outcome.message ?? ""}`);
-          this.end(job_id, failed || null, outcome.result ?? Buffer.alloc(0));
+          if (!failed && outcome.result_ref) this.fetch(job_id, outcome.result_ref);
+          else this.end(job_id, failed || null, outcome.result ?? Buffer.alloc(0));
         }
         return;
       case ERROR:
         return this.failed(header);
     }
+  }
+
+  takeChunk({ corr_id, last }, bytes) {
+    const chunks = this.requests.get(corr_id)?.chunks;
+    chunks?.push(bytes);
+    if (chunks && last) this.answered(corr_id).resolve(Buffer.concat(chunks));
   }
 
   begin({ idle_timeout_s = 60 }) {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -31,6 +32,11 @@ TESTED = {
     "square_client.py",
     "square_worker.py",
 }
+TESTED_ELSEWHERE = {
+    "csharp": "tests/agent/test_multipart.py::test_what_dotnet_sends_is_understood",
+    "django_site": "tests/django/test_project.py::test_sigterm_lets_running_tasks_finish",
+    "zpe": "tests/examples/test_zpe.py::test_the_zero_point_energy_of_h2",
+}
 TIMEOUT_S = 60
 SLOW_SQUARES = """
 import asyncio, sys
@@ -42,7 +48,8 @@ worker = Worker(sys.argv[1], concurrency=10)
 @worker.handler("math.square")
 async def square(job):
     await asyncio.sleep(0.005)
-    return str(int(job.payload) ** 2).encode()
+    squared = str(int(job.payload) ** 2).encode()
+    return squared.rjust(300_000) if int(job.payload) % 100 == 0 else squared  # above 64 KiB a result is a blob
 
 
 worker.run()
@@ -75,7 +82,30 @@ def output_of(command: list[str | Path], env: dict[str, str], cwd: Path) -> str:
 
 
 def test_every_example_has_a_test() -> None:
-    assert {path.name for path in EXAMPLES.iterdir() if path.is_file()} == TESTED
+    here = {path.name for path in EXAMPLES.iterdir() if path.name != "__pycache__"}
+    assert here == TESTED | set(TESTED_ELSEWHERE)
+    for test in TESTED_ELSEWHERE.values():
+        file, _, name = test.partition("::")
+        assert f"def {name}(" in (ROOT / file).read_text(), test
+
+
+def test_the_csharp_client_knows_what_node_agents_answer() -> None:
+    """Its form is checked with the bytes that .NET sends (tests/agent), and what it looks at in answers here."""
+    code = (EXAMPLES / "csharp/RunJob.cs").read_text()
+    contract = (ROOT / "docs/operate/agents.md").read_text()
+    table = contract.partition("What `POST /run` answers:")[2].partition("\n\n**")[0]
+
+    known = re.findall(r"\((\d{3}), (?:not )?(?:\"(\w+)\"|_)\)", code)
+    assert len(known) == 6
+    for status, word in known:
+        if status != "429":  # of a proxy in front
+            row = next(line for line in table.splitlines() if line.startswith(f"| {status} |"))
+            assert word in row
+    for header in re.findall(r"\"(Tasuki-[\w-]+)\"", code):
+        assert f"`{header}: " in table
+    assert '"file"' in code
+    assert '"exec"' in code
+    assert "/run/{" in code
 
 
 def test_the_square_is_computed_once_and_another_body_is_refused(server: ServerProcess, tmp_path: Path) -> None:

@@ -8,8 +8,7 @@ import msgspec
 import pytest
 
 from tasuki.core import job
-from tasuki.core.broker import authentication, client_messages
-from tasuki.core.broker.state import CREDIT_MAX
+from tasuki.core.broker import authentication, client_messages, state
 from tasuki.core.job import JOB_ID_MAX_CHARS, NAME_MAX_CHARS, JobSpec, body_hash
 from tasuki.core.lifecycle import LEASE_MARGIN_S, LEASE_TTL_S
 from tasuki.core.protocol import (
@@ -159,7 +158,10 @@ LIMITS = [
     ("a peer that does not read while", f"after {tcp_link.STALL_TIMEOUT_S:g} s, or at {tcp_link.WRITE_HARD_BYTES >> 20} MiB"),
     ("lease ttl, margin", f"{LEASE_TTL_S:g} s, {LEASE_MARGIN_S:g} s"),
     ("`patterns`", f"at most {authentication.PATTERNS_MAX}"),
-    ("`credit`", f"{CREDIT_MAX:,}"),
+    ("workers of one token", f"| {state.WORKERS_MAX:,};"),
+    ("different patterns with `*`", f"| {state.MIXED_PATTERNS_MAX} together;"),
+    ("subscriptions to messages of one token", f"| {state.SUBSCRIBERS_MAX:,} |"),
+    ("`credit`", f"{state.CREDIT_MAX:,}"),
     ("`job_id`", f"1–{JOB_ID_MAX_CHARS} characters"),
     ("`client_id`", f"1–{NAME_MAX_CHARS} characters"),
     ("`exec`", f"printable, at most {job.EXEC_MAX_BYTES:,} bytes"),
