@@ -19,7 +19,7 @@ from django.core.management import call_command  # noqa: E402
 from django.db import connections, models  # noqa: E402
 from django.utils import timezone  # noqa: E402
 
-from tasuki.core.store_messages import COUNTED, GroupCounts  # noqa: E402
+from tasuki.core.statistics import COUNTED, GroupCounts  # noqa: E402
 from tasuki.django.models import Counter, JobRun, Token  # noqa: E402
 from tasuki.errors import ConfigError  # noqa: E402
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,7 @@ from tasuki.core.statistics import (
     ROLLUP_GROUPS_MAX,
     ROLLUP_S,
     UNKNOWN_GROUP,
+    GroupCounts,
     GroupStatistics,
     QueueLength,
     Rollup,
@@ -48,12 +50,13 @@ from tasuki.core.store_messages import (
     FiredRun,
     FiredRuns,
     Grant,
-    GroupCounts,
+    LateJob,
     LeaseRequest,
     Reaped,
     Report,
     ReportAnswer,
     ReportStatus,
+    Requeued,
     Submission,
     Submitted,
     Turn,
@@ -79,6 +82,10 @@ class Turns(Statistics):
         specs = [JobSpec(job_id=job_id, subject=subject, **fields) for job_id in job_ids]
         turn = Turn(submit=[Submission(spec, "alice", b"") for spec in specs])
         self.turn(turn, Answers(submit=[Submitted(job_id, True) for job_id in job_ids]), Now(at, WALL + at))
+
+    def fail(self, job_id: str, *answers: ReportAnswer) -> None:
+        reports = [Report(job_id, "w", "l", 1, Outcome(error_code="EXIT_CODE"))] * len(answers)
+        self.turn(Turn(fail=reports), Answers(fail=list(answers)), Now(1.0, WALL + 1.0))
 
     def lease(self, job_id: str, *, spec: bytes = b"\x80", at: float = 0.0, attempt: int = 1, submitter: str = "alice") -> None:
         turn = Turn(lease=[LeaseRequest(worker_id="w", incarnation="i")])
@@ -116,11 +123,12 @@ def test_the_lag_of_a_scheduled_run_is_from_its_nominal_time_to_its_first_lease(
 
 def test_a_run_that_is_skipped_when_it_is_fired_is_counted() -> None:
     turns = Turns()
-    runs = (FiredRun("d7-1", 7, 1.0, State.SKIPPED), FiredRun("d7-2", 7, 2.0))
+    runs = (FiredRun("d7-1", 7, 1.0, State.SKIPPED, "a"), FiredRun("d7-2", 7, 2.0, group="a"))
+    replaced = (("d7-0", Canceled(State.CANCELED, group="a")), ("d7-9", Canceled(State.RUNNING, requested=True)))
 
-    turns.turn(Turn(epoch=1), Answers(fire=FiredRuns(runs)), Now(1.0, WALL + 1.0))
+    turns.turn(Turn(epoch=1), Answers(fire=FiredRuns(runs, replaced)), Now(1.0, WALL + 1.0))
 
-    assert turns.of("(unknown)").skipped == 1
+    assert (turns.of().skipped, turns.of().canceled) == (1, 1)
 
 
 def test_a_job_that_was_not_to_start_at_once_is_not_measured() -> None:
@@ -136,24 +144,45 @@ def test_a_lost_attempt_is_followed_by_another_or_by_the_end(state: State, retri
     turns = Turns()
     turns.submit("j")
 
-    turns.turn(Turn(epoch=1, reap=9), Answers(reap=[Reaped("j", state, "w", 1, "silent")]), Now(1.0, WALL + 1.0))
+    turns.turn(Turn(epoch=1, reap=9), Answers(reap=[Reaped("j", state, "w", 1, "silent", "a")]), Now(1.0, WALL + 1.0))
 
     assert (turns.of().attempts_lost, turns.of().retried_lost, turns.of().dead) == (1, retried, dead)
 
 
-def test_a_job_that_another_server_leased_is_counted_without_its_group() -> None:
+def test_a_job_that_another_server_stored_and_leased_is_counted_for_its_group() -> None:
     turns = Turns()
 
-    turns.finish("theirs", ReportAnswer(ReportStatus.RECORDED, State.SUCCEEDED))
+    turns.finish("theirs", ReportAnswer(ReportStatus.RECORDED, State.SUCCEEDED, group="a"))
+    turns.fail("dead", ReportAnswer(ReportStatus.RECORDED, State.TIMED_OUT, group="a"))
+    turns.fail("tried", ReportAnswer(ReportStatus.RECORDED, State.PENDING, group="a"))
+    turns.fail("late", ReportAnswer(ReportStatus.FENCED, State.SUCCEEDED, group="a"))
+    reaped = [Reaped("lost", State.FAILED, "w", 1, "silent", "a")]
+    turns.turn(Turn(epoch=1), Answers(reap=reaped, skip=[LateJob("skipped", "a")]), Now(1.0, WALL + 1.0))
+    canceled = [Canceled(State.CANCELED, group="a"), Canceled(State.CANCELED)]  # the second ended before
+    turns.turn(Turn(cancel=[("c", "x", "")] * 2), Answers(cancel=canceled), Now(1.0, WALL + 1.0))
+    turns.turn(Turn(), Answers(requeue=[Requeued(True, State.PENDING, group="a")]), Now(1.0, WALL + 1.0))
 
-    assert turns.of(UNKNOWN_GROUP).succeeded == 1
+    counts = {"succeeded": 1, "failed": 1, "timed_out": 1, "skipped": 1, "canceled": 1, "fenced": 1, "requeued": 1}
+    attempts = {"attempts_failed": 2, "attempts_lost": 1, "retried_failed": 1, "dead": 2, "finished": 5}
+    assert turns.of().view() == counts | attempts
+    assert set(turns.totals()) == {"a"}
+
+
+def test_a_fenced_report_on_a_job_that_is_not_there_has_no_group() -> None:
+    turns = Turns()
+
+    turns.finish("pruned", ReportAnswer(ReportStatus.FENCED, None))
+
+    assert turns.of(UNKNOWN_GROUP).fenced == 1
 
 
 def test_a_refused_and_a_repeated_report_end_nothing() -> None:
     turns = Turns()
     turns.submit("j")
 
-    turns.finish("j", ReportAnswer(ReportStatus.FENCED, State.RUNNING), ReportAnswer(ReportStatus.REPEATED, State.SUCCEEDED))
+    turns.finish(
+        "j", ReportAnswer(ReportStatus.FENCED, State.RUNNING, group="a"), ReportAnswer(ReportStatus.REPEATED, State.SUCCEEDED)
+    )
 
     assert (turns.of().fenced, turns.of().finished) == (1, 0)
 
@@ -226,20 +255,18 @@ def test_what_is_remembered_of_waiting_jobs_is_bounded() -> None:
     turns = Turns()
     turns.submit(*(f"j{number}" for number in range(REMEMBERED_MAX + 1)))
 
-    turns.turn(Turn(cancel=[("j0", "x", "")]), Answers(cancel=[Canceled(State.CANCELED)]), Now(1.0, WALL + 1.0))
-    turns.turn(Turn(cancel=[("j1", "x", "")]), Answers(cancel=[Canceled(State.CANCELED)]), Now(1.0, WALL + 1.0))
+    for job_id in ("j1", "j0"):
+        turns.lease(job_id)
 
-    assert turns.of().canceled == 1
+    assert sum(turns.of().delivery.values()) == 1, "of the oldest it is not known when it was stored"
 
 
 # -- sums ----------------------------------------------------------------------------------------------------------
 
 
 def counted(*latencies_s: float, **counts: int) -> GroupStatistics:
-    found = GroupStatistics(**counts)
-    for latency_s in latencies_s:
-        found.observe(latency_s)
-    return found
+    buckets = Counter(bisect_left(LATENCIES_S, latency_s) for latency_s in latencies_s)
+    return GroupStatistics(**counts, delivery_s=sum(latencies_s), delivery=dict(buckets))
 
 
 def test_latencies_are_told_as_well_as_the_buckets_know_them() -> None:

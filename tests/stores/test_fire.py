@@ -487,10 +487,10 @@ def test_a_run_is_not_run_again_while_another_one_of_its_definition_goes_on(firi
     firing.at(60.5)
     grant = firing.run(d(60))
 
-    assert firing.store.requeue([d(0)], actor="alice") == [Requeued(False, State.SUCCEEDED, d(60))]
+    assert firing.store.requeue([d(0)], actor="alice") == [Requeued(False, State.SUCCEEDED, d(60), "default")]
     firing.finish(grant)
     assert firing.store.requeue([d(0), d(60)], actor="alice") == [
-        Requeued(True, State.PENDING), Requeued(False, State.SUCCEEDED, d(0)),
+        Requeued(True, State.PENDING, group="default"), Requeued(False, State.SUCCEEDED, d(0), "default"),
     ]  # fmt: skip
     assert [str(run.state) for run in firing.at(120.5).runs] == ["SKIPPED"]
     firing.finish(firing.run(d(0)))
@@ -503,7 +503,7 @@ def test_a_run_that_is_run_again_is_replaced_by_the_next_one(firing: Firing) -> 
     firing.finish(firing.run(d(0)))
     firing.at(60.5)
     firing.finish(firing.run(d(60)))
-    assert firing.store.requeue([d(0)], actor="alice") == [Requeued(True, State.PENDING)]
+    assert firing.store.requeue([d(0)], actor="alice") == [Requeued(True, State.PENDING, group="default")]
     grant = firing.run(d(0))
 
     assert [job_id for job_id, _ in firing.at(120.5).replaced] == [d(0)]
@@ -518,7 +518,7 @@ def test_with_allow_any_run_is_run_again(firing: Firing) -> None:
     firing.finish(firing.run(d(0)))
     firing.at(60.5)
 
-    assert firing.store.requeue([d(0)], actor="alice") == [Requeued(True, State.PENDING)]
+    assert firing.store.requeue([d(0)], actor="alice") == [Requeued(True, State.PENDING, group="default")]
 
 
 # ---------------------------------------------------------------------------------------------------- rows that others hold

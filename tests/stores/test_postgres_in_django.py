@@ -19,7 +19,8 @@ from django.db.models import Count  # noqa: E402
 from django.test.utils import CaptureQueriesContext  # noqa: E402
 
 from tasuki.core.job import JobSpec, Outcome, State, body_hash  # noqa: E402
-from tasuki.core.store_messages import GroupCounts, LeaseRequest, Report, Submission, Submitted  # noqa: E402
+from tasuki.core.statistics import GroupCounts  # noqa: E402
+from tasuki.core.store_messages import LeaseRequest, Report, Submission, Submitted  # noqa: E402
 from tasuki.core.subject import group_of  # noqa: E402
 from tasuki.django.models import Counter, JobDefinition, JobRun, Token  # noqa: E402
 from tasuki.errors import Conflict, StaleEpoch  # noqa: E402

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from tasuki.core.store_messages import Grant, GroupCounts, Submitted, Turn
+from tasuki.core.statistics import GroupCounts
+from tasuki.core.store_messages import Grant, Submitted, Turn
 from tasuki.stores.batching import execute
 from tasuki.stores.sql.postgres_session import PostgresSession
 from tasuki.stores.sql.store import SqlStore

@@ -87,7 +87,7 @@ from tasuki.core.protocol import (
     batches,
 )
 from tasuki.core.reconnect import Connect, believed
-from tasuki.core.store_messages import GroupCounts
+from tasuki.core.statistics import GroupCounts
 from tasuki.core.subject import DEFAULT_SUBJECT
 from tasuki.core.units import shown_duration
 from tasuki.errors import (

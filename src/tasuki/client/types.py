@@ -21,7 +21,7 @@ import msgspec
 from tasuki.blobs.zip.reader import ZipReader
 from tasuki.core.job import WAYS_OUT, InputFile, JobIncident, Progress, State, type_name
 from tasuki.core.protocol import BATCH_MAX, JobResult
-from tasuki.core.store_messages import GroupCounts
+from tasuki.core.statistics import GroupCounts
 from tasuki.core.units import shown_duration
 from tasuki.errors import DeadlineExceeded, InvalidInput, JobFailed, ProtocolError, TasukiError, WrongType
 

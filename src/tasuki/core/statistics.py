@@ -1,4 +1,5 @@
-"""Statistics of groups: what one server counted in one minute (a rollup), and sums of these over servers and time. Pure.
+"""Statistics of groups: how many jobs of each are in which state; what one server counted in one minute (a rollup), and sums of
+these over servers and time. Pure.
 
 Every server counts in its memory, and writes one rollup after each minute in which anything happened. All counts but the queue
 lengths are its own, so that a sum over servers is true; the queue lengths are in the rollup of the leader alone. Nothing is
@@ -7,22 +8,53 @@ decided by any of them, and a server that is killed takes its last minute with i
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import msgspec
 
+from tasuki.core.job import LEASED, State
+
 ROLLUP_S = 60
 ROLLUP_DAYS = 8  # a week, and the same day of the week before
 ROLLUP_GROUPS_MAX = 100  # of one rollup, the busiest: some 10 KB; all others are one
 OTHER_GROUPS = "(other)"
-UNKNOWN_GROUP = "(unknown)"  # of a job that another server leased
+UNKNOWN_GROUP = "(unknown)"  # of a job that is not there any more
 LATENCIES_S = (
     *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0),
     *(30.0, 60.0, 300.0, 1800.0, 7200.0),
 )
 """Upper ends of the buckets of a histogram of latencies; a last bucket has everything above."""
+
+
+class GroupCounts(msgspec.Struct, frozen=True, gc=False):
+    """Number of jobs of a group by state. `active` is ASSIGNED + RUNNING."""
+
+    pending: int = 0
+    active: int = 0
+    orphaned: int = 0
+    succeeded: int = 0
+    failed: int = 0
+    canceled: int = 0
+    timed_out: int = 0
+    skipped: int = 0
+
+    @property
+    def total(self) -> int:
+        return sum(msgspec.structs.astuple(self))
+
+
+def largest_groups(counts: Mapping[str, GroupCounts], limit: int) -> dict[str, GroupCounts]:
+    """Return the groups with the most jobs, and behind them the sum of all others as one."""
+    by_size = sorted(counts, key=lambda group: (-counts[group].total, group))
+    found = {group: counts[group] for group in by_size[:limit]}
+    if others := [msgspec.structs.astuple(counts[group]) for group in by_size[limit:]]:
+        found[OTHER_GROUPS] = GroupCounts(*map(sum, zip(*others, strict=True)))
+    return found
+
+
+COUNTED = {state: "active" if state in LEASED else state.lower() for state in State}
+"""Field of GroupCounts that counts the jobs in each state."""
 
 
 class GroupStatistics(msgspec.Struct, omit_defaults=True):
@@ -90,18 +122,6 @@ class GroupStatistics(msgspec.Struct, omit_defaults=True):
     def saved_bytes(self) -> int:
         """Bytes that were not sent because of them."""
         return max(0, self.cache_input_bytes - self.cache_fetched_bytes)
-
-    def observe(self, latency_s: float) -> None:
-        """Count one delivery."""
-        bucket, delivery = bisect_left(LATENCIES_S, latency_s), self.delivery
-        delivery[bucket] = delivery.get(bucket, 0) + 1
-        self.delivery_s += latency_s
-
-    def fired(self, lag_s: float) -> None:
-        """Count the first lease of a scheduled run."""
-        bucket = bisect_left(LATENCIES_S, lag_s)
-        self.firing[bucket] = self.firing.get(bucket, 0) + 1
-        self.firing_s += lag_s
 
     def add(self, other: GroupStatistics) -> None:
         """Add the counts of another server, group or time."""

@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 import msgspec
 from msgspec.structs import replace
 
-from tasuki.core.job import LEASED, Job, JobSpec, OnDisconnect, Outcome, Progress, State, check_name
+from tasuki.core.job import Job, JobSpec, OnDisconnect, Outcome, Progress, State, check_name
 from tasuki.core.lifecycle import LEASE_TTL_S, REASSIGN_AFTER_S
 from tasuki.core.pauses import PauseAnswer, PauseOrder
-from tasuki.core.statistics import OTHER_GROUPS, Rollup
+from tasuki.core.statistics import Rollup
 from tasuki.core.subject import matches, only_worker
 from tasuki.errors import CacheConflict, Conflict, InvalidInput
 
@@ -450,6 +450,14 @@ class ReportAnswer(msgspec.Struct, frozen=True, gc=False):
     answer: ReportStatus
     state: State | None
     reason: str = ""
+    group: str = ""
+    """Group of the job, for the statistics; empty: unknown. Likewise below."""
+
+
+@lru_cache(1024)
+def recorded_success(group: str) -> ReportAnswer:
+    """Return the answer to a finish that was recorded, the same for all jobs of a group."""
+    return ReportAnswer(ReportStatus.RECORDED, State.SUCCEEDED, group=group)
 
 
 class Canceled(msgspec.Struct, frozen=True, gc=False):
@@ -460,6 +468,8 @@ class Canceled(msgspec.Struct, frozen=True, gc=False):
     requested: bool = False
     worker_id: str | None = None
     lease_id: str | None = None
+    group: str = ""
+    """Group of a job that this cancel has ended; empty: it ended before, or has not ended."""
 
 
 class Requeued(msgspec.Struct, frozen=True, gc=False):
@@ -469,6 +479,7 @@ class Requeued(msgspec.Struct, frozen=True, gc=False):
     state: State | None
     still_running: str | None = None
     """The other run of its definition that has not ended, and that it must not overlap."""
+    group: str = ""
 
 
 class Reaped(msgspec.Struct, frozen=True, gc=False):
@@ -479,6 +490,14 @@ class Reaped(msgspec.Struct, frozen=True, gc=False):
     worker_id: str
     attempt: int
     reason: str
+    group: str = ""
+
+
+class LateJob(NamedTuple):
+    """A job that was too late to start, and has ended."""
+
+    job_id: str
+    group: str
 
 
 class FiredRun(msgspec.Struct, frozen=True, gc=False):
@@ -488,6 +507,7 @@ class FiredRun(msgspec.Struct, frozen=True, gc=False):
     definition_id: int
     scheduled_for: float
     state: State = State.PENDING
+    group: str = ""
 
 
 class AheadRun(msgspec.Struct, frozen=True, gc=False):
@@ -541,36 +561,6 @@ class Page(msgspec.Struct, frozen=True):
 
     jobs: list[Job]
     cursor: str | None
-
-
-class GroupCounts(msgspec.Struct, frozen=True, gc=False):
-    """Number of jobs of a group by state. `active` is ASSIGNED + RUNNING."""
-
-    pending: int = 0
-    active: int = 0
-    orphaned: int = 0
-    succeeded: int = 0
-    failed: int = 0
-    canceled: int = 0
-    timed_out: int = 0
-    skipped: int = 0
-
-    @property
-    def total(self) -> int:
-        return sum(msgspec.structs.astuple(self))
-
-
-def largest_groups(counts: Mapping[str, GroupCounts], limit: int) -> dict[str, GroupCounts]:
-    """Return the groups with the most jobs, and behind them the sum of all others as one."""
-    by_size = sorted(counts, key=lambda group: (-counts[group].total, group))
-    found = {group: counts[group] for group in by_size[:limit]}
-    if others := [msgspec.structs.astuple(counts[group]) for group in by_size[limit:]]:
-        found[OTHER_GROUPS] = GroupCounts(*map(sum, zip(*others, strict=True)))
-    return found
-
-
-COUNTED = {state: "active" if state in LEASED else state.lower() for state in State}
-"""Field of GroupCounts that counts the jobs in each state."""
 
 
 # ---------------------------------------------------------------------------------------------------- one transaction
@@ -674,7 +664,7 @@ class Answers(msgspec.Struct, kw_only=True):
     requeue: Sequence[Requeued] = ()
     take_over: bool = False
     reap: Sequence[Reaped] = ()
-    skip: Sequence[str] = ()
+    skip: Sequence[LateJob] = ()
     promote: int = 0
     fire: FiredRuns = FiredRuns()
     assign: Sequence[Grant | None] = ()

@@ -331,7 +331,7 @@ class Counter(Row):
     id = RowIdField(primary_key=True)
     group = NameField(max_length=255)
     state = NameField(max_length=12)
-    """Field of core.store_messages.GroupCounts."""
+    """Field of core.statistics.GroupCounts."""
     shard = models.SmallIntegerField(null=True, db_default=0)
     n = models.BigIntegerField()
 

@@ -29,9 +29,10 @@ from tasuki.core.statistics import (
     Rollup,
     current_minute,
     describe_periods,
+    largest_groups,
     periods,
 )
-from tasuki.core.store_messages import Filter, largest_groups
+from tasuki.core.store_messages import Filter
 from tasuki.core.subject import check_pattern
 from tasuki.errors import InvalidInput, NotFound, TasukiError, TooLarge, Unavailable
 from tasuki.stores.store import Reader

@@ -42,8 +42,8 @@ from tasuki.core.protocol import (
     error_message,
     outcome_bytes,
 )
-from tasuki.core.statistics import current_minute
-from tasuki.core.store_messages import Answers, GroupCounts, HeldLease, LeaseStatus, Turn
+from tasuki.core.statistics import GroupCounts, current_minute
+from tasuki.core.store_messages import Answers, HeldLease, LeaseStatus, Turn
 from tasuki.errors import DiskFull, Fenced, InternalError, InvalidInput, TasukiError, Unavailable, discreet, from_wire
 from tasuki.event_loop import BackgroundTasks, ignore_result
 from tasuki.server.cluster import Cluster, SingleServer

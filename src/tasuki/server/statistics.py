@@ -1,11 +1,13 @@
 """Counts of one server by group, from its committed turns and its messages, in memory; `core.statistics` explains the numbers.
 
-A turn is looked at after its commit, so a job is counted once, by the server whose turn it was. Facts that a report lacks (the
-job's group, when it was submitted) are remembered from the turn that stored or leased the job here, for a bounded number of jobs.
+A turn is looked at after its commit, so a job is counted once, by the server whose turn it was. The store's answers name the
+group of a job. When it was stored, and which cached files it needs, is remembered from the turn that stored or leased it here,
+for a bounded number of jobs.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -15,9 +17,12 @@ from tasuki.core.job import TERMINAL, InputFile, State, nominal_time
 from tasuki.core.machine import Now
 from tasuki.core.protocol import PublishedMessage
 from tasuki.core.statistics import (
+    COUNTED,
+    LATENCIES_S,
     OTHER_GROUPS,
     ROLLUP_GROUPS_MAX,
     UNKNOWN_GROUP,
+    GroupCounts,
     GroupStatistics,
     QueueLength,
     Rollup,
@@ -26,17 +31,7 @@ from tasuki.core.statistics import (
     encode_rollup,
     longest,
 )
-from tasuki.core.store_messages import (
-    COUNTED,
-    Answers,
-    Grant,
-    GroupCounts,
-    Report,
-    ReportAnswer,
-    ReportStatus,
-    Submitted,
-    Turn,
-)
+from tasuki.core.store_messages import Answers, Grant, Report, ReportAnswer, ReportStatus, Submitted, Turn
 from tasuki.core.subject import DEFAULT_SUBJECT, group_of
 
 REMEMBERED_MAX = 50_000  # jobs
@@ -170,13 +165,17 @@ class Statistics:
             else:
                 counted = self._of(known.group)
             if known.stored_at is not None:
-                counted.observe(now.monotonic - known.stored_at)
+                latency_s = now.monotonic - known.stored_at
+                counted.delivery_s += latency_s
+                _observe(counted.delivery, latency_s)
                 known.stored_at = None
             counted.leased += 1
             if grant.attempt > 1:
                 counted.redelivered += 1
             elif (nominal := nominal_time(grant.job_id)) is not None:
-                counted.fired(max(0.0, now.wall - nominal))
+                lag_s = max(0.0, now.wall - nominal)
+                counted.firing_s += lag_s
+                _observe(counted.firing, lag_s)
             if known.cached is not None:
                 counted.cache_inputs += len(known.cached)
                 counted.cache_input_bytes += sum(known.cached.values())
@@ -184,46 +183,45 @@ class Statistics:
     def _reports(self, reports: Sequence[Report], answers: Sequence[ReportAnswer], *, are_failures: bool) -> None:
         for report, answer in zip(reports, answers, strict=True):
             if answer.answer is ReportStatus.RECORDED:
-                counted = self._ended(report.job_id, answer.state)
+                counted = self._ended(report.job_id, answer.state, answer.group)
                 if are_failures:
                     counted.attempts_failed += 1
                     counted.retried_failed += answer.state not in TERMINAL
             elif answer.answer is ReportStatus.FENCED:
-                self._of_job(report.job_id).fenced += 1
+                self._of(answer.group or UNKNOWN_GROUP).fenced += 1
 
     def _count_others(self, turn: Turn, answers: Answers) -> None:
         """Count what the leader and operators did."""
         for reaped in answers.reap:
-            counted = self._ended(reaped.job_id, reaped.state)
+            counted = self._ended(reaped.job_id, reaped.state, reaped.group)
             counted.attempts_lost += 1
             counted.retried_lost += reaped.state not in TERMINAL
-        for job_id in (*answers.skip, *(run.job_id for run in answers.fire.runs if run.state is State.SKIPPED)):
-            self._ended(job_id, State.SKIPPED)
-        for (job_id, _, _), canceled in zip(turn.cancel, answers.cancel, strict=True):
-            # A repeated cancel is answered alike: only the first one ends the job.
-            if canceled.state is State.CANCELED and not canceled.requested and job_id in self._known:
-                self._ended(job_id, State.CANCELED)
-        for order, requeued in zip(turn.requeue, answers.requeue, strict=True):
-            self._of_job(order.job_id).requeued += requeued.done
+        for job_id, group in answers.skip:
+            self._ended(job_id, State.SKIPPED, group)
+        for run in answers.fire.runs:
+            if run.state in TERMINAL:
+                self._ended(run.job_id, run.state, run.group)
+        canceled_now = zip((job_id for job_id, _, _ in turn.cancel), answers.cancel, strict=True)
+        for job_id, canceled in (*canceled_now, *answers.fire.replaced):
+            if canceled.group:
+                self._ended(job_id, State.CANCELED, canceled.group)
+        for requeued in answers.requeue:
+            if requeued.done:
+                self._of(requeued.group).requeued += 1
 
-    def _ended(self, job_id: str, state: State | None) -> GroupStatistics:
+    def _ended(self, job_id: str, state: State | None, group: str) -> GroupStatistics:
         """Count the end of a job, if this state is one; return the counts of its group."""
-        if state not in TERMINAL:
-            return self._of_job(job_id)
-        known = self._known.pop(job_id, None)
-        counted = self._of(known.group if known is not None else UNKNOWN_GROUP)
-        if state is State.SUCCEEDED:
-            counted.succeeded += 1
-        else:
-            name = COUNTED[state]
-            setattr(counted, name, getattr(counted, name) + 1)
+        counted = self._of(group)
+        if state in TERMINAL:
+            self._known.pop(job_id, None)
+            if state is State.SUCCEEDED:
+                counted.succeeded += 1
+            else:
+                name = COUNTED[state]
+                setattr(counted, name, getattr(counted, name) + 1)
         return counted
 
     # ------------------------------------------------------------------------------------------------ groups
-
-    def _of_job(self, job_id: str) -> GroupStatistics:
-        known = self._known.get(job_id)
-        return self._of(known.group if known is not None else UNKNOWN_GROUP)
 
     def _of(self, group: str) -> GroupStatistics:
         counted = self._counted.get(group)
@@ -236,6 +234,11 @@ class Statistics:
     def _forget_oldest(self) -> None:
         while len(self._known) > REMEMBERED_MAX:
             self._known.popitem(last=False)
+
+
+def _observe(histogram: dict[int, int], latency_s: float) -> None:
+    bucket = bisect_left(LATENCIES_S, latency_s)
+    histogram[bucket] = histogram.get(bucket, 0) + 1
 
 
 def _add_named(totals: dict[str, GroupStatistics], group: str, counted: GroupStatistics) -> None:

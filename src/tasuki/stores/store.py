@@ -27,7 +27,7 @@ from typing import Any, Protocol
 from tasuki.core.job import Job, JobIncident
 from tasuki.core.lifecycle import REASSIGN_AFTER_S
 from tasuki.core.pauses import PauseAnswer, PausedPattern, PauseOrder
-from tasuki.core.statistics import Rollup
+from tasuki.core.statistics import GroupCounts, Rollup
 from tasuki.core.store_messages import (
     Assignment,
     AuditRow,
@@ -43,8 +43,8 @@ from tasuki.core.store_messages import (
     Filter,
     FiredRuns,
     Grant,
-    GroupCounts,
     HeldLease,
+    LateJob,
     LeaseHolder,
     LeaseRequest,
     LeaseStatus,
@@ -284,9 +284,9 @@ class Store(Reader, Protocol):
         Outcomes that the store makes itself have the error_code LOST or CANCELED.
         """
 
-    def skip(self, *, epoch: int, limit: int = 1024) -> list[str]:
+    def skip(self, *, epoch: int, limit: int = 1024) -> list[LateJob]:
         """End jobs that wait, ready, delayed or ORPHANED, past their `not_after`: SKIPPED, with the error_code TOO_LATE and the
-        incident `skipped`. Return at most `limit` ids, the longest overdue first. Costs nothing for jobs without a not_after."""
+        incident `skipped`. Return at most `limit`, the longest overdue first. Costs nothing for jobs without a not_after."""
 
     def promote(self, *, epoch: int, limit: int = 1024) -> int:
         """Make delayed jobs whose time has come ready, at most `limit`; return how many."""

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from typing import Any
 
+from msgspec.structs import replace
+
+from tasuki.core.job import BlobRef, State
 from tasuki.core.statistics import ROLLUP_DAYS, ROLLUP_S, GroupStatistics, QueueLength, Rollup, current_minute
 from tasuki.core.store_messages import CacheEntry, CacheOrder, CacheStored, CacheSummary, MissingBlobs
 from tasuki.errors import CacheConflict
@@ -93,13 +97,33 @@ class CacheCases(StoreCase):
 
 
 def rollup(minute: int, server_id: str = "a", submitted: int = 1) -> Rollup:
-    counted = GroupStatistics(submitted=submitted)
-    counted.observe(0.02)
+    counted = GroupStatistics(submitted=submitted, delivery_s=0.02, delivery={4: 1})
     return Rollup(minute, server_id, {"render": counted}, {"render": QueueLength(3, 2)})
 
 
 class StatisticsCases(StoreCase):
-    """Cases of add_rollups and rollups, and of prune for them."""
+    """Cases of what statistics are made of: the groups that answers name, add_rollups and rollups, and prune for them."""
+
+    def test_answers_by_which_servers_count_name_the_group_of_the_job(self, stage: Stage) -> None:
+        # Another server may have stored and leased it.
+        fields: dict[str, Any] = {"subject": "job.assign.math.x", "max_retries": 0, "max_losses": 0}
+        done, broken, again = (stage.running(job_id, **fields) for job_id in ("done", "broken", "again"))
+        blob = BlobRef(A, 3)
+
+        missing, finished, repeated = stage.finish(done, result_ref=blob), stage.finish(done), stage.finish(done)
+        dead, fenced = stage.fail(broken, error_code="TIMED_OUT"), stage.finish(broken)
+        unknown = stage.finish(replace(broken, job_id="unknown"))
+        [lost] = stage.lose()
+        stage.add("late", **fields, not_after=stage.clock.wall() + 1)
+        stage.clock.advance(2)
+
+        answers = (missing, finished, repeated, dead, fenced, unknown)
+        words = ["BLOB_MISSING", "RECORDED", "REPEATED", "RECORDED", "FENCED", "FENCED"]
+        assert [answer.answer.name for answer in answers] == words
+        assert [answer.group for answer in answers] == ["math"] * 5 + [""]
+        assert (dead.state, lost.job_id, lost.state, lost.group) == (State.TIMED_OUT, "again", State.FAILED, "math")
+        assert stage.finish(again).group == "math"
+        assert stage.store.skip(epoch=stage.epoch) == [("late", "math")]
 
     def test_rollups_are_read_by_minute_as_they_were_written(self, stage: Stage) -> None:
         late, early, other = rollup(180), rollup(60), rollup(60, "b", submitted=2)

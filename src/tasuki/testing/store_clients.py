@@ -10,7 +10,8 @@ import pytest
 
 from tasuki.core.apps import DEFAULT_APP, template_of
 from tasuki.core.job import BlobRef, InputFile, JobSpec, Outcome, State
-from tasuki.core.store_messages import COUNTED, Canceled, Filter, GroupCounts, LeaseStatus, ReportStatus, Requeued, Submitted
+from tasuki.core.statistics import COUNTED, GroupCounts
+from tasuki.core.store_messages import Canceled, Filter, LeaseStatus, ReportStatus, Requeued, Submitted
 from tasuki.core.subject import group_of
 from tasuki.errors import Conflict, Unavailable
 from tasuki.stores.store import Feature
@@ -196,7 +197,7 @@ class SubmitterCases(StoreCase):
 
         answers = stage.store.cancel(["a"], actor="alice", reason="typo")
 
-        assert answers == [Canceled(State.CANCELED)]
+        assert answers == [Canceled(State.CANCELED, group="render")]
         assert stage.job("a").state is State.CANCELED
         assert stage.job("a").finished_at == stage.clock.wall()
         assert stage.lease() == []
@@ -216,7 +217,7 @@ class SubmitterCases(StoreCase):
     def test_cancel_of_an_orphaned_job_is_immediate_and_fences_its_worker(self, stage: Stage) -> None:
         grant = stage.orphaned("a")
 
-        assert stage.store.cancel(["a"], actor="alice") == [Canceled(State.CANCELED)]
+        assert stage.store.cancel(["a"], actor="alice") == [Canceled(State.CANCELED, group="render")]
         assert stage.finish(grant).answer is ReportStatus.FENCED
         assert stage.job("a").state is State.CANCELED
 
@@ -255,6 +256,7 @@ class SubmitterCases(StoreCase):
 
         assert [answer.state for answer in answers] == [None, State.RUNNING, State.CANCELED, State.CANCELED]
         assert [answer.requested for answer in answers] == [False, True, False, False]
+        assert [answer.group for answer in answers] == ["", "", "render", ""], "of a job that this cancel has ended"
 
     def test_renew_and_start_tell_the_worker_of_a_cancel(self, stage: Stage) -> None:
         grant = stage.assigned("a")
@@ -307,7 +309,7 @@ class SubmitterCases(StoreCase):
         answers = stage.store.requeue(["a"], actor="operator")
 
         job = stage.job("a")
-        assert answers == [Requeued(True, State.PENDING)]
+        assert answers == [Requeued(True, State.PENDING, group="render")]
         assert (job.state, job.generation, job.failures, job.losses, job.attempt) == (State.PENDING, 1, 0, 0, 1)
         assert (job.lease, job.outcome, job.finished_at, job.cancel_requested) == (None, None, None, False)
         assert stage.take("a").attempt == 2
@@ -340,7 +342,9 @@ class SubmitterCases(StoreCase):
         stage.running("a")
         before = stage.job("a")
 
-        assert stage.store.requeue(["a", "?"], actor="operator") == [Requeued(False, State.RUNNING), Requeued(False, None)]
+        assert stage.store.requeue(["a", "?"], actor="operator") == [
+            Requeued(False, State.RUNNING, group="render"), Requeued(False, None),
+        ]  # fmt: skip
         assert stage.job("a") == before
 
     def test_requeue_of_a_generation_that_is_over_does_nothing(self, stage: Stage) -> None:
@@ -352,9 +356,11 @@ class SubmitterCases(StoreCase):
 
         answers = stage.store.requeue(["a", "b"], actor="operator", generation=0)
 
-        assert answers == [Requeued(True, State.PENDING), Requeued(False, State.SUCCEEDED)]
+        assert answers == [
+            Requeued(True, State.PENDING, group="render"), Requeued(False, State.SUCCEEDED, group="render"),
+        ]  # fmt: skip
         assert stage.job("b") == before
-        assert stage.store.requeue(["b"], actor="operator", generation=1) == [Requeued(True, State.PENDING)]
+        assert stage.store.requeue(["b"], actor="operator", generation=1) == [Requeued(True, State.PENDING, group="render")]
 
     def test_a_report_from_before_the_requeue_is_fenced(self, stage: Stage) -> None:
         grant = stage.ended("a", "FAILED")

@@ -727,7 +727,7 @@ class LateCases(StoreCase):
             stage.add(job_id, not_after=stage.clock.wall() + wait_s)
         stage.clock.advance(40)
 
-        assert [stage.store.skip(epoch=stage.epoch, limit=2) for _ in range(3)] == [["first", "second"], ["third"], []]
+        assert [stage.skip(limit=2) for _ in range(3)] == [["first", "second"], ["third"], []]
 
     def test_it_is_judged_by_the_wall_clock(self, stage: Stage) -> None:
         self._add(stage, "a")

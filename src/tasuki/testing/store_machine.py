@@ -174,7 +174,7 @@ class StoreMachine(RuleBasedStateMachine):
             case Conflict():
                 return answer.job_id, sorted(answer.differs)
             case ReportAnswer(answered, state):
-                return answered, state
+                return answered, state, answer.group
             case Job():
                 return self.plain_job(answer)
             case JobIncident():

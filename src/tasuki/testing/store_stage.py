@@ -177,8 +177,8 @@ class Stage:
     def reap(self, limit: int = 256) -> list[Reaped]:
         return self.store.reap(epoch=self.epoch, limit=limit)
 
-    def skip(self) -> list[str]:
-        return self.store.skip(epoch=self.epoch)
+    def skip(self, limit: int = 1024) -> list[str]:
+        return [job_id for job_id, _ in self.store.skip(epoch=self.epoch, limit=limit)]
 
     def promote(self) -> int:
         return self.store.promote(epoch=self.epoch)

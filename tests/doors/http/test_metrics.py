@@ -11,8 +11,8 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from tasuki.core.job import JobSpec
-from tasuki.core.statistics import LATENCIES_S, OTHER_GROUPS, ROLLUP_GROUPS_MAX
-from tasuki.core.store_messages import Answers, GroupCounts, Submission, Turn, largest_groups
+from tasuki.core.statistics import LATENCIES_S, OTHER_GROUPS, ROLLUP_GROUPS_MAX, GroupCounts, largest_groups
+from tasuki.core.store_messages import Answers, Submission, Turn
 from tasuki.doors.http.metrics import Metrics
 from tests.doors.http.stage import Stage, Worker
 from tests.support.redis_service import RedisService

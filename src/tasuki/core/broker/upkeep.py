@@ -235,8 +235,9 @@ class Upkeep:
             ask_ends(state, ended)
             state.cluster.ended += ended
         if answers.skip:
-            ask_ends(state, answers.skip)
-            state.cluster.ended += answers.skip
+            skipped = [job_id for job_id, _ in answers.skip]
+            ask_ends(state, skipped)
+            state.cluster.ended += skipped
 
     def _replaced(self, fired: FiredRuns) -> list[Command]:
         """Tell workers to stop the runs that new ones replace, and clients of runs that ended unstarted."""

@@ -18,8 +18,8 @@ from prometheus_client.registry import Collector
 
 from tasuki.core.broker.broker import Broker
 from tasuki.core.job import TERMINAL, State
-from tasuki.core.statistics import LATENCIES_S, ROLLUP_GROUPS_MAX, GroupStatistics
-from tasuki.core.store_messages import COUNTED, Answers, GroupCounts, Turn, largest_groups
+from tasuki.core.statistics import COUNTED, LATENCIES_S, ROLLUP_GROUPS_MAX, GroupCounts, GroupStatistics, largest_groups
+from tasuki.core.store_messages import Answers, Turn
 from tasuki.server.server import Server
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)

@@ -27,6 +27,7 @@ from tasuki.core.scheduler.firing import (
     stored_ahead,
 )
 from tasuki.core.store_messages import AheadRun, Canceled, FiredRun, FiredRuns, FireOrder, Submission
+from tasuki.core.subject import group_of
 from tasuki.stores.common import INCIDENT_OF
 from tasuki.stores.firing import REPLACED_BY, RUNS_AHEAD_MAX, fire, going_on
 from tasuki.stores.memory.records import MemoryJob, MemoryRecords, queue_of
@@ -148,7 +149,7 @@ class MemoryDefinitions(MemoryRecords):
             event, outcome = run.end
             incident = self._incident(INCIDENT_OF[event], job, actor=REPLACED_BY, reason=outcome.message)
             record = self._end(record, replace(job, state=State.PENDING), event, outcome, incident)
-        return FiredRun(run.spec.job_id, run.definition_id, run.scheduled_for, record.job.state)
+        return FiredRun(run.spec.job_id, run.definition_id, run.scheduled_for, record.job.state, group_of(run.spec.subject))
 
     def withdraw(self, job_ids: Collection[str]) -> None:
         for job_id in sorted(job_ids):
@@ -192,7 +193,7 @@ class MemoryDefinitions(MemoryRecords):
             event, outcome = run.end
             incident = self._incident(INCIDENT_OF[event], job, actor=REPLACED_BY, reason=outcome.message)
             record = self._end(record, job, event, outcome, incident)
-        return FiredRun(job.job_id, run.definition_id, run.scheduled_for, record.job.state)
+        return FiredRun(job.job_id, run.definition_id, run.scheduled_for, record.job.state, group_of(job.spec.subject))
 
     def cancel_runs(self, job_ids: Sequence[str], reason: str) -> Sequence[Canceled]:
         return self.cancel(job_ids, actor=REPLACED_BY, reason=reason)

@@ -21,9 +21,8 @@ from tasuki.core import subject as subjects
 from tasuki.core.job import LEASED, READY, BlobRef, Job, JobIncident, OnDisconnect, Outcome, State
 from tasuki.core.lifecycle import LEASE_MARGIN_S, TAKEOVER_TIE_S
 from tasuki.core.pauses import PAUSES_MAX, PauseAnswer, PausedPattern, PauseOrder, is_paused
-from tasuki.core.statistics import Rollup
+from tasuki.core.statistics import COUNTED, GroupCounts, Rollup
 from tasuki.core.store_messages import (
-    COUNTED,
     AuditRow,
     BlobClaim,
     BlobPlace,
@@ -34,7 +33,6 @@ from tasuki.core.store_messages import (
     Condemned,
     CondemnOrder,
     Filter,
-    GroupCounts,
     HeldLease,
     MissingBlobs,
     Page,

@@ -39,6 +39,7 @@ from tasuki.core.store_messages import (
     Canceled,
     Grant,
     HeldLease,
+    LateJob,
     LeaseHolder,
     LeaseRequest,
     LeaseStatus,
@@ -53,6 +54,7 @@ from tasuki.core.store_messages import (
     Submitted,
     storable_text,
 )
+from tasuki.core.subject import group_of
 from tasuki.errors import Conflict
 from tasuki.stores.common import (
     INCIDENT_OF,
@@ -132,7 +134,8 @@ class MemoryStore(MemoryDefinitions):
         if cancel_is_immediate(job.state) or record.ahead or record.due:
             outcome = Outcome(error_code="CANCELED", message=storable_text(reason) or f"canceled by {actor}")
             incident = self._incident("canceled", job, actor=actor, reason=reason)
-            return Canceled(self._end(record, job, JobEvent.CANCEL, outcome, incident).job.state)
+            ended = self._end(record, job, JobEvent.CANCEL, outcome, incident)
+            return Canceled(ended.job.state, group=group_of(job.spec.subject))
         assert job.lease is not None
         if not job.cancel_requested:
             incident = self._incident("cancel_requested", job, worker_id=job.lease.worker_id, actor=actor, reason=reason)
@@ -145,11 +148,14 @@ class MemoryStore(MemoryDefinitions):
 
     def _requeue_one(self, job_id: str, actor: str, reason: str, generation: int | None) -> Requeued:
         record = self._records.get(job_id)
-        if record is None or not record.job.state.terminal or generation not in (None, record.job.generation):
-            return Requeued(False, record.job.state if record else None)
+        if record is None:
+            return Requeued(False, None)
+        group = group_of(record.job.spec.subject)
+        if not record.job.state.terminal or generation not in (None, record.job.generation):
+            return Requeued(False, record.job.state, group=group)
         if (still_running := self._begin_again(record.job)) is not None:
-            return Requeued(False, record.job.state, still_running)
-        return Requeued(True, self._requeue(record, actor=actor, reason=reason).job.state)
+            return Requeued(False, record.job.state, still_running, group)
+        return Requeued(True, self._requeue(record, actor=actor, reason=reason).job.state, group=group)
 
     def _requeue(self, record: MemoryJob, *, actor: str, reason: str) -> MemoryJob:
         job = record.job
@@ -406,18 +412,18 @@ class MemoryStore(MemoryDefinitions):
         record = self._records.get(report.job_id)
         if record is None:
             return ReportAnswer(ReportStatus.FENCED, None, "there is no such job")
-        job, lease = record.job, record.job.lease
+        job, lease, group = record.job, record.job.lease, group_of(record.job.spec.subject)
         shown = (report.worker_id, report.lease_id, report.attempt, report.owner)
         if lease is None or shown != (lease.worker_id, lease.lease_id, lease.attempt, lease.owner):
             return self._repeated_or_fenced(record, report, verb)
         ref = report.outcome.result_ref
         if ref is not None and self._missing_among((ref,)):
-            return ReportAnswer(ReportStatus.BLOB_MISSING, job.state, missing_result(ref))
+            return ReportAnswer(ReportStatus.BLOB_MISSING, job.state, missing_result(ref), group)
         if job.started_at is None:
             job = replace(job, started_at=report.started_at)
         report = replace(report, outcome=replace(report.outcome, message=storable_text(report.outcome.message)))
         if verb is JobEvent.SUCCEED:
-            answer = ReportAnswer(ReportStatus.RECORDED, after(job.state, verb))
+            answer = ReportAnswer(ReportStatus.RECORDED, after(job.state, verb), group=group)
             record = self._end(record, job, verb, report.outcome)
         else:
             disposition = after_failure(
@@ -429,19 +435,20 @@ class MemoryStore(MemoryDefinitions):
                 max_retries=job.spec.max_retries,
                 backoff_s=job.spec.retry_backoff_s,
             )
-            answer = ReportAnswer(ReportStatus.RECORDED, disposition.state, disposition.reason)
+            answer = ReportAnswer(ReportStatus.RECORDED, disposition.state, disposition.reason, group)
             record = self._end_attempt(replace(record, job=job), disposition, replace(report.outcome, retry_in_s=None))
         self._put(job.job_id, replace(record, last_report=report_identity(report, verb)))
         return answer
 
     def _repeated_or_fenced(self, record: MemoryJob, report: Report, verb: JobEvent) -> ReportAnswer:
+        group = group_of(record.job.spec.subject)
         if record.last_report == report_identity(report, verb):
-            return ReportAnswer(ReportStatus.REPEATED, record.job.state)
+            return ReportAnswer(ReportStatus.REPEATED, record.job.state, group=group)
         job, reason = record.job, fenced_reason(report, record.job.attempt, record.job.state)
         if belongs_to_story(report, job.attempt, job.assigned_worker_id, lambda: record.incidents):
             incident = JobIncident(self.clock.wall(), "fenced", report.attempt, report.worker_id, "", reason)
             self._put(job.job_id, replace(record, incidents=(*record.incidents, incident)))
-        return ReportAnswer(ReportStatus.FENCED, job.state, reason)
+        return ReportAnswer(ReportStatus.FENCED, job.state, reason, group)
 
     def _end(self, record: MemoryJob, job: Job, event: JobEvent, outcome: Outcome, *incidents: JobIncident) -> MemoryJob:
         """Make the job terminal."""
@@ -527,21 +534,21 @@ class MemoryStore(MemoryDefinitions):
         assert lease is not None
         disposition = self._disposition_of_loss(record)
         self._end_attempt(replace(record, job=replace(record.job, leader_epoch=epoch)), disposition, None)
-        return Reaped(record.job.job_id, disposition.state, lease.worker_id, lease.attempt, disposition.reason)
+        group = group_of(record.job.spec.subject)
+        return Reaped(record.job.job_id, disposition.state, lease.worker_id, lease.attempt, disposition.reason, group)
 
-    def skip(self, *, epoch: int, limit: int = 1024) -> list[str]:
+    def skip(self, *, epoch: int, limit: int = 1024) -> list[LateJob]:
         with self.turn():
             self._check_epoch(epoch)
             late = [job_id for at, _, job_id in islice(self._late, limit) if is_late(at, self.clock.wall())]
-            for job_id in late:
-                self._skip(self._records[job_id], epoch)
-            return late
+            return [self._skip(self._records[job_id], epoch) for job_id in late]
 
-    def _skip(self, record: MemoryJob, epoch: int) -> None:
+    def _skip(self, record: MemoryJob, epoch: int) -> LateJob:
         job = replace(record.job, leader_epoch=epoch)
         assert job.not_after is not None
         outcome = skip_outcome(job.not_after, job.outcome)
         self._end(record, job, JobEvent.SKIP, outcome, self._incident("skipped", job, reason=outcome.message))
+        return LateJob(job.job_id, group_of(job.spec.subject))
 
     def _is_late(self, record: MemoryJob) -> bool:
         return is_late(record.job.not_after, self.clock.wall())

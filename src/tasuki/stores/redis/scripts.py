@@ -39,8 +39,8 @@ from tasuki.core.job import (
 )
 from tasuki.core.lifecycle import LEASE_MARGIN_S, RESUMED, RETRY_DELAY_MAX_S, TAKEOVER_TIE_S, TRANSITIONS
 from tasuki.core.pauses import PAUSES_MAX
-from tasuki.core.statistics import ROLLUP_DAYS
-from tasuki.core.store_messages import COUNTED, JobKind
+from tasuki.core.statistics import COUNTED, ROLLUP_DAYS
+from tasuki.core.store_messages import JobKind
 from tasuki.errors import ConfigError, InterruptCause, StaleEpoch, TasukiError, TurnInterrupted, Unavailable
 from tasuki.stores.common import GENERATIONS_BEGIN_AT, REMEMBERED_GROUPS_MAX
 from tasuki.stores.redis.codec import RARE, SHARED_TYPES, Argument, JobRecord, Reply, SpecFacts, read_fields, template_value

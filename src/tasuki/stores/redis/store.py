@@ -25,7 +25,7 @@ from tasuki.core.apps import DEFAULT_APP, template_of
 from tasuki.core.job import PRIORITY_MAX, Job, JobIncident, JobSpec, Outcome, State, differing_fields
 from tasuki.core.lifecycle import REASSIGN_AFTER_S, RETENTION_DAYS
 from tasuki.core.pauses import PauseAnswer, PausedPattern, PauseOrder
-from tasuki.core.statistics import Rollup, decode_rollup, encode_rollup
+from tasuki.core.statistics import GroupCounts, Rollup, decode_rollup, encode_rollup
 from tasuki.core.store_messages import (
     VERBS,
     Answers,
@@ -43,9 +43,9 @@ from tasuki.core.store_messages import (
     Filter,
     FiredRuns,
     Grant,
-    GroupCounts,
     HeldLease,
     JobKind,
+    LateJob,
     LeaseHolder,
     LeaseRequest,
     LeaseStatus,
@@ -66,6 +66,7 @@ from tasuki.core.store_messages import (
     TokenRow,
     Turn,
     TurnNotes,
+    recorded_success,
     storable_text,
 )
 from tasuki.core.subject import group_of
@@ -367,7 +368,7 @@ class RedisStore:
     def reap(self, *, epoch: int, limit: int = 256) -> ScriptCall[list[Reaped]]:
         def decode(reply: Reply) -> list[Reaped]:
             rows = map(_texts, reply)
-            return [Reaped(job_id, State(state), worker_id, int(attempt), why) for job_id, state, worker_id, attempt, why in rows]
+            return [Reaped(name, State(state), worker_id, int(attempt), *rest) for name, state, worker_id, attempt, *rest in rows]
 
         return ScriptCall("reap", [epoch, limit], decode, leads=True)
 
@@ -376,8 +377,8 @@ class RedisStore:
         return ScriptCall("promote", [epoch, limit], int, leads=True)
 
     @_verb
-    def skip(self, *, epoch: int, limit: int = 1024) -> ScriptCall[list[str]]:
-        return ScriptCall("skip", [epoch, limit], _texts, leads=True)
+    def skip(self, *, epoch: int, limit: int = 1024) -> ScriptCall[list[LateJob]]:
+        return ScriptCall("skip", [epoch, limit], lambda reply: [LateJob(*_texts(row)) for row in reply], leads=True)
 
     @_verb
     def fire(
@@ -649,17 +650,19 @@ def _cancel(orders: Sequence[tuple[str, str, str]]) -> ScriptCall[list[Canceled]
     return ScriptCall("cancel", arguments, lambda reply: [_canceled(*row) for row in reply])
 
 
-def _canceled(
-    state: bytes | None, requested: bytes | None = None, worker_id: bytes | None = None, lease_id: bytes | None = None
-) -> Canceled:
-    return Canceled(_state(state), requested is not None, codec.text(worker_id), codec.text(lease_id))
+def _canceled(state: bytes | None, requested: bytes = b"", *rest: bytes) -> Canceled:
+    return Canceled(_state(state), True, *_texts(rest)) if requested else Canceled(_state(state), group="".join(_texts(rest)))
 
 
 def _requeue(orders: Sequence[RequeueOrder]) -> ScriptCall[list[Requeued]]:
     arguments: list[Argument] = [len(orders)]
     for order in orders:
         arguments += (order.job_id, order.actor, storable_text(order.reason), optional(order.generation))
-    return ScriptCall("requeue", arguments, lambda reply: [Requeued(row[0] == b"1", _state(row[1])) for row in reply])
+    return ScriptCall("requeue", arguments, lambda reply: [_requeued(*row) for row in reply])
+
+
+def _requeued(done: bytes, state: bytes | None, group: bytes = b"") -> Requeued:
+    return Requeued(done == b"1", _state(state), group=group.decode())
 
 
 def _tokens_of(sha256s: Sequence[str]) -> ScriptCall[list[TokenRow | None]]:
@@ -755,14 +758,12 @@ def _submitted(submission: Submission, row: Reply) -> Answered:
     return Submitted.before(job)
 
 
-_SUCCEEDED = ReportAnswer(ReportStatus.RECORDED, State.SUCCEEDED)
-
-
 def _recorded(reply: Reply) -> list[ReportAnswer]:
-    return [
-        _SUCCEEDED if row == b"recorded" else ReportAnswer(ReportStatus(row[0].decode()), _state(row[1]), row[2].decode())
-        for row in reply
-    ]
+    return [recorded_success(row.decode()) if isinstance(row, bytes) else _judged(*row) for row in reply]
+
+
+def _judged(answer: bytes, state: bytes | None, *rest: bytes) -> ReportAnswer:
+    return ReportAnswer(ReportStatus(answer.decode()), _state(state), *_texts(rest))
 
 
 def _statuses(reply: Reply) -> list[LeaseStatus]:

@@ -26,7 +26,8 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Concatenate, NamedTuple, ParamSpec, Protocol, TypeVar
 
 from tasuki.core.job import BlobRef, JobIncident, Outcome, State
-from tasuki.core.store_messages import COUNTED, ReadyQueue, storable_text
+from tasuki.core.statistics import COUNTED
+from tasuki.core.store_messages import ReadyQueue, storable_text
 from tasuki.errors import TasukiError, Unavailable
 from tasuki.stores.common import FairTurns, stale_epoch
 from tasuki.stores.sql.rows import READY, JobRow, fragments, outcome_values, replaced_report_of

@@ -37,6 +37,7 @@ from tasuki.core.store_messages import (
     Submitted,
     storable_text,
 )
+from tasuki.core.subject import group_of
 from tasuki.stores.common import INCIDENT_OF
 from tasuki.stores.firing import REPLACED_BY, RUNS_AHEAD_MAX
 from tasuki.stores.firing import fire as plan_and_write
@@ -133,6 +134,7 @@ class _Rows:
                 run.definition_id,
                 run.scheduled_for,
                 State.PENDING if run.end is None else after(State.PENDING, run.end[0]),
+                group_of(run.spec.subject),
             )
             for run in new
         ]
@@ -166,7 +168,7 @@ class _Rows:
                 placed.append(_may_start(row, tx.clock.lease() + reassign_after_s))
             else:
                 placed.append(unassigned(tx, row, READY if run.is_ready else 0))
-            fired.append(FiredRun(run.spec.job_id, run.definition_id, run.scheduled_for, state))
+            fired.append(FiredRun(run.spec.job_id, run.definition_id, run.scheduled_for, state, group_of(run.spec.subject)))
         must_change(len(placed), tx.session.changed("set_ahead", (self._epoch,), placed))
         tx.at("fire.judged")
         tx.write_state_changes()

@@ -9,7 +9,7 @@ from typing import Any
 from tasuki.core.job import TERMINAL, BlobRef, State
 from tasuki.core.lifecycle import LEASE_MARGIN_S, TAKEOVER_TIE_S, JobEvent, after, skip_outcome
 from tasuki.core.statistics import ROLLUP_DAYS
-from tasuki.core.store_messages import JobKind, ReadyQueue, Reaped
+from tasuki.core.store_messages import JobKind, LateJob, ReadyQueue, Reaped
 from tasuki.stores.sql import report
 from tasuki.stores.sql.database import LEADER_SCOPE, Transaction
 from tasuki.stores.sql.rows import JobRow, outcome_of
@@ -87,10 +87,11 @@ def _rows_of(tx: Transaction, ids: list[int]) -> list[JobRow]:
 def _reap(tx: Transaction, row: JobRow, epoch: int) -> Reaped:
     disposition = report.disposition_of_loss(row)
     report.end_attempt(tx, row, disposition, None, epoch)
-    return Reaped(row.idempotency_key, disposition.state, row.assigned_worker_id or "", row.attempt, disposition.reason)
+    worker_id = row.assigned_worker_id or ""
+    return Reaped(row.idempotency_key, disposition.state, worker_id, row.attempt, disposition.reason, row.group)
 
 
-def skip(tx: Transaction, *, epoch: int, limit: int = 1024) -> list[str]:
+def skip(tx: Transaction, *, epoch: int, limit: int = 1024) -> list[LateJob]:
     tx.check_epoch(epoch)
     rows = _rows_of(tx, [row_id for (row_id,) in tx.session.rows("late", (tx.clock.wall(), limit))])
     for row in rows:
@@ -99,7 +100,7 @@ def skip(tx: Transaction, *, epoch: int, limit: int = 1024) -> list[str]:
         tx.incident(row, "skipped", reason=outcome.message)
         tx.end_waiting(row, after(row.job_state, JobEvent.SKIP), outcome, epoch=epoch)
     tx.write_state_changes()
-    return [row.idempotency_key for row in rows]
+    return [LateJob(row.idempotency_key, row.group) for row in rows]
 
 
 def promote(tx: Transaction, *, epoch: int, limit: int = 1024) -> int:

@@ -14,7 +14,16 @@ from msgspec.structs import replace
 
 from tasuki.core.job import LEASED, OnDisconnect, Outcome, State, nominal_time
 from tasuki.core.lifecycle import LEASE_MARGIN_S, RESUMED, Disposition, JobEvent, after, after_failure, after_loss, sources
-from tasuki.core.store_messages import HeldLease, LeaseHolder, LeaseStatus, Report, ReportAnswer, ReportStatus, storable_text
+from tasuki.core.store_messages import (
+    HeldLease,
+    LeaseHolder,
+    LeaseStatus,
+    Report,
+    ReportAnswer,
+    ReportStatus,
+    recorded_success,
+    storable_text,
+)
 from tasuki.stores.common import INCIDENT_OF, LEASES_ENDED_MAX, belongs_to_story, fenced_reason, missing_result
 from tasuki.stores.sql.database import Transaction, must_change
 from tasuki.stores.sql.rows import (
@@ -31,7 +40,6 @@ from tasuki.stores.sql.rows import (
 )
 
 _REPORTABLE = sources(JobEvent.SUCCEED)
-_RECORDED = ReportAnswer(ReportStatus.RECORDED, State.SUCCEEDED)
 _DIGITS_MAX = 18  # of a row id; more would not be an integer for SQLite
 
 
@@ -156,22 +164,22 @@ def finish(tx: Transaction, reports: Sequence[Report]) -> list[ReportAnswer]:
     by_row = {row_id_of(report.lease_id): report for report in reports}
     if len(by_row) < len(reports) or len({report.job_id for report in reports}) < len(reports):
         # Several reports on one job: each is judged by what those before it left.
-        changed: frozenset[int] = frozenset()
+        changed: dict[int, str] = {}
     else:
         changed = _finish_batch(tx, by_row)
-    if len(changed) == len(reports):
-        answers = [_RECORDED] * len(reports)
-    else:
-        answers = [
-            _RECORDED if row_id_of(report.lease_id) in changed else _report(tx, report, JobEvent.SUCCEED) for report in reports
-        ]
+    groups = (changed.get(row_id_of(report.lease_id)) for report in reports)
+    answers = [
+        _report(tx, report, JobEvent.SUCCEED) if group is None else recorded_success(group)
+        for report, group in zip(reports, groups, strict=True)
+    ]
+    if len(changed) < len(reports):
         tx.write_state_changes()
     tx.at("finish.written")
     return answers
 
 
-def _finish_batch(tx: Transaction, by_row: dict[int, Report]) -> frozenset[int]:
-    """Write all reports of leased jobs, one statement for each kind; return the ids of the rows that changed."""
+def _finish_batch(tx: Transaction, by_row: dict[int, Report]) -> dict[int, str]:
+    """Write all reports of leased jobs, one statement for each kind; return the groups of the rows that changed, by id."""
     plain = [(row_id, *_plain_values(report)) for row_id, report in by_row.items() if _is_plain(report.outcome)]
     full = []
     if len(plain) < len(by_row):
@@ -180,14 +188,13 @@ def _finish_batch(tx: Transaction, by_row: dict[int, Report]) -> frozenset[int]:
         stored = tx.stored_among(refs.values())
         # A report whose result is a blob that is not stored is left to `_report`.
         full = [(row_id, *_full_values(report)) for row_id, report in unusual if row_id not in refs or refs[row_id] in stored]
-    recorded = tx.session.finish(tx.clock.wall(), plain, full)
-    for group, n in Counter([group for _, group in recorded]).items():
+    changed = dict(tx.session.finish(tx.clock.wall(), plain, full))
+    for group, n in Counter(changed.values()).items():
         tx.count_move(group, State.RUNNING, State.SUCCEEDED, n)
-    changed_ids = frozenset([row_id for row_id, _ in recorded])
-    for row_id in changed_ids if full else ():
+    for row_id in changed if full else ():
         if (ref := by_row[row_id].outcome.result_ref) is not None:
             tx.session.change("add_blob", (by_row[row_id].job_id, ref.sha256, "result"))
-    return changed_ids
+    return changed
 
 
 def fail(tx: Transaction, reports: Sequence[Report]) -> list[ReportAnswer]:
@@ -210,12 +217,12 @@ def _report(tx: Transaction, report: Report, verb: JobEvent, row: JobRow | None 
         return _repeated_or_fenced(tx, row, report, verb)
     ref = report.outcome.result_ref
     if ref is not None and ref not in tx.stored_among((ref,)):
-        return ReportAnswer(ReportStatus.BLOB_MISSING, row.job_state, missing_result(ref))
+        return ReportAnswer(ReportStatus.BLOB_MISSING, row.job_state, missing_result(ref), row.group)
     started_at = row.started_at if row.started_at is not None else report.started_at
     if verb is JobEvent.SUCCEED:
         state = after(row.job_state, verb)
         tx.change_state(row, state, report.outcome, not_before=row.not_before, started_at=started_at)
-        return ReportAnswer(ReportStatus.RECORDED, state)
+        return ReportAnswer(ReportStatus.RECORDED, state, group=row.group)
     disposition = after_failure(
         row.job_state,
         report.outcome,
@@ -226,16 +233,16 @@ def _report(tx: Transaction, report: Report, verb: JobEvent, row: JobRow | None 
         backoff_s=row.backoff_s,
     )
     end_attempt(tx, row._replace(started_at=started_at), disposition, report.outcome)
-    return ReportAnswer(ReportStatus.RECORDED, disposition.state, disposition.reason)
+    return ReportAnswer(ReportStatus.RECORDED, disposition.state, disposition.reason, row.group)
 
 
 def _repeated_or_fenced(tx: Transaction, row: JobRow, report: Report, verb: JobEvent) -> ReportAnswer:
     if _is_repeat(row, report, verb):
-        return ReportAnswer(ReportStatus.REPEATED, row.job_state)
+        return ReportAnswer(ReportStatus.REPEATED, row.job_state, group=row.group)
     reason = fenced_reason(report, row.attempt, row.state)
     if belongs_to_story(report, row.attempt, row.assigned_worker_id, lambda: tx.incidents(report.job_id)):
         tx.incident(row, "fenced", attempt=report.attempt, worker_id=report.worker_id, reason=reason)
-    return ReportAnswer(ReportStatus.FENCED, row.job_state, reason)
+    return ReportAnswer(ReportStatus.FENCED, row.job_state, reason, row.group)
 
 
 # ---------------------------------------------------------------------------------------------------- end without success

@@ -21,7 +21,7 @@ from tasuki.core.election import LOCK_TTL_S
 from tasuki.core.job import LEASED, Job, JobIncident
 from tasuki.core.pauses import PAUSES_MAX, PauseAnswer, PausedPattern, PauseOrder
 from tasuki.core.scheduler.thresholds import Thresholds
-from tasuki.core.statistics import Rollup, decode_rollup, encode_rollup
+from tasuki.core.statistics import GroupCounts, Rollup, decode_rollup, encode_rollup
 from tasuki.core.store_messages import (
     AuditRow,
     BlobPlace,
@@ -29,7 +29,6 @@ from tasuki.core.store_messages import (
     CacheSummary,
     Filter,
     Grant,
-    GroupCounts,
     Page,
     ReadyPage,
     Submission,

@@ -175,7 +175,7 @@ def _cancel(tx: Transaction, row: JobRow, requested: list[JobRow], actor: str, r
         tx.incident(row, "canceled", actor=actor, reason=reason)
         ended = after(state, JobEvent.CANCEL)
         tx.end_waiting(row, ended, outcome)
-        return Canceled(ended)
+        return Canceled(ended, group=row.group)
     if not row.cancel_requested:
         tx.incident(row, "cancel_requested", worker_id=row.assigned_worker_id or "", actor=actor, reason=reason)
         requested.append(row)
@@ -198,7 +198,9 @@ def requeue(
             rows[job_id] = row._replace(state=State.PENDING.value)
             overlap.begins(job_id)
         answers.append(
-            Requeued(may and still_running is None, rows[job_id].job_state if row is not None else None, still_running)
+            Requeued(may and still_running is None, rows[job_id].job_state, still_running, row.group)
+            if row is not None
+            else Requeued(False, None)
         )
     _requeue(tx, ended, actor=actor, reason=reason)
     overlap.write()

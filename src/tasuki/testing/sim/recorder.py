@@ -105,7 +105,7 @@ class Recorder:
                     at=at, job_id=one.job_id, attempt=one.attempt, worker_id=one.worker_id, state=one.state, epoch=turn.epoch
                 )
             )
-        self._touched.update(dict.fromkeys(answers.skip))
+        self._touched.update(dict.fromkeys(skipped.job_id for skipped in answers.skip))
         for job_id, canceled in answers.fire.replaced:
             self._touched[job_id] = None
             self.world.tell(history.CanceledEvent(at=at, job_id=job_id, state=canceled.state or "", requested=canceled.requested))

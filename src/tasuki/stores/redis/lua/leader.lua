@@ -20,7 +20,7 @@ verbs.take_over = function()
   return '1'
 end
 
--- reap(epoch, limit) -> a list of {job_id, state, worker_id, attempt, reason}
+-- reap(epoch, limit) -> a list of {job_id, state, worker_id, attempt, reason, group}
 -- Reads {app}:epoch and {app}:lease:index, whose entries without a lease it removes; for each expired lease the keys of fail.
 
 verbs.reap = function()
@@ -32,7 +32,7 @@ verbs.reap = function()
     if LEASED[job.state] then
       local disposition = attempts.disposition_of_loss(job)
       attempts.finish(job, disposition, nil, { leader_epoch = epoch })
-      reaped[#reaped + 1] = { job.id, disposition.state, job.assigned_worker_id, job.attempt, disposition.reason }
+      reaped[#reaped + 1] = { job.id, disposition.state, job.assigned_worker_id, job.attempt, disposition.reason, job.group }
     else
       unrank(key.index, job.id)
     end
@@ -40,7 +40,7 @@ verbs.reap = function()
   return reaped
 end
 
--- skip(epoch, limit) -> the ids of jobs that ended SKIPPED
+-- skip(epoch, limit) -> {job_id, group} of each job that ended SKIPPED
 -- Reads {app}:epoch and {app}:late; for each job past its not_after the keys of cancel.
 
 verbs.skip = function()
@@ -53,7 +53,7 @@ verbs.skip = function()
     local message = rules.too_late(job.not_after, last_failure)
     jobs.add_incident(job, 'skipped', '', '', message)
     jobs.finish(job, 'skip', { leader_epoch = epoch }, outcomes.of_store('TOO_LATE', message), message)
-    skipped[i] = job.id
+    skipped[i] = { job.id, job.group }
   end
   return skipped
 end

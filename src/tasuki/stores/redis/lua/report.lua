@@ -47,7 +47,7 @@ end
 
 local function repeated_or_fenced(job, report)
   if job.report_key == report.report_key then
-    return { 'repeated', job.state, '' }
+    return { 'repeated', job.state, '', job.group }
   end
   local reason = string.format(
     'attempt %s of worker %s does not hold the lease; attempt %s is %s',
@@ -56,7 +56,7 @@ local function repeated_or_fenced(job, report)
   if belongs_to_story(job, report) then
     jobs.add_incident(job, 'fenced', report.worker_id, '', reason, report.attempt)
   end
-  return { 'fenced', job.state, reason }
+  return { 'fenced', job.state, reason, job.group }
 end
 
 local function record(report, apply)
@@ -70,10 +70,10 @@ local function record(report, apply)
   local blob, blob_bytes = report.ended.blob, report.ended.blob_bytes
   if blob and not blobs.is_stored(blob, blob_bytes) then
     local missing = string.format('its result, blob %s of %s bytes, is not stored; bring it again', blob, blob_bytes)
-    return { 'blob_missing', job.state, missing }
+    return { 'blob_missing', job.state, missing, job.group }
   end
   local reason = apply(job, report)
-  return reason and { 'recorded', job.state, reason } or 'recorded'
+  return reason and { 'recorded', job.state, reason, job.group } or job.group
 end
 
 -- Records all reports. `apply(job, report)` changes the job, and returns the reason if there is one. Failures come with an error
@@ -87,7 +87,7 @@ local function record_all(apply, with_failure)
   return answers
 end
 
--- finish(reports) -> for each 'recorded', or {repeated, fenced or blob_missing; state or false; reason}
+-- finish(reports) -> for each the group of its job: it is recorded; or {repeated, fenced or blob_missing; state or false; reason; group}
 -- {app}:job|status:{id}, {app}:outcome|result|summary|freqs:{id}, {app}:ended, {app}:owners:{sha256}; deletes {app}:lease:{id}
 -- and its entry in {app}:lease:index. The TTL of payload, status and results starts. Fenced: {app}:incidents:{id}.
 
@@ -119,7 +119,7 @@ verbs.finish = function()
   end)
 end
 
--- fail(reports) -> for each {recorded, repeated, fenced or blob_missing; state or false; reason}
+-- fail(reports) -> for each {recorded, repeated, fenced or blob_missing; state or false; reason; group}
 -- {app}:job|status|incidents|outcome|retry_count:{id}; then its queue or {app}:delay, or, without a retry, {app}:dlq and
 -- {app}:ended; deletes {app}:lease:{id} and its entry in {app}:lease:index.
 

@@ -114,7 +114,7 @@ verbs.submit = function()
 end
 
 -- cancel(count, then for each job_id, actor, reason, the outcome if it is canceled at once)
---   -> for each {state or false, 1 if it was asked of its worker, worker_id, lease_id}
+--   -> for each {state or false}; with '1', worker_id, lease_id if it was asked of its worker; with '', group if it ended now
 -- A waiting job ends: {app}:job|outcome|status:{id}, its queue or {app}:delay, {app}:late, {app}:ended, {app}:lease:{id} of an
 -- orphan. A leased one: {app}:job:{id} cancel_requested. Both: {app}:incidents:{id}.
 
@@ -129,7 +129,7 @@ local function cancel(id, actor, reason, packed)
   if READY[job.state] then
     jobs.add_incident(job, 'canceled', '', actor, reason)
     jobs.finish(job, 'cancel', {}, { packed = packed }, reason)
-    return { job.state }
+    return { job.state, '', job.group }
   end
   if not job.cancel_requested then
     jobs.add_incident(job, 'cancel_requested', job.assigned_worker_id, actor, reason)
@@ -142,7 +142,8 @@ verbs.cancel = function()
   return for_each(cancel, 4)
 end
 
--- requeue(count, then for each job_id, actor, reason, generation that it must have or "") -> for each {1 if done, state or false}
+-- requeue(count, then for each job_id, actor, reason, generation that it must have or "")
+--   -> for each {1 if done, state or false, group}
 -- {app}:job|status|incidents:{id}, its queue or {app}:delay, {app}:late; {app}:ended, {app}:dlq; deletes {app}:outcome:{id},
 -- {app}:result|summary|freqs:{id}, {app}:retry_count:{id}. {app}:payload:{id} and {app}:status:{id} no longer expire.
 
@@ -150,10 +151,10 @@ local function requeue(id, actor, reason, generation)
   local job = jobs.load(id)
   local may_run = job and TERMINAL[job.state] and (generation == '' or tonumber(generation) == (tonumber(job.generation) or 0))
   if not may_run or not jobs.has_payload(job) then
-    return { '0', job and job.state or false }
+    return { '0', job and job.state or false, job and job.group or '' }
   end
   jobs.requeue(job, actor, reason)
-  return { '1', job.state }
+  return { '1', job.state, job.group }
 end
 
 verbs.requeue = function()
