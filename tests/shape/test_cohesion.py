@@ -8,12 +8,14 @@ from fnmatch import fnmatch
 
 import pytest
 
-from tests.shape.source import ROOT, Module, modules
+from tests.shape.source import PACKAGE, ROOT, Module, modules
 
 TINY_LINES = 80
 # A module below TINY_LINES that only one module of its own package imports belongs into that module, unless there is a reason.
 TINY_ALLOWED: dict[str, str] = {}
 
+_ROW = re.compile(r" {4}(`?[a-z_]+(?:\.py|/)?`?(?:, [a-z_]+(?:\.py|/)?)*) {2,}\S.*")
+"""A row of the table in a folder's docstring: the names of modules and folders, and behind two spaces their subject."""
 CONCEPTS = ROOT / "docs" / "concepts.md"
 PLAIN_WORDS = ROOT / "tests" / "shape" / "plain_words.txt"
 _WORD = re.compile(r"[A-Z]+(?=[A-Z][a-z])|[A-Z]?[a-z]+|[A-Z]+|[0-9]+")
@@ -179,3 +181,24 @@ def test_a_name_that_means_two_things_is_seen() -> None:
 
 def test_a_private_word_is_seen() -> None:
     assert unknown_words([Module("a/desk.py", "class LogDesk: ...")], {"a", "log"}) == {"desk": ["LogDesk", "desk"]}
+
+
+def test_each_folder_says_what_is_in_it_and_what_may_import_it() -> None:
+    """A docstring of a folder names each of its modules and folders, none that is not there, and speaks of imports."""
+    problems = []
+    found = modules()
+    folders = {module.path.removesuffix("__init__.py"): module for module in found if module.path.endswith("/__init__.py")}
+    for folder, init in folders.items():
+        if folder.startswith(("django/migrations/", "django/management/")):  # Django's own layout
+            continue
+        text = ast.get_docstring(init.tree) or ""
+        listed = {name.strip("` ") for line in text.splitlines() if (row := _ROW.fullmatch(line)) for name in row[1].split(",")}
+        inside = {
+            path.removeprefix(folder).partition("/")[0] for path in (module.path for module in found) if path.startswith(folder)
+        }
+        names = {name.removesuffix(".py") for name in inside} - {"__init__"}
+        problems += [f"{folder}: {name} is not named" for name in sorted(names) if not re.search(rf"(?<!\w){name}(?!\w)", text)]
+        gone = {name for name in listed if not (PACKAGE / folder / name).exists() and name.removesuffix(".py") not in names}
+        problems += [f"{folder}: {name} is not there" for name in sorted(gone)]
+        problems += [f"{folder}: no word about imports"] if "import" not in text.lower() else []
+    assert not problems

@@ -11,8 +11,10 @@ imported inside the functions that need them, so that commands begin at once.
     connect         from --to and --data to a client; a guest server for addresses of stores
     process         logs, events, signals and the event loop of long-running commands
     jobspec         options and fields of jobs, for run
-    run             run, submit
+    run             run, submit; arrays
     jobs            status, list, cancel, explain, retry, dead
+    cache           files of caches
+    messages        pub, sub, request
     result          result, logs
     agents          jobs on node agents, nodes
     cluster         servers, workers, stats, detach, attach, token
@@ -20,5 +22,6 @@ imported inside the functions that need them, so that commands begin at once.
     worker          worker processes; worker_login, worker_service are its parts
     agent           node agents, dispatchers and their registry
     store           backup, restore, compact, migrate, duties
-    dev_cert, doctor, demo, sim     the commands of these names
+    top             the overview in a terminal
+    completion, dev_cert, doctor, demo, sim     the commands of these names
 """

@@ -11,12 +11,15 @@ nothing: `django.setup()` has to come first. The public names below are loaded w
     apps          the app's configuration
     conf          the setting TASUKI, the router
     checks        system checks
+    alerts        webhooks on failures, late schedules and a missing leader
+    log_archive   logs of jobs that ended long ago, as compressed objects
     enqueueing    jobs in the caller's transaction
     commands      management commands as jobs
     warm          the start of an interpreter that forks for them
     task_backend  Django's Tasks
     logs          logs as rows
     operations    looking at jobs and nodes, canceling, running again, pruning, detaching, settings
+    migrations/   the history of the tables
     management/   the commands of manage.py
     ops/          the operations screens
     testing       helpers for the tests of a project

@@ -11,6 +11,7 @@
     transfers.py           downloads of inputs, uploads of results
     cache.py               files of caches: kept by their hash, linked into run folders
     function_processes.py  the child processes of plain functions
+    local_workers.py       the worker processes of `tasuki up`
     keeper/                the process that starts and ends commands; `preforked.py` is its warm interpreter
     credentials.py         the worker's identity and tokens on disk, and their rotation
     status.py              the status file for `tasuki worker status`

@@ -9,4 +9,5 @@
     thresholds settings that are in force without a restart: defaults, ranges, combinations
 
 Stores call `firing` in the leader's turn (`stores/sql/fire.py`, `stores/memory`); `tasuki.django` checks and previews with it.
+May import the rest of `core`.
 """

@@ -3,7 +3,8 @@
 A request goes from `urls` to one function of `views`, wrapped by `screens.screen`: it asks for a login and a permission, calls
 the function, renders its template, or its rows as CSV or JSON, and sets the headers. Functions ask the backend of the request:
 in a project its database, by `tasuki.django.operations`, as the management commands do; at a server the server itself, by a
-client. Screens bring their own template engine and files. Reading works without JavaScript.
+client. Screens bring their own template engine and files. Reading works without JavaScript. May import everything but
+`tasuki.cli` and `tasuki.testing`; imported by the URLs of a project, and by `cli` for a server.
 
     urls            addresses; server_urls: those of a server's own Django application
     screens         login, permissions, language, rendering, exports, files

@@ -16,5 +16,6 @@ of the vendor (`statements/`); the outermost verb or turn writes counters and in
     sqlite_backup      backup and restore of a SQLite file
     postgres           PostgreSQL: opening, transactions, reconnecting, hints
     postgres_ready     its ready jobs without the entries of leased ones, which an old snapshot keeps
+    postgres_wakeups   hints between servers, by LISTEN and NOTIFY
     postgres_session   one PostgreSQL connection: statements, parameters, errors
 """
