@@ -80,6 +80,6 @@ def test_every_reason_of_a_state_is_told_in_japanese_from_its_facts() -> None:
 
     assert words <= WHY.keys() | CHOSEN.keys()
     assert all(re.search("[ぁ-んァ-ヶ一-龯]", line) for lines in shown for line in lines), shown
-    assert shown[0] == ["接続中のワーカーがいません。次で開始できます: tasuki worker"]
+    assert shown[0][0] == "接続中のワーカーがいません。次で開始できます: tasuki worker"
     assert shown[6][0] == "ワーカー w1 で実行中です。"
     assert "試行 1（w1）: 喪失（its lease ended）。" in shown[8]
