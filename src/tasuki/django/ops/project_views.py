@@ -122,7 +122,7 @@ _SHOWN_FOR = {
 }
 
 
-class LongSelect(forms.Select):
+class ManyNames(forms.Select):
     """A choice among hundreds: Django renders a template for each option, which takes 25 ms for all zones."""
 
     def render(self, name: str, value: Any, attrs: Any = None, renderer: Any = None) -> SafeString:
@@ -174,7 +174,7 @@ class DefinitionForm(forms.Form):
         required=False,
         help_text=lazy("A pattern: * is one word, > all that follow, as in order.>"),
     )
-    time_zone = forms.ChoiceField(label=lazy("Time zone"), widget=LongSelect)
+    time_zone = forms.ChoiceField(label=lazy("Time zone"), widget=ManyNames)
     command_name = forms.ChoiceField(label=lazy("Command"))
     default_args_json = forms.JSONField(
         label=lazy("Arguments"),
