@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tasuki import Client
-from tasuki.core.job import JobSpec, State
+from tasuki.core.job import BROADCAST_WITHIN_S, JobSpec, State
 from tasuki.errors import Conflict, DeadlineExceeded, InvalidInput, JobFailed, NotFound, TooLarge, Unauthorized, Unavailable
 from tests.support.processes import ServerProcess, start_server, start_worker
 from tests.support.waiting import until
@@ -29,7 +29,10 @@ def test_result_of_a_job(client: Client) -> None:
     assert job.result(timeout=1) == b"49"
 
 
-def test_a_broadcast_reaches_each_worker_with_such_a_handler(client: Client) -> None:
+def test_a_broadcast_reaches_each_worker_with_such_a_handler(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    wall = time.time
+    monkeypatch.setattr(time, "time", lambda: wall() - 2 * BROADCAST_WITHIN_S)  # the client's clock; the deadline is the server's
+
     jobs = client.broadcast(JobSpec(job_id="all", subject="math.square", payload=b"9"))
 
     assert [job.result(timeout=10) for job in jobs] == [b"81"]

@@ -523,14 +523,15 @@ class AsyncClient(CacheCalls):
             done = {job.job_id: (await job.outcome()).succeeded for job in jobs}
 
         They are the elements `rotate-7.WORKER` of the array `rotate-7`, and run like any job. A worker that is away gets its own
-        when it returns, but no later than `within_s` from now, or the spec's `not_after`: then it is SKIPPED. NotFound if no
-        worker meets the pattern. The same broadcast again reaches workers that have come since, and nobody twice.
+        when it returns, but no later than `within_s` from now by the server's clock, or the spec's `not_after`: then it is
+        SKIPPED. NotFound if no worker meets the pattern. The same broadcast again reaches workers that have come since, and
+        nobody twice.
         """
         found = await self.call("targets", subject=spec.subject, exec=spec.exec)
         if not found["workers"]:
             what = f"offers {spec.exec!r} and " if spec.exec else ""
             raise NotFound(f"no connected worker {what}subscribes to what {spec.subject!r} meets; see: tasuki workers")
-        specs = broadcast_specs(spec, found["workers"], time.time() + within_s)
+        specs = broadcast_specs(spec, found["workers"], found["now"] + within_s)
         return await self.submit_many(specs, on_failed=on_failed, watch=watch)
 
     def _ask_submit(self, specs: list[JobSpec], watch: bool, on_failed: str) -> asyncio.Future[Any]:

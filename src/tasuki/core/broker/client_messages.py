@@ -465,7 +465,7 @@ def request(
     if verb == "cache.remove":
         return caches.remove(state, client, identity, request)
     if verb == "targets":
-        return [Send(conn, protocol.Reply(msg_id, {"workers": _targets(state, identity, params)}))]
+        return [Send(conn, protocol.Reply(msg_id, {"workers": _targets(state, identity, params), "now": now.wall}))]
     if verb == "workers":
         identity.check_admin("the list of workers")
         return [Send(conn, protocol.Reply(msg_id, _workers(state, now)))]

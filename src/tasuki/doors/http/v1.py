@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import AsyncExitStack, suppress
 from typing import Annotated, Any
@@ -116,7 +115,7 @@ async def submit_jobs(context: RequestContext, body: JobBody | JobsBody) -> JobA
     async with context.client() as client:
         if is_broadcast:
             found = await client.request("targets", subject=specs[0].subject, exec=specs[0].exec)
-            specs = broadcast_specs(specs[0], found["workers"], time.time() + BROADCAST_WITHIN_S)
+            specs = broadcast_specs(specs[0], found["workers"], found["now"] + BROADCAST_WITHIN_S)
             if not specs:
                 raise NotFound("no connected worker can run it and subscribes to what `subject` meets")
         context.http.metrics.submitted(len(specs))
