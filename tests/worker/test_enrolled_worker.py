@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -119,12 +118,12 @@ def outcome(serving: asyncio.Future[None]) -> TasukiError | None:
     return error
 
 
-@contextmanager
-def it_is_time(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Every token is old enough to be exchanged."""
-    with monkeypatch.context() as patch:
-        patch.setattr(credentials, "DUE_AT_LEFT", 2.0)
-        yield
+def make_due(monkeypatch: pytest.MonkeyPatch, due: CredentialToken) -> None:
+    """Let one token be old enough to be exchanged, and not the one that replaces it."""
+    left_s = CredentialToken.left_s
+    monkeypatch.setattr(
+        CredentialToken, "left_s", lambda token, wall: 0.0 if token.token_id == due.token_id else left_s(token, wall)
+    )
 
 
 @pytest.mark.parametrize(("transport", "ttl_s"), [("http", 60.0), ("tcp", 15.0)])
@@ -149,8 +148,8 @@ def test_the_token_is_rotated_while_a_job_runs(
 
     async def rotate_in_mid_job() -> None:
         await until_async(lambda: enrolled.begun, what="the job runs")
-        with it_is_time(monkeypatch):
-            await until_async(lambda: enrolled.kept.token.token_id != old.token_id, what="the token was rotated")
+        make_due(monkeypatch, old)
+        await until_async(lambda: enrolled.kept.token.token_id != old.token_id, what="the token was rotated")
         await until_async(lambda: enrolled.worker.connected and enrolled.kept.previous is None, what="it uses the new one")
         assert await is_good([stage.address], None, enrolled.kept.token.secret)
         assert not await is_good([stage.address], None, old.secret)
