@@ -3,8 +3,8 @@
 usage: python scripts/job_path.py [--list] [SCENARIO …]        (submit, http, agent, cancel; without a name all four)
 
 Real processes are started with a profile function (a `sitecustomize` on their path). Each scenario runs one job first, so that
-lazy imports are done, then watches the processes at rest, then runs two jobs that count. A file counts if functions of it ran for
-both; those that also ran at rest, of timers, do not count.
+lazy imports are done, then watches the processes at rest, then runs three jobs that count. A file counts if functions of it ran for
+each; those that also ran at rest, of timers, do not count.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ import tasuki
 ROOT = Path(tasuki.__file__).parent
 START_TIMEOUT_S = 60.0
 RESULT_TIMEOUT_S = 60.0
-AT_REST, *AT_WORK = range(1, 4)  # values of the flag
+AT_REST, *AT_WORK = range(1, 5)  # values of the flag
 AT_REST_S = 1.5  # time for every timer, and less than the interval of heartbeats
 LIMITS = {"submit": 28, "http": 38, "agent": 32, "cancel": 28}
 """Number of files that one job may run through; tests/e2e/test_job_path.py counts them."""
@@ -153,7 +153,7 @@ def say(word):
     print(word, flush=True)
     sys.stdin.readline()
 with Client(sys.argv[2]) as client:
-    for turn in ("warm", "counted", "counted"):
+    for turn in ("warm", *["counted"] * int(sys.argv[3])):
         if sys.argv[1] == "submit":
             say(turn)
             client.submit(subject="path.echo", payload=b"hello").result()
@@ -177,7 +177,7 @@ def over_tcp(recording: Recording, scenario: str) -> None:
         token = made_token(data, "create", "--kind", "worker")
         with python(recording, "-c", WORKER, url, ready="connected", TASUKI_TOKEN=token):
             client = subprocess.Popen(
-                [sys.executable, "-c", CLIENT, scenario, url],
+                [sys.executable, "-c", CLIENT, scenario, url, str(len(AT_WORK))],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 text=True,
