@@ -187,6 +187,36 @@ LIMITS = [
 ]
 
 
+ANSWERS = {
+    "what is under way when a request cannot be read": "fail those requests. Dial with growing pauses",
+    "who keeps a time limit": "Keep the job's `timeout_s`: nobody else does.",
+    "who judges exit codes": "The server does not compare them.",
+    "what a command's result is": "is a ZIP archive with `stdout.log` and `stderr.log`",
+    "a job that a worker cannot read": "is reported as failed with `BAD_INPUT` and `permanent`",
+    "endings of one frame": "Send at most 1,024 endings and about 1 MiB in one frame.",
+    "the token of a worker that enrols": "dial again with HelloWorker, the `worker_id` of the Reply and the new secret",
+    "a claim is an array": "A **claim** names a lease: the array",
+    "a fenced ending is an array": "with `fenced`: `[lease_id, reason]`",
+    "header or payload": "In the tables of messages, fields are those of the header",
+    "a chunk at another offset": "another one ends the connection (`PROTOCOL`, `corr_id` 0)",
+    "a chunk of no upload": "is skipped.",
+    "a blob of another size": "at once if the server has the blob with another size",
+    "the order of codecs": "Without a zstd library offer `gzip` alone.",
+    "a clock that goes on": "os.uptime() of Node.js",
+    "the margin": "the smaller of lease_margin_s and a quarter of the ttl",
+    "duties of the server only": "use a msgpack library that does not check UTF-8 or depth",
+    "an outcome past the limits": "is recorded as a failure with `BAD_OUTCOME` that is not tried again; one whose",
+    "an unknown frame": "After it, such a frame is a newer peer's and is skipped",
+    "an input that was not uploaded": "`NOT_FOUND` (an input blob that was not uploaded)",
+}
+"""Sentences that answer what people asked who wrote a client or a worker from the page."""
+
+
+@pytest.mark.parametrize("question", ANSWERS)
+def test_the_page_answers_what_was_asked_of_it(question: str) -> None:
+    assert ANSWERS[question] in PAGE
+
+
 @pytest.mark.parametrize(("row", "value"), LIMITS, ids=str)
 def test_the_page_has_the_limits_of_the_code(row: str, value: str) -> None:
     rows = [line for line in PAGE.splitlines() if line.startswith(f"| {row}")]

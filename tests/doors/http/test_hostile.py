@@ -278,6 +278,15 @@ def test_a_payload_that_is_too_large_for_a_job_is_413(stage: Stage) -> None:
     answer = stage.post("/calc/zpe/jobs", {"text": "x" * 70_000})
 
     assert (answer.status_code, answer.json()["error"]["code"]) == (413, "TOO_LARGE")
+    assert "where the workers can fetch it" in answer.json()["error"]["message"], "an app's client has no blobs"
+
+
+def test_an_empty_body_is_no_job(stage: Stage) -> None:
+    """`curl -d @missing.json` sends one."""
+    answer = stage.call("POST", "/calc/zpe/jobs", stage.client, content=b"")
+
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "INVALID_PAYLOAD")
+    assert "the body is empty" in answer.json()["error"]["message"]
 
 
 def test_nobody_without_a_token_has_a_body_read(stage: Stage) -> None:
