@@ -223,7 +223,7 @@ REFUSED = {
     "add.get_result('a\\0')": "TaskResultDoesNotExist",
     "add.get_result('\\ud800')": "TaskResultDoesNotExist",
     "TasukiBackend('mail', {'OPTIONS': {'max_retries': '3'}})": "TASKS['mail'][\"OPTIONS\"]: max_retries must be int",
-    "enqueue_many([add.enqueue(1)])": "enqueue_many takes calls, as in partial(send_invoice.enqueue, 1); number 0 is TaskResult",
+    "enqueue_many([add.enqueue(1)])": "takes calls, as in partial(send_invoice.enqueue, 1); number 0 is TasukiResult",
 }
 
 

@@ -691,7 +691,7 @@ def check_text(name: str, text: object) -> str:
 
 def check_nesting(name: str, encoded: bytes) -> None:
     """Raise InvalidInput if the lists and objects of a JSON text are too deep inside each other."""
-    if encoded.count(b"[") + encoded.count(b"{") <= NESTING_MAX:
+    if len(encoded) <= 2 * NESTING_MAX or encoded.count(b"[") + encoded.count(b"{") <= NESTING_MAX:
         return
     level = [msgspec.json.decode(encoded)]
     for _ in range(NESTING_MAX + 1):

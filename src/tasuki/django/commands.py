@@ -21,7 +21,7 @@ from django.apps import apps
 from django.core.management import get_commands, load_command_class
 from django.core.management.base import BaseCommand, CommandError
 
-from tasuki.core.job import JobSpec, check_specs, check_text, type_name
+from tasuki.core.job import JobSpec, check_spec, check_specs, check_text, type_name
 from tasuki.core.scheduler.firing import DJANGO_EXEC
 from tasuki.django.conf import APP_LABEL, project_settings
 from tasuki.django.enqueueing import DEFAULT_QUEUE, command_subject, enqueue_job, new_id, unix_time
@@ -101,7 +101,7 @@ def enqueue_command(
         backoff_s=backoff_s,
     )
     check_specs([spec])
-    enqueue_job(spec)
+    enqueue_job(check_spec(spec))
     return spec.job_id
 
 

@@ -27,7 +27,7 @@ from django.db import connections, transaction
 from django.utils import timezone
 
 from tasuki.core.cluster_messages import Hint, split
-from tasuki.core.job import TIME_END, IdMaker, JobSpec, body_hash, check_spec, type_name
+from tasuki.core.job import TIME_END, IdMaker, JobSpec, body_hash, type_name
 from tasuki.core.store_messages import Submission, Submitted
 from tasuki.core.subject import matches
 from tasuki.django.conf import project_settings
@@ -137,7 +137,7 @@ def _checked(queue: str) -> str:
 
 
 def enqueue_job(spec: JobSpec, then: Callable[[], object] = lambda: None) -> None:
-    """Insert a job in the calling thread's transaction; it starts after its commit. `then` is called when it is stored.
+    """Insert a checked job in the calling thread's transaction; it starts after its commit. `then` is called when it is stored.
 
     Raises the store's refusal, Conflict too. Inside of `enqueue_many` it is collected.
     """
@@ -176,7 +176,7 @@ def _called(call: Callable[[], T], place: int) -> T:
 
 
 def _insert(specs: Sequence[JobSpec]) -> None:
-    submissions = [Submission(check_spec(spec), SUBMITTER, body_hash(spec)) for spec in specs]
+    submissions = [Submission(spec, SUBMITTER, body_hash(spec)) for spec in specs]
     if not submissions:
         return
     alias = project_settings().database

@@ -24,6 +24,7 @@ from typing import Any
 import msgspec
 from django.db import DatabaseError, close_old_connections, reset_queries
 from django.utils.module_loading import import_string
+from msgspec.structs import replace as replace_fields
 
 from tasuki.blobs.open_blobs import open_blobs
 from tasuki.core.job import (
@@ -98,6 +99,14 @@ class TasukiTask(_base.Task):
         return replace(_base.Task.using(self, **changes), **own)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TasukiResult(_base.TaskResult):
+    """The result of a task, whose arguments came out of JSON: to normalize them again takes longer than all else here."""
+
+    def __post_init__(self) -> None:
+        pass
+
+
 _TYPES: dict[str, Any] = {"priority": int, "queue_name": str, "run_after": datetime | None, "takes_context": bool}
 OPTIONS = ("timeout_s", "max_retries", "backoff_s")
 
@@ -114,8 +123,8 @@ class TasukiBackend(_backends.BaseTaskBackend):
     def __init__(self, alias: str, params: dict[str, Any]) -> None:
         super().__init__(alias, params)
         unknown = set(self.options) - set(OPTIONS)
-        self._last: tuple[Any, dict[str, Any]] = (None, {})
-        """The task that was enqueued last, which was checked, and the fields of its jobs: a task does not change."""
+        self._last: tuple[Any, str, dict[str, Any]] = (None, "", {})
+        """The task that was enqueued last, which was checked, its function and the fields of its jobs: a task does not change."""
         if unknown:
             raise ConfigError(f"TASKS[{alias!r}]: unknown OPTIONS {', '.join(sorted(unknown))}; known are {', '.join(OPTIONS)}")
         try:
@@ -144,40 +153,28 @@ class TasukiBackend(_backends.BaseTaskBackend):
 
     def enqueue(self, task: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Insert the task's job in the calling thread's transaction."""
-        last, fields = self._last
+        last, function, fields = self._last
         if task is not last:
             self.validate_task(task)
-            fields = self._fields(task)
-            self._last = task, fields
+            function, fields = task.module_path, self._fields(task)
+            self._last = task, function, fields
         job_id = new_id()
-        try:
-            result = _base.TaskResult(
-                task=task,
-                id=job_id,
-                status=Status.READY,
-                enqueued_at=datetime.now(UTC),
-                started_at=None,
-                last_attempted_at=None,
-                finished_at=None,
-                args=list(args),
-                kwargs=kwargs,
-                backend=self.alias,
-                errors=[],
-                worker_ids=[],
-            )
-            call = TaskCall(task.module_path, result.args, result.kwargs, self.alias, task.priority, task.takes_context)
-            payload = _encode(call)
-            is_kept = _decode(payload) == call
-        except (TypeError, ValueError, RecursionError) as error:
-            raise _wrong_argument(task, args, kwargs, error) from None
-        if not is_kept:
-            raise _wrong_argument(task, args, kwargs)
-        if len(payload) > BODY_INLINE_MAX_BYTES:
-            raise TooLarge(
-                f"the arguments of task {task.module_path} have {len(payload)} bytes as JSON, the limit is "
-                f"{BODY_INLINE_MAX_BYTES}; store what is large, and pass its key"
-            )
-        check_nesting(f"an argument of task {task.module_path}", payload)
+        given = TaskCall(function, list(args), kwargs, self.alias, task.priority, task.takes_context)
+        payload, call = _as_json(given)
+        result = TasukiResult(
+            task=task,
+            id=job_id,
+            status=Status.READY,
+            enqueued_at=datetime.now(UTC),
+            started_at=None,
+            last_attempted_at=None,
+            finished_at=None,
+            args=call.args,
+            kwargs=call.kwargs,
+            backend=self.alias,
+            errors=[],
+            worker_ids=[],
+        )
 
         def stored() -> None:
             _signals.task_enqueued.send(type(self), task_result=result)
@@ -208,21 +205,46 @@ class TasukiBackend(_backends.BaseTaskBackend):
         return _result_of(job, store.incidents(result_id) if job.failures or job.losses else ())
 
 
-def _wrong_argument(task: Any, args: Sequence[Any], kwargs: dict[str, Any], error: Exception | None = None) -> WrongType:
+def _as_json(given: TaskCall) -> tuple[bytes, TaskCall]:
+    """Return the call as JSON, and as the worker will read it; WrongType if that is not what was given."""
+    try:
+        payload, call = _sent(given)
+        if call != given:  # tuples, bytes; or what Django refuses
+            given = replace_fields(given, args=_normalize(given.args), kwargs=_normalize(given.kwargs))
+            payload, call = _sent(given)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise _wrong_argument(given, error) from None
+    if call != given:
+        raise _wrong_argument(given)
+    if len(payload) > BODY_INLINE_MAX_BYTES:
+        raise TooLarge(
+            f"the arguments of task {given.function} have {len(payload)} bytes as JSON, the limit is {BODY_INLINE_MAX_BYTES}; "
+            "store what is large, and pass its key"
+        )
+    check_nesting(f"an argument of task {given.function}", payload)
+    return payload, call
+
+
+def _sent(call: TaskCall) -> tuple[bytes, TaskCall]:
+    payload = _encode(call)
+    return payload, _decode(payload)
+
+
+def _wrong_argument(call: TaskCall, error: Exception | None = None) -> WrongType:
     """Return the error that names the argument which is not JSON, or which JSON would change."""
-    for name, value in [*enumerate(args, 1), *((repr(name), value) for name, value in kwargs.items())]:
+    for name, value in [*enumerate(call.args, 1), *((repr(name), value) for name, value in call.kwargs.items())]:
         try:
             given = _normalize(value)
             sent = msgspec.json.decode(_encode(given))
         except (TypeError, ValueError, RecursionError) as own:
-            return WrongType(f"argument {name} of task {task.module_path} is not JSON: {own}")
+            return WrongType(f"argument {name} of task {call.function} is not JSON: {own}")
         if sent != given:
             shown = quoted(repr(given)), quoted(repr(sent))
             return WrongType(
-                f"argument {name} of task {task.module_path} would become {shown[1]}, given {shown[0]}: JSON has only finite "
+                f"argument {name} of task {call.function} would become {shown[1]}, given {shown[0]}: JSON has only finite "
                 "numbers, and keys of dicts that are texts"
             )
-    return WrongType(f"arguments of task {task.module_path}: {error}")
+    return WrongType(f"arguments of task {call.function}: {error}")
 
 
 # ---------------------------------------------------------------------------------------------------- results
@@ -233,7 +255,7 @@ def _result_of(job: Job, incidents: Iterable[Any]) -> Any:
     workers = {one.attempt: one.worker_id for one in incidents if one.kind in FAILED_ATTEMPTS}
     if job.assigned_worker_id and (job.started_at is not None or job.state in (State.RUNNING, State.SUCCEEDED)):
         workers[job.attempt] = job.assigned_worker_id
-    result = _base.TaskResult(
+    result = TasukiResult(
         task=_task_of(job.spec, call),
         id=job.job_id,
         status=_status_of(job),
@@ -334,7 +356,7 @@ def run_task(job: HandlerJob) -> bytes:
 def _begun(job: HandlerJob) -> Any:
     """Return the result of a task that begins now."""
     call, now = _decode(job.payload), datetime.now(UTC)
-    result = _base.TaskResult(
+    result = TasukiResult(
         task=_task_of(job.spec, call),
         id=job.job_id,
         status=Status.RUNNING,
