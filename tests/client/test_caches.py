@@ -162,6 +162,12 @@ def test_missing_blobs_are_brought_and_workers_are_asked_until_they_are_done(mon
     assert client.uploads == ["a" * 64, "b" * 64]
 
 
+def test_a_worker_that_only_took_long_to_look_has_been_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
+    slow, checked = {"w": (FETCHING, "", 2), "x": (FETCHING, "", 1)}, {"w": (FETCHING, "", 2), "x": (FETCHING, "", 2)}
+
+    assert put(FakeClient(slow, checked, {"w": SKIPPED, "x": SKIPPED}), monkeypatch) == {"w": SKIPPED, "x": OK}
+
+
 def test_progress_is_told_with_what_there_is_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     client, uploads, told = FakeClient({"w": (FETCHING, "", 3)}, {"w": OK}), [], []
     client.uploads = ["a" * 64]

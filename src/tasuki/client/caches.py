@@ -226,6 +226,8 @@ class CacheUpload:
         self._told: list[dict[str, WorkerCache]] = [{} for _ in self._parts]
         self._unstored = set(range(len(self._parts)))
         """Numbers of the parts that the server has not stored yet."""
+        self._lacked: set[tuple[int, str]] = set()
+        """Numbers of parts, with the workers that did not have all files of it when this put began."""
         self._given_up: set[str] = set()
         """Workers that made no progress for the idle time in one of the parts."""
         self._uploaded: dict[str, int] = {}
@@ -259,7 +261,7 @@ class CacheUpload:
                 answers = {one.worker_id: one for one in ack.workers}
                 for url in ack.elsewhere:
                     answers |= await self._ask_other(url, entries)
-                self._note(told, answers)
+                self._note(number, answers)
                 if self._on_workers is not None:
                     self._on_workers(self._merged(), self._size_bytes)
                 if told != before:
@@ -278,14 +280,17 @@ class CacheUpload:
                     return
                 await asyncio.sleep(max(0.0, asked_at + ASK_EVERY_S - time.monotonic()))
 
-    def _note(self, told: dict[str, WorkerCache], answers: Mapping[str, WorkerCache]) -> None:
+    def _note(self, number: int, answers: Mapping[str, WorkerCache]) -> None:
+        told, size_bytes = self._told[number], sum(file.entry.size_bytes for file in self._parts[number])
         for worker_id in self._known() | answers.keys():
             before = told.get(worker_id)
             if before is not None and before.status in FINAL:
                 continue
             now = answers.get(worker_id) or WorkerCache(worker_id, CacheStatus.AWAY, "it left before it had all files")
-            if now.status is CacheStatus.SKIPPED and before is not None:
-                now = replace(now, status=CacheStatus.OK, message="")  # it had not all of them when this put began
+            if now.status is CacheStatus.AWAY or (now.status is CacheStatus.FETCHING and now.done_bytes < size_bytes):
+                self._lacked.add((number, worker_id))
+            if now.status is CacheStatus.SKIPPED and (number, worker_id) in self._lacked:
+                now = replace(now, status=CacheStatus.OK, message="")
             elif now.status is CacheStatus.AWAY and before is not None:
                 now = replace(now, done_bytes=before.done_bytes)
             told[worker_id] = now
