@@ -243,7 +243,8 @@ def test_no_worker_is_no_wait(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_workers_of_other_servers_are_asked_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    client, other = FakeClient({"w": OK}), FakeClient({"y": OK})
+    client = FakeClient({"w": FETCHING, "y": AWAY}, {"w": OK, "y": AWAY})
+    other = FakeClient({"w": AWAY, "y": AWAY}, {"w": AWAY, "y": OK})
     client.elsewhere, client.others = ("tcp://b:1", "tcp://nowhere:1"), {"tcp://b:1": other}
 
     assert put(client, monkeypatch) == {"w": OK, "y": OK}

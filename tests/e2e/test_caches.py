@@ -302,6 +302,15 @@ def test_workers_of_two_servers_get_the_files_though_one_is_killed(tmp_path: Pat
         victim, survivor = servers
         for name, place in (("first", servers), ("second", servers[::-1]), ("alone", [survivor])):
             stack.enter_context(worker(victim, tmp_path, name, "pair", to=place))
+        everybody = {"first", "second", "alone"}
+        for server in servers:
+            until(
+                lambda s=server: {one["worker_id"] for one in json.loads(s.tasuki("workers", "--json").stdout)} == everybody,
+                SOON_S,
+            )
+        small = ("small", str(assets(tmp_path, a="small")), "--target", "pair.>")
+        assert put(victim, *small) == (0, dict.fromkeys(everybody, "OK"))
+        assert put(survivor, *small) == (0, dict.fromkeys(everybody, "SKIPPED"))
         command = ("large", str(large), "--target", "pair.>", "--to", url_of(servers))
         end = stack.enter_context(in_background(put, survivor, *command))
         parts = tmp_path / "first" / "cache" / ".incoming"
@@ -310,8 +319,6 @@ def test_workers_of_two_servers_get_the_files_though_one_is_killed(tmp_path: Pat
         code, told = end.result(120.0)
         assert code == 0
         # Who had all of it when the client came to the other server has been SKIPPED there.
-        assert {name: status.replace("SKIPPED", "OK") for name, status in told.items()} == dict.fromkeys(
-            ("first", "second", "alone"), "OK"
-        )
-        for name in ("first", "second", "alone"):
+        assert {name: status.replace("SKIPPED", "OK") for name, status in told.items()} == dict.fromkeys(everybody, "OK")
+        for name in everybody:
             assert (tmp_path / name / "cache" / "large" / "large").read_bytes() == large.read_bytes()

@@ -12,8 +12,9 @@ import hashlib
 import os
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -201,6 +202,15 @@ def _first(errors: BaseExceptionGroup[BaseException]) -> BaseException:
     return _first(found) if isinstance(found, BaseExceptionGroup) else found
 
 
+def _best(*answers: Iterable[WorkerCache]) -> dict[str, WorkerCache]:
+    """Return what the servers said of each worker: to all but the one that it is connected to, it is away."""
+    best: dict[str, WorkerCache] = {}
+    for one in chain(*answers):
+        if one.status is not CacheStatus.AWAY or one.worker_id not in best:
+            best[one.worker_id] = one
+    return best
+
+
 class CacheUpload:
     """One put: a loop for each part of the files that fits a message."""
 
@@ -258,10 +268,8 @@ class CacheUpload:
                 before, asked_at = dict(told), time.monotonic()
                 ack = await self._ask(self._client, entries)
                 self._unstored.discard(number)
-                answers = {one.worker_id: one for one in ack.workers}
-                for url in ack.elsewhere:
-                    answers |= await self._ask_other(url, entries)
-                self._note(number, answers)
+                others = await asyncio.gather(*(self._ask_other(url, entries) for url in ack.elsewhere))
+                self._note(number, _best(ack.workers, *others))
                 if self._on_workers is not None:
                     self._on_workers(self._merged(), self._size_bytes)
                 if told != before:
@@ -345,15 +353,15 @@ class CacheUpload:
             await client.upload(file.path, BlobRef(file.entry.sha256, file.entry.size_bytes), progress)
             progress(file.entry.size_bytes)
 
-    async def _ask_other(self, url: str, entries: list[CacheEntry]) -> dict[str, WorkerCache]:
+    async def _ask_other(self, url: str, entries: list[CacheEntry]) -> list[WorkerCache]:
         """Ask a server beside this one; none of its workers if it cannot be asked."""
         try:
             if url not in self._others:
                 other = self._client.beside(url, ASK_WAIT_S * 2)
                 if other is None:
-                    return {}
+                    return []
                 self._others[url] = await self._stack.enter_async_context(other)
-            return {one.worker_id: one for one in (await self._ask(self._others[url], entries)).workers}
+            return (await self._ask(self._others[url], entries)).workers
         except TasukiError:
             self._others.pop(url, None)
-            return {}
+            return []

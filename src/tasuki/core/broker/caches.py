@@ -117,12 +117,15 @@ def _servers_with(state: BrokerState, client: ClientSession, target: str) -> tup
     away = []
     for server_id, worker in state.cluster.workers():
         if worker.worker_id not in state.workers and _is_meant(worker.patterns, target):
-            if usable := usable_by(client.peer, state.cluster.servers[server_id].addresses):
+            # A client over HTTP, perhaps behind a load balancer, or on a unix socket follows no addresses.
+            follows = client.peer.transport == "tcp"
+            usable = usable_by(client.peer, state.cluster.servers[server_id].addresses) if follows else ()
+            if usable:
                 addresses[usable[0]] = None
             reason = (
                 f"it is connected to server {server_id}, which did not answer"
                 if usable
-                else f"only server {server_id} reaches it"
+                else f"it is connected to server {server_id}, and only that one can ask it"
             )
             away.append(WorkerCache(worker.worker_id, CacheStatus.AWAY, reason))
     return tuple(addresses), away
