@@ -156,7 +156,8 @@ def test_workers_of_a_server_show_what_they_run_on_and_when_they_were_heard_of(s
         [row] = browser.get("/ops/workers/?format=json").json()
         page = browser.get("/ops/workers/").text
 
-    assert row["agent"].startswith("tasuki-python/")
+    assert re.fullmatch(r"tasuki-python/[^ ]+", row["agent"])
+    assert row["containment"] in ("cgroup", "subreaper", "group")
     assert 0 <= row["heartbeat_age_s"] < 60
     assert row["cpu"].endswith("%")
     assert "Version" in page
@@ -283,16 +284,31 @@ def test_the_link_of_tasuki_up_works_once_from_this_machine_and_logins_are_slowe
     assert wrong == [401] * 7 + [429] * 3
 
 
-def test_a_server_on_postgresql_has_the_screens_too(tmp_path: Path, postgres_url: str) -> None:
-    with start_server(tmp_path, "--http", "127.0.0.1:0", store=postgres_url) as server:
+def test_servers_on_postgresql_have_the_screens_too_and_the_leader_steps_down_there(tmp_path: Path, postgres_url: str) -> None:
+    with (
+        start_server(tmp_path, "--http", "127.0.0.1:0", store=postgres_url) as server,
+        start_server(tmp_path, store=postgres_url, data="second"),
+    ):
         browser, entered = log_in(http_of(server), server.token)
+        until(lambda: 'value="degrade"' in browser.get("/ops/workers/").text, what="a server leads, and knows the other one")
+        first = leader(browser)
+        told = post(browser, "/ops/workers/", action="degrade", id=first, reason="a test")
+        until(lambda: leader(browser) not in ("", first), what="the other one leads")
+        audit = browser.get("/ops/audit/?format=json").json()
         with server.client() as client:
             client.submit(subject="a.b", payload=b"", job_id="waits", watch=False)
 
-        assert entered.status_code == 302
+        assert entered.status_code == told.status_code == 302
+        assert [(row["action"], row["target"], row["detail"]) for row in audit[:1]] == [("leader.degrade", first, "a test")]
         assert ">waits<" in browser.get("/ops/jobs/").text
         assert "No worker is connected" in browser.get("/ops/jobs/waits/").text
         assert [browser.get(f"/ops/{name}").status_code for name in ("", "workers/", "tokens/", "audit/")] == [200] * 4
+
+
+def leader(browser: httpx.Client) -> str:
+    """Return the leader that the overview names."""
+    found = re.search(r"Leader: (\S+)", browser.get("/ops/").text)
+    return found[1] if found is not None else ""
 
 
 def test_a_server_on_redis_says_that_the_screens_need_sql_and_goes_on(tmp_path: Path, redis_url: str) -> None:

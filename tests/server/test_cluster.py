@@ -20,7 +20,18 @@ from tasuki.core.cluster_messages import ServerInfo, everything
 from tasuki.core.election import Locked
 from tasuki.core.job import JobSpec
 from tasuki.core.machine import Now
-from tasuki.core.protocol import Accepted, AssignJobs, Claim, GiveCredit, Heartbeat, HeartbeatAnswer, Reply, Request, SubmitJobs
+from tasuki.core.protocol import (
+    Accepted,
+    AssignJobs,
+    Claim,
+    ErrorMessage,
+    GiveCredit,
+    Heartbeat,
+    HeartbeatAnswer,
+    Reply,
+    Request,
+    SubmitJobs,
+)
 from tasuki.core.statistics import ROLLUP_S
 from tasuki.errors import ConfigError, Unavailable
 from tasuki.server.assembly import StorageLocations, make_guest
@@ -300,9 +311,17 @@ def test_a_leader_that_is_told_to_step_down_lets_another_lead(world: World) -> N
             await until_async(lambda: leaders(servers))
             [first] = leaders(servers)
             [second] = [server for server in servers if server is not first]
-            world.coordination.degrade()
+            conn, admin = await client(second)
+            await until_async(lambda: any(info.epoch for info in second.broker.cluster.servers.values()))
+            second.received(conn, Request(7, "degrade", {"reason": "its machine is slow"}))
+            assert (await admin.wait_for(Reply)).body == {"server_id": first.config.server_id}
             await until_async(lambda: second.broker.epoch)
             assert not first.broker.epoch
+            assert [row.action for row in world.store.audit(limit=1)] == ["leader.degrade"]
+            await first.stop()
+            await until_async(lambda: not second.broker.cluster.servers)
+            second.received(conn, Request(8, "degrade", {}))
+            assert "nobody else could lead" in (await admin.wait_for(ErrorMessage)).message
 
     run(work)
 

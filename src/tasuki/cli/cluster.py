@@ -1,4 +1,5 @@
-"""`tasuki servers`, `workers`, `stats`, `detach`, `attach`: the servers, their workers, and how many jobs are in each state.
+"""`tasuki servers`, `workers`, `stats`: the servers, their workers, how many jobs are in each state; `detach`, `attach`,
+`degrade-leader`: who gets work, and who leads.
 
 `tasuki pause`, `resume`: subjects whose jobs wait until somebody lets them go on.
 
@@ -171,6 +172,15 @@ def detach(output: Output, worker_id: str, reason: str, now: bool, place: Destin
 @connection_options()
 def attach(output: Output, worker_id: str, place: Destination) -> None:
     _change("attach", worker_id, place, output)
+
+
+@command("degrade-leader", examples=["tasuki degrade-leader --reason 'its machine is slow'"])
+@option("--reason", metavar="TEXT", default="", help="For the others.")
+@connection_options()
+def degrade_leader(output: Output, reason: str, place: Destination) -> None:
+    """Another server is elected within seconds; running jobs go on."""
+    answer = with_client(place, lambda client: client.call("degrade", reason=reason), embedded=False)
+    output.show(answer, lambda: [f"server {answer['server_id']} steps down with its next heartbeat"])
 
 
 def _change(verb: str, worker_id: str, place: Destination, output: Output, **params: Any) -> None:

@@ -62,6 +62,7 @@ SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
         "workers": ("cluster.workers", "List the workers that are connected to any server."),
         "detach": ("cluster.detach", "Give a worker no more work."),
         "attach": ("cluster.attach", "Give a detached worker work again."),
+        "degrade-leader": ("cluster.degrade_leader", "Have the leading server step down."),
         "pause": ("cluster.pause", "Start no more jobs of some subjects."),
         "resume": ("cluster.resume", "Start jobs of paused subjects again."),
         "token": ("cluster.token", "Make, list and revoke tokens."),

@@ -86,6 +86,9 @@ class SingleServer:
         self._server.tell(ClusterView((), self._detached))
         return self._detached != before
 
+    async def degrade(self) -> None:
+        """Do nothing: there is nobody else to lead, and the broker refuses this order."""
+
     async def leave(self) -> None:
         pass
 
@@ -315,6 +318,10 @@ class Cluster:
         if command.now:  # no server may give it work again after its leases have ended
             await asyncio.sleep(self._beat_interval_s)
         return changed
+
+    async def degrade(self) -> None:
+        """Have the leader step down with its next heartbeat."""
+        await self.call(self.coordination.degrade)
 
     # ------------------------------------------------------------------------------------------------ election
 

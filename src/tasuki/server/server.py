@@ -444,6 +444,8 @@ class Server:
                     self._cluster.carry_out(command)
                 case events.Detach():
                     self._tasks.spawn(self._detach(command))
+                case events.Degrade():
+                    self._tasks.spawn(self._degrade(command))
 
     def _refused(self, link: Connection | None, error: TasukiError | None) -> None:
         """Log a refusal; the HTTP door logs its own."""
@@ -545,6 +547,16 @@ class Server:
             if command.now:
                 self.tell(events.WorkerDetached(command.worker_id))
             link.send(Reply(command.msg_id, {"worker_id": command.worker_id, "changed": changed}))
+        except TasukiError as error:
+            link.send(error_message(command.msg_id, error))
+
+    async def _degrade(self, command: events.Degrade) -> None:
+        link = self._links.get(command.conn)
+        if link is None:
+            return
+        try:
+            await self._cluster.degrade()
+            link.send(Reply(command.msg_id, {"server_id": command.server_id}))
         except TasukiError as error:
             link.send(error_message(command.msg_id, error))
 

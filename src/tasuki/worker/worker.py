@@ -294,7 +294,7 @@ class Worker:
             reconnect_grace_s=grace_s,
             ttl_s=ttl_s,
             host=socket.gethostname(),
-            agent=f"tasuki-python/{__version__}",
+            agent=f"tasuki-python/{__version__}" + (f" ({self._keeper.level})" if self._keeper is not None else ""),
             codecs=CODECS if remote else (),
             takes=offer.takes,
             execs=offer.execs,

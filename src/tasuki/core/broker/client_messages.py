@@ -54,7 +54,9 @@ ROWS_AT_ONCE = 64  # jobs of one request that a turn reads or changes: with its 
 ENTRY_BYTES = 128  # of memory that an argument, environment name, file or header takes beside its text
 READ_VERBS = frozenset({"get", "find", "counts", "statistics", "explain", "token.audit", "cache.list", "cache.show", "paused"})
 PAUSE_VERBS = frozenset({"pause", "resume"})
-OTHER_VERBS = frozenset({"logs", "watch", "requeue", "targets", "workers", "servers", "detach", "attach", "cache.remove"})
+OTHER_VERBS = frozenset(
+    {"logs", "watch", "requeue", "targets", "workers", "servers", "detach", "attach", "degrade", "cache.remove"}
+)
 REQUEST_VERBS = READ_VERBS | OTHER_VERBS | PAUSE_VERBS | {*publish_subscribe.VERBS, *authentication.TOKEN_VERBS}
 REASON_MAX_CHARS = 1000
 TARGETS_MAX = protocol.BATCH_MAX  # workers of a broadcast, whose jobs are stored in one transaction
@@ -476,6 +478,8 @@ def request(
         reason = reason_of(request)
         state.builder.ask("note", [(identity.name, f"worker.{verb}", worker_id, reason)], ignore, ignore)
         return [events.Detach(conn, msg_id, worker_id, verb == "detach", identity.name, reason, is_now)]
+    if verb == "degrade":
+        return _degrade(state, client, identity, request)
     if verb in PAUSE_VERBS:
         return _pause(state, client, identity, request)
     if verb == "servers":
@@ -506,6 +510,19 @@ def _pause(state: BrokerState, client: ClientSession, identity: Identity, reques
     state.builder.ask("pause", [order], done, partial(state.tell_failure, client.conn, request.msg_id))
     state.builder.ask("note", [(identity.name, f"subject.{request.verb}", pattern, order.reason)], ignore, ignore)
     return []
+
+
+def _degrade(state: BrokerState, client: ClientSession, identity: Identity, request: protocol.Request) -> list[events.Command]:
+    """Have the leader step down, if there is one and another server that could lead."""
+    identity.check_admin("degrade")
+    leader = next((server["server_id"] for server in state.describe_servers() if server["leads"]), None)
+    if leader is None:
+        raise InvalidInput("no server leads at the moment; one is elected within seconds")
+    if not state.cluster.servers:
+        raise InvalidInput(f"server {leader} is the only one on this store: nobody else could lead")
+    note = (identity.name, "leader.degrade", str(leader), reason_of(request))
+    state.builder.ask("note", [note], ignore, ignore)
+    return [events.Degrade(client.conn, request.msg_id, str(leader))]
 
 
 def _targets(state: BrokerState, identity: Identity, params: dict[str, Any]) -> list[str]:

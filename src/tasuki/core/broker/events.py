@@ -270,6 +270,14 @@ class Detach(msgspec.Struct, frozen=True):
     """End the worker's leases as well; WorkerDetached."""
 
 
+class Degrade(msgspec.Struct, frozen=True):
+    """Note in the coordination that the leader is to step down; then answer the request."""
+
+    conn: int
+    msg_id: int
+    server_id: str
+
+
 class Deliver(msgspec.Struct, frozen=True):
     """Send messages to each of these subscribers that reads fast enough; the driver drops and counts those of others."""
 
@@ -344,6 +352,6 @@ Event = Opened | Received | Closed | Ticked | TurnDone | TurnFailed | JobSeen | 
 
 StoreQuestion = AskEnded | AskRevoked | AskReady | AskRouted
 """Reads beside the turns, of what this server did not hear of."""
-ClusterCommand = TookOver | EpochFenced | Lapsed | Publish | Relay | StartRuns | NoteAssigned | Detach | StoreQuestion
+ClusterCommand = TookOver | EpochFenced | Lapsed | Publish | Relay | StartRuns | NoteAssigned | Detach | Degrade | StoreQuestion
 BlobCommand = ReceiveBlob | BlobPiece | SendBlob | DeleteBlobs
 Command = Send | Deliver | Hangup | Query | LogFenced | ClusterCommand | BlobCommand

@@ -71,6 +71,9 @@ class Backend(Protocol):
     def workers(self) -> list[View]:
         """Return the live workers, each with the `actions` that it can be asked for."""
 
+    def servers(self) -> list[View]:
+        """Return the live servers, as `tasuki servers` shows them; in a project none, where each node is one."""
+
     def alerts(self) -> Iterable[str]:
         """Yield what needs somebody's attention, besides missing workers."""
 
@@ -154,6 +157,9 @@ class ProjectBackend:
         ttl_s = scheduler_settings().heartbeat_ttl_seconds
         rows = [{**view, "ttl_s": ttl_s, **known.get(view["worker_id"], {})} for view in views]
         return [{**row, "actions": _actions(row)} for row in rows]
+
+    def servers(self) -> list[View]:
+        return []
 
     def alerts(self) -> Iterator[str]:
         alias = project_settings().database

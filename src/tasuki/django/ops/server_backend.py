@@ -293,17 +293,21 @@ class ServerBackend:
         return found
 
     def leader(self) -> tuple[str, int | None]:
-        leads = next((server for server in self._call("servers") if server["leads"]), None)
+        leads = next((server for server in self.servers() if server["leads"]), None)
         return (leads["server_id"], leads["epoch"]) if leads is not None else ("", None)
 
     def workers(self) -> list[View]:
         found: list[View] = self._call("workers")
         return [{**worker, "actions": ["attach" if worker["detached"] else "detach"]} for worker in found]
 
+    def servers(self) -> list[View]:
+        found: list[View] = self._call("servers")
+        return found
+
     def alerts(self) -> Iterator[str]:
         from django.utils.translation import gettext as _
 
-        for server in self._call("servers"):
+        for server in self.servers():
             if server.get("problem"):
                 yield _("Disk or store of %(server)s: %(problem)s") % {
                     "server": server["server_id"],
@@ -405,11 +409,13 @@ class ServerBackend:
 
     def steer(self, worker_id: str, action: str, *, actor: Any, reason: str) -> None:
         del actor
-        if action not in ("detach", "attach"):
-            raise InvalidInput(
-                f"workers of a server are detached and attached; {quoted(action)} is for nodes of a Django project"
-            )
-        self._call(action, worker_id=worker_id, reason=reason)
+        if action == "degrade":
+            self._call(action, reason=reason)
+        elif action in ("detach", "attach"):
+            self._call(action, worker_id=worker_id, reason=reason)
+        else:
+            text = f"workers of a server are detached and attached; {quoted(action)} is for nodes of a Django project"
+            raise InvalidInput(text)
 
     def pauses(self) -> list[View]:
         found: list[View] = self._call("paused")

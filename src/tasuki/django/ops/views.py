@@ -251,6 +251,8 @@ def workers(request: HttpRequest) -> HttpResponse | dict[str, Any]:
             "offers": worker.get("execs") or worker.get("takes", ""),
             "role": worker.get("role") or "worker",
             "cpu": f"{worker['cpu']:.0%}" if worker.get("agent") else "",
+            "agent": worker.get("agent", "").partition(" (")[0],
+            "containment": worker.get("agent", "").partition(" (")[2].removesuffix(")"),
             "caches": len(worker.get("held", "")) // (2 * PREFIX_BYTES) or "",
             **{f"may_{action}": True for action in worker["actions"]},
         }
@@ -268,6 +270,7 @@ def workers(request: HttpRequest) -> HttpResponse | dict[str, Any]:
         "cpu": _("CPU"),
         "caches": _("Cached files"),
         "heartbeat_age_s": _("Heartbeat, s ago"),
+        "containment": _("Containment"),
         "agent": _("Version"),
         "server_id": _("Server"),
     }
@@ -275,7 +278,23 @@ def workers(request: HttpRequest) -> HttpResponse | dict[str, Any]:
     columns = {name: label for name, label in columns.items() if name not in unknown}
     shown = [Button(action, label, question, f"may_{action}") for action, (label, question, _done) in buttons.items()]
     empty = _("No worker runs. Start one with: %s") % backend.start_worker
-    return {"title": _("Workers"), "table": Table(columns, rows, empty=empty, buttons=shown)}
+    table = Table(columns, rows, empty=empty, buttons=shown)
+    return {"title": _("Workers"), "table": table, "servers": _servers(backend, [shown[-1]])}
+
+
+def _servers(backend: Backend, buttons: list[Button]) -> Table:
+    """Return the servers; the leader can be told to step down if there is another one."""
+    found = backend.servers()
+    rows = [{**one, "id": one["server_id"], "may_degrade": one["leads"] and len(found) > 1} for one in found]
+    columns = {
+        "server_id": _("Server"),
+        "leads": _("Leads"),
+        "epoch": _("Epoch"),
+        "workers": _("Workers"),
+        "addresses": _("Addresses"),
+        "problem": _("Problem"),
+    }
+    return Table(columns, rows, buttons=buttons)
 
 
 @screen("list", needs="agents")

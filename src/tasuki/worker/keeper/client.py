@@ -26,7 +26,7 @@ from typing import Any, NoReturn
 
 from tasuki.errors import KeeperLost, PreloadFailed, ProtocolError
 from tasuki.worker.keeper import protocol
-from tasuki.worker.keeper.keeper import keep
+from tasuki.worker.keeper.keeper import keep, level_here
 from tasuki.worker.linux_calls import become_undumpable, run_after_fork
 
 CLOSE_S = 5.0  # a keeper that takes longer to end was stopped, or waits for a process that is stuck in the kernel
@@ -60,6 +60,8 @@ class Keeper:
     def __init__(self, control: socket.socket, pid: int) -> None:
         assert pid > 1, "0 and -1 would mean groups of processes in waitpid and kill"
         self.pid = pid
+        self.level = level_here().level
+        """cgroup, subreaper or group: how well it can find the processes of a job."""
         self.on_lost: Callable[[KeeperLost], None] = lambda error: None
         self.lost: KeeperLost | None = None
         self._control = control

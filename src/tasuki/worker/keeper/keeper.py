@@ -363,7 +363,7 @@ def level_here() -> protocol.Ready:
         return PlainSystem().ready()
     try:
         return ready_with(delegated(), "")
-    except NoCgroup as error:
+    except (NoCgroup, OSError) as error:
         return ready_with(None, str(error))
 
 
