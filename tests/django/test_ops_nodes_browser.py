@@ -40,6 +40,14 @@ class Stage(NamedTuple):
     def epoch(self) -> int:
         return int(json.loads(self.home.site.manage("tasuki_ops", "status", "--json").stdout)["epoch"])
 
+    def leader(self) -> str:
+        """Return the node that leads; for some seconds none does: a drained one steps down, and does not stand again at once."""
+
+        def leading() -> list[str]:
+            return [node for node, worker in self.status().items() if worker["role"] == "leader"]
+
+        return until(leading, SLOW_S, "a node leads")[0]
+
     def go(self, name: str) -> None:
         self.page.goto(f"{self.home.url}/ops/{name}")
 
@@ -118,7 +126,7 @@ def test_drained_nodes_start_nothing_and_a_job_that_waited_starts_when_one_goes_
 
 
 def test_a_detached_worker_gets_no_run_until_it_is_attached(stage: Stage) -> None:
-    leader = next(node for node, worker in stage.status().items() if worker["role"] == "leader")
+    leader = stage.leader()
     other = next(node for node in NODES if node != leader)
     stage.go("workers/")
     question = stage.press("Detach", stage.row(other))
@@ -142,7 +150,7 @@ def test_a_detached_worker_gets_no_run_until_it_is_attached(stage: Stage) -> Non
 
 
 def test_the_leader_steps_down_and_another_one_leads_under_a_higher_epoch(stage: Stage) -> None:
-    before, epoch = next(node for node, worker in stage.status().items() if worker["role"] == "leader"), stage.epoch()
+    before, epoch = stage.leader(), stage.epoch()
     stage.go("workers/")
     question = stage.press("Step down", stage.row(before))
     assert "Another node is elected within seconds; running jobs go on." in question
