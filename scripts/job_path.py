@@ -3,8 +3,8 @@
 usage: python scripts/job_path.py [--list] [SCENARIO …]        (submit, http, agent, cancel; without a name all four)
 
 Real processes are started with a profile function (a `sitecustomize` on their path). Each scenario runs one job first, so that
-lazy imports are done, then watches the processes at rest, then runs three jobs that count. A file counts if functions of it ran for
-each; those that also ran at rest, of timers, do not count.
+lazy imports are done, then watches the processes at rest, then runs three jobs that count. A file counts if functions of it ran
+for each; those that also ran at rest, of timers, do not count.
 """
 
 from __future__ import annotations

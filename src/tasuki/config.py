@@ -187,7 +187,7 @@ def _ownership_problem(found: os.stat_result, *, root_may_own: bool = False) -> 
     if found.st_uid != user and not (root_may_own and found.st_uid == 0):
         return f"belongs to user {found.st_uid} (mode {mode:04o}), and this process runs as user {user}"
     if mode & OTHERS_WRITE:
-        return f"of user {found.st_uid} can be changed by others (mode {mode:04o}); chmod go-w it if nobody has"
+        return f"of user {found.st_uid} can be changed by others (mode {mode:04o}); chmod go-w it if it is unchanged"
     return ""
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tasuki.blobs import files
-from tasuki.blobs.files import PartFile, durable_write
+from tasuki.blobs.files import PartFile, durable_write, replace_file
 
 
 def steps(monkeypatch: pytest.MonkeyPatch) -> list[str]:
@@ -36,7 +36,7 @@ def test_a_durable_write_syncs_the_file_before_its_name_and_the_folder_after(
 ) -> None:
     path = tmp_path / "token"
     path.write_bytes(b"old")
-    (tmp_path / "token.new").write_bytes(b"left by a process that was killed")
+    (tmp_path / ".token.new").write_bytes(b"left by a process that was killed")
     done = steps(monkeypatch)
 
     durable_write(path, b"new")
@@ -44,6 +44,15 @@ def test_a_durable_write_syncs_the_file_before_its_name_and_the_folder_after(
     assert done == ["fsync file", "rename", "fsync folder"]
     assert (path.read_bytes(), stat.S_IMODE(path.stat().st_mode)) == (b"new", 0o600)
     assert [found.name for found in tmp_path.iterdir()] == ["token"]
+
+
+def test_a_file_that_is_replaced_is_not_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    done = steps(monkeypatch)
+
+    replace_file(tmp_path / "status", b"new")
+
+    assert done == ["rename"]
+    assert (tmp_path / "status").read_bytes() == b"new"
 
 
 def test_a_durable_write_that_fails_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

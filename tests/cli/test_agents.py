@@ -179,4 +179,4 @@ def test_a_canceled_run_may_go_on_only_at_nodes_that_may_have_it(capsys: pytest.
 
     asyncio.run(agents._cancel(client, "7f3c", {"http://n1:7090"}, Output()))
 
-    assert "the job may go on at http://n1:7090: no connection\n" in capsys.readouterr().err
+    assert "the job may still run at http://n1:7090: no connection\n" in capsys.readouterr().err

@@ -140,7 +140,7 @@ def test_a_worker_that_does_not_answer_is_waited_for_only_if_it_is_required(
     code, stdout, stderr = stopped.run("put", "lags", path, *TARGET, "--require", "50%", "--timeout", "3600")
     assert code == 0
     assert [line.split()[1:2] for line in stdout.splitlines()[2:]] == [["AWAY"], ["OK"]]
-    assert stderr == "the others go on by themselves; the same put again says how far they are\n"
+    assert stderr == "the others continue by themselves; the same put again shows how far they are\n"
 
 
 def test_after_ctrl_c_the_same_put_does_what_is_left(stopped: Served) -> None:

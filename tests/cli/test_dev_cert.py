@@ -76,7 +76,7 @@ def test_nothing_is_replaced_without_force_and_the_ca_never(inside: Inside, tmp_
 
     refused = inside("dev-cert", "--out", str(files.ca.parent), "other.lab")
     assert (refused.returncode, serial_of(files)) == (ExitCode.USAGE, serial)
-    assert "say --force" in refused.stderr
+    assert "give --force" in refused.stderr
 
     forced = inside("dev-cert", "--out", str(files.ca.parent), "--force", "--json", "other.lab").json
     assert (files.ca.read_bytes(), forced["made_ca"]) == (ca, False)

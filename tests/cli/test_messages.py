@@ -88,10 +88,10 @@ def test_request_prints_the_answer_or_why_there_is_none(served: tuple[User, Runn
         answering.join()
         assert (view["payload"], view["headers"]) == ("HELLO", {"a": "b"})
         late = user.run("request", "cli.echo", "--timeout", "0.05s")
-        assert (late.returncode, late.stderr) == (5, "tasuki: DEADLINE: nobody has answered on 'cli.echo' within 0.05s\n")
+        assert (late.returncode, late.stderr) == (5, "tasuki: DEADLINE: there was no answer on 'cli.echo' within 0.05s\n")
     nobody = user.run("request", "cli.echo")
     assert nobody.returncode == 3
-    assert "nobody is subscribed to 'cli.echo'" in nobody.stderr
+    assert "there is no subscriber for 'cli.echo'" in nobody.stderr
 
 
 def test_pub_takes_its_contents_from_stdin_and_tells_what_it_did(served: tuple[User, Running]) -> None:

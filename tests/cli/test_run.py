@@ -449,7 +449,7 @@ def test_a_job_that_waits_says_why_and_ctrl_c_ends_even_without_a_server(user: U
 
     assert why.startswith("job waits is PENDING: No worker is connected")
     assert lost == "connection lost; trying again …\n"
-    assert "the cancel did not reach the server; the job may go on" in rest
+    assert "the cancel did not reach the server; the job may still run" in rest
     assert process.returncode == 130
 
 

@@ -117,10 +117,10 @@ def test_a_request_is_answered(door: ServerProcess) -> None:
             serving.cancel()
         assert [answer.payload for answer in answers] == [b"HI %d" % n for n in range(50)]
         assert [answer.headers for answer in answers] == [{"n": str(n)} for n in range(50)]
-        with pytest.raises(NotFound, match=r"nobody is subscribed to 'echo.a'"):
+        with pytest.raises(NotFound, match=r"there is no subscriber for 'echo.a'"):
             await two.request("echo.a", timeout=20)
         async with one.subscribe("silent"):
-            with pytest.raises(DeadlineExceeded, match=r"nobody has answered on 'silent' within 0.05s"):
+            with pytest.raises(DeadlineExceeded, match=r"there was no answer on 'silent' within 0.05s"):
                 await two.request("silent", timeout=0.05)
 
     tell(door, story)

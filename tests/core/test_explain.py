@@ -156,7 +156,7 @@ def test_a_program_that_is_on_a_list_is_left_to_those_who_have_it() -> None:
 def test_a_run_whose_worker_asks_whether_it_may_go_on_says_so_until_when() -> None:
     asks = job(State.RUNNING, attempt=1, lease=lease(), confirming_until=NOW + 3.2)
 
-    assert "Its worker was detached, and asks whether it may go on" in because(asks, worker("w1", detached=True))
+    assert "Its worker was detached, and asks whether it may continue" in because(asks, worker("w1", detached=True))
     assert told(asks, worker("w1"))["facts"]["confirming_until"] == NOW + 3.2
     assert "confirming_until" not in told(msgspec.structs.replace(asks, confirming_until=None), worker("w1"))["facts"]
 

@@ -392,4 +392,4 @@ def test_certificates_are_rotated_under_load_and_no_run_is_dropped(
         assert rig.rows("SELECT DISTINCT attempt FROM tasuki_jobrun WHERE started_at IS NOT NULL") == [(1,)]
         assert rig.rows("SELECT count(*) FROM tasuki_incident") == [(0,)]
         assert not [line for node in nodes for line in node.process.output().splitlines() if " refused " in line]
-        assert not [node.name for node in nodes if "was not told to start" in node.process.output()]
+        assert not [node.name for node in nodes if "did not get the order to start" in node.process.output()]

@@ -311,7 +311,7 @@ def test_jobs_can_be_recorded_without_running_them() -> None:
 
 def test_a_result_that_does_not_fit_the_annotation_is_an_error_that_says_so() -> None:
     with tasks.eager():
-        with pytest.raises(WrongType, match="'wrong_result' returned something else than its annotation says: expected int"):
+        with pytest.raises(WrongType, match="'wrong_result' returned another type than its annotation: expected int"):
             wrong_result.submit().result()
         with pytest.raises(JobFailed, match="what task 'odd_result' returned cannot be sent: it is of type object"):
             odd_result.submit().result()

@@ -103,7 +103,7 @@ def claim_lost(job_id: str) -> AgentRefusal:
 
 
 def registry_away() -> RegistryUnavailable:
-    message = "the registry of this agent does not answer; jobs that run go on, new ones are not taken: try again later"
+    message = "the registry of this agent does not answer; running jobs continue, new ones are refused: try again later"
     return RegistryUnavailable(503, "UNAVAILABLE", message, retry=True)
 
 

@@ -172,7 +172,7 @@ class RegistryLeases:
             answers = await self._execute(turn)
         except TasukiError as error:
             if not self._is_away:
-                logger.warning("the registry does not renew leases; jobs go on while theirs last: %s", error.message)
+                logger.warning("the registry does not renew leases; jobs continue while theirs last: %s", error.message)
             self._is_away = True
             return
         if self._is_away:

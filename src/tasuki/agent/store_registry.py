@@ -268,7 +268,7 @@ class StoreRegistry:
                 raise registry_queries.is_held(found)
             if (answer := await self._answer(found, cache="hit")) is not None:
                 raise ResultElsewhere(answer)
-            again = RequeueOrder(job_id, self._holder.worker_id, "nobody has its result any more", found.generation)
+            again = RequeueOrder(job_id, self._holder.worker_id, "its result was deleted everywhere", found.generation)
         raise Unavailable(f"job {job_id} could not be claimed: its result was made and lost {AGAIN_TRIES} times; try again")
 
     # ------------------------------------------------------------------------------------------------ ends
@@ -337,7 +337,7 @@ class StoreRegistry:
                     Turn(fail=[registry_queries.report_of(lease.held, registry_records.interrupted(self._node))])
                 )
         except (TimeoutError, TasukiError):
-            logger.warning("job %s: the registry was not told that it ended without a result", job_id)
+            logger.warning("job %s: its end without a result could not be written to the registry", job_id)
             return
         await asyncio.to_thread(self._notes.remove, job_id)
 

@@ -100,16 +100,23 @@ def durable_rename(source: Path, target: Path) -> None:
 
 
 def durable_write(path: Path, data: bytes, mode: int = 0o600) -> None:
-    """Make `path` a file with these bytes, durably: readers, and the next start after a power cut, find the old or the new one.
+    """Make `path` a file with these bytes, durably: readers, and the next start after a power cut, find the old or new one."""
+    durable_rename(_written_beside(path, data, mode), path)
 
-    The file is written as `<name>.new` first: one writer at a time.
-    """
-    temporary = path.with_name(f"{path.name}.new")
+
+def replace_file(path: Path, data: bytes, mode: int = 0o600) -> None:
+    """Make `path` a file with these bytes: readers find the old or the new one, the next start after a power cut perhaps none."""
+    _written_beside(path, data, mode).replace(path)
+
+
+def _written_beside(path: Path, data: bytes, mode: int) -> Path:
+    """Write the bytes as `.<name>.new`: one writer at a time, and no pattern such as `*.json` meets the file."""
+    temporary = path.with_name(f".{path.name}.new")
     temporary.unlink(missing_ok=True)  # left by a process that was killed
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
     with os.fdopen(descriptor, "wb") as file:
         file.write(data)
-    durable_rename(temporary, path)
+    return temporary
 
 
 # ---------------------------------------------------------------------------------------------------- part files

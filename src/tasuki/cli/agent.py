@@ -331,7 +331,7 @@ def dispatcher_config(
 )
 @cli.option("--agents", metavar="URLS", required=True, help="Node agents: http://n1:7090,http://n2:7090.")
 @cli.option("--listen", metavar="HOST:PORT", default=DEFAULT_LISTEN, help="Listen here; port 0: any.")
-@cli.option("--mode", metavar="proxy|redirect", default="proxy", help="Pass jobs through, or tell clients where to go.")
+@cli.option("--mode", metavar="proxy|redirect", default="proxy", help="Pass jobs through, or redirect clients to the node.")
 @cli.option("--inputs", metavar="WHERE", help="Keep uploads here first: s3://bucket/prefix, or a folder that all share.")
 @tokens_options
 @cli.option("--agent-token-file", metavar="FILE", help="The token for the agents. Default: the first of --token-file.")

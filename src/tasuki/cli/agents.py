@@ -118,7 +118,7 @@ async def _cancel(client: AsyncAgentsClient, job_id: str, nodes: set[str], outpu
     sure = (REMOVED, NOT_KNOWN, STOPPING)
     unsure = [f"{node}: {answer}" for node, answer in answers.items() if answer not in sure and node in nodes]
     if unsure:
-        output.hint(f"the job may go on at {'; '.join(unsure)}")
+        output.hint(f"the job may still run at {'; '.join(unsure)}")
 
 
 def _describe_progress(progress: RunProgress) -> str:

@@ -78,7 +78,7 @@ def put(
         needed = required(require, len(rows))
         output.hint(f"{result.done} of {len(rows)} workers have the files, and --require {require} asks for {needed}")
     if any(one.status not in FINAL for one in rows):
-        output.hint("the others go on by themselves; the same put again says how far they are")
+        output.hint("the others continue by themselves; the same put again shows how far they are")
     return ExitCode.OK if is_satisfied else ExitCode.FAILED
 
 

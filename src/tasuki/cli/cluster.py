@@ -301,7 +301,7 @@ def enroll(output: Output, app: str | None, scope: tuple[str, ...], label: str, 
     The worker is started with it: TASUKI_ENROLL=… tasuki worker --to https://host …
     """
     if app is None and not scope:  # a worker for everything must be asked for
-        raise InvalidInput("say what the worker may run: --app NAME, or --scope PATTERN (for everything: --scope '>')")
+        raise InvalidInput("give what the worker may run: --app NAME, or --scope PATTERN (for everything: --scope '>')")
     scopes = [*([app_subject(check_app(app))] if app is not None else ()), *scope]
     token_id = _make(output, place, "enrol", ENROL_TOKEN_S, label=label, scope=scopes, worker_id=worker_id)
     output.hint(f"token {token_id} (enrol, for {' '.join(scopes)}) made; it is good for one registration within 15 minutes")
@@ -350,7 +350,7 @@ def list_tokens(output: Output, place: Destination) -> None:
 def revoke(output: Output, token_id: str | None, worker_id: str | None, place: Destination) -> None:
     """End a token: connections that use it are cut, on every server within two seconds."""
     if (token_id is None) == (worker_id is None):
-        raise InvalidInput("say which: a token's ID, or --worker-id ID")
+        raise InvalidInput("name one: a token's ID, or --worker-id ID")
     verb, params = ("token.revoke", {"token_id": token_id}) if token_id else ("worker.revoke", {"worker_id": worker_id})
     answer = with_client(place, lambda client: client.call(verb, **params), embedded=False)
     revoked = [token_id] if token_id else answer["revoked"]

@@ -204,7 +204,7 @@ tls_ca_option = option("--tls-ca", metavar="FILE", help="CA for tls:// and https
 json_option = click.Option(["--json"], is_flag=True, help="Answer in JSON, for programs.")
 quiet_option = flag("--quiet", "-q", help="Only ids.")
 limit_option = number("--limit", metavar="N", type=int, default=50, help="How many at most.")
-cursor_option = option("--cursor", metavar="CURSOR", help="Go on where the last list ended.")
+cursor_option = option("--cursor", metavar="CURSOR", help="Continue where the last list ended.")
 reason_option = option("--reason", metavar="TEXT", default="", help="Kept in the job's story.")
 log_level_option = option("--log-level", metavar="LEVEL", default="info", help="debug, info, warning or error, on stderr.")
 coordination_option = option(

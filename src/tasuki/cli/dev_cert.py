@@ -51,7 +51,7 @@ def dev_cert(output: Output, names: tuple[str, ...], out: Path, days: int, force
     files = CertificateFiles.in_folder(out)
     there = [path.name for path in (files.cert, files.key) if path.exists()]
     if there and not force:
-        raise ConfigError(f"{' and '.join(there)} in {out} would be replaced: say --force, or choose another --out")
+        raise ConfigError(f"{' and '.join(there)} in {out} would be replaced: give --force, or choose another --out")
     authority = Authority.of(files)
     begins = datetime.now(UTC) - timedelta(hours=1)  # clocks of other machines may be behind
     ends = begins + timedelta(days=days)

@@ -324,7 +324,7 @@ def _keys(url: str) -> Finding:
     if not found.problems:
         return Finding(OK, f"{much}: all are as they should be")
     more = [f"and {len(found.problems) - KEYS_SHOWN} more"] if len(found.problems) > KEYS_SHOWN else []
-    lines = ("docs/operate/redis.md says how keys are spoilt", *map(visible, found.problems[:KEYS_SHOWN]), *more)
+    lines = ("docs/operate/redis.md describes how keys are spoilt", *map(visible, found.problems[:KEYS_SHOWN]), *more)
     return Finding(WARN, f"{much}: {len(found.problems)} keys or jobs are not as they should be", "\n    ".join(lines))
 
 

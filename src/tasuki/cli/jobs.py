@@ -130,7 +130,7 @@ def list_jobs(
 def _show_page(output: Output, jobs: list[dict[str, Any]], cursor: str | None, human: Any) -> None:
     output.show({"jobs": jobs, "cursor": cursor}, human, [job["job_id"] for job in jobs])
     if cursor is not None:
-        output.hint(f"there are more; go on with: --cursor {cursor}")
+        output.hint(f"there are more; continue with: --cursor {cursor}")
 
 
 def _row(view: dict[str, Any]) -> tuple[object, ...]:
@@ -393,7 +393,7 @@ async def _stderr_tail(client: AsyncClient, job_id: str) -> str:
 @cli.flag("--all", "every", help="All dead letters, or those of --subject or --app.")
 @subject_option
 @app_option
-@cli.flag("--dry-run", help="Only tell which they are.")
+@cli.flag("--dry-run", help="Only list them.")
 @cli.reason_option
 @cli.connection_options()
 @cli.quiet_option

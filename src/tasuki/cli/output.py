@@ -67,7 +67,7 @@ class ExitCode(enum.IntEnum):
         "run: an error of tasuki's own, instead of 1 and 3 to 6; run, result: outputs were left out; see stderr",
     )
     INTERRUPTED = 130, "Ctrl-C; 128+n: ended by signal n"
-    BROKEN_PIPE = 141, "run: nobody reads the output any more; the job is canceled"  # as of a program that SIGPIPE ends
+    BROKEN_PIPE = 141, "run: the reader of the output has ended; the job is canceled"  # as of a program that SIGPIPE ends
 
 
 # The first match counts; a subclass stands before its base.

@@ -293,7 +293,7 @@ def check_left_out(job_id: str, left_out: object, code: int, output: Output) -> 
         return code
     many = "1 output is" if left_out == 1 else f"{left_out} outputs are"
     output.hint(
-        f"tasuki: job {job_id}: {many} not in the result (too large, too many, or no plain file); its result.json says which"
+        f"tasuki: job {job_id}: {many} not in the result (too large, too many, or no plain file); its result.json lists them"
     )
     return code or ExitCode.COULD_NOT_RUN
 
@@ -326,7 +326,7 @@ def describe(ended: JobResult) -> dict[str, Any]:
     ],
 )
 @argument("named", metavar="JOB|ARRAY", help="Id of a job or an array.")
-@flag("--follow", "-f", help="Go on to the job's end.")
+@flag("--follow", "-f", help="Follow to the job's end.")
 @option("--stream", metavar="stdout|stderr|both", default="both", help="Which of the two.")
 @number("--offset", metavar="BYTES", type=int, help="Begin at this byte.")
 @number("--tail", metavar="BYTES", type=int, help="Begin so much before the end.")

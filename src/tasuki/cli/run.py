@@ -206,7 +206,7 @@ async def _submit(client: AsyncClient, fields: dict[str, Any], stop: _Interrupts
         await asyncio.wait({submitting}, timeout=CANCEL_S)
         if submitting.done():
             return submitting.result()
-        output.hint(f"the server did not answer; job {fields['job_id']} may have been submitted, and may go on")
+        output.hint(f"the server did not answer; job {fields['job_id']} may have been submitted, and may run")
         return None
     finally:
         submitting.cancel()
@@ -232,7 +232,7 @@ async def _wait(
                 output.hint(f"canceling job {handle.job_id} …  (Ctrl-C again: leave it)")
                 canceling = asyncio.create_task(_cancel(client, handle.job_id))
             if canceling is not None and canceling.done() and not canceling.result():
-                output.hint(f"the cancel did not reach the server; the job may go on: tasuki status {handle.job_id}")
+                output.hint(f"the cancel did not reach the server; the job may still run: tasuki status {handle.job_id}")
                 return None
             notice()
             output.progress(f"job {handle.job_id}: {shown_duration(loop.time() - began)}")

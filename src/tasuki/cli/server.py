@@ -193,7 +193,7 @@ app_options = cli.options(
         metavar="N",
         type=click.IntRange(0, BUDGET_MAX),
         default=DEFAULT_LIMITS.max_retries,
-        help="How often a job of an app is tried again, if it does not say.",
+        help="How often a job of an app is tried again, unless the job has a number of its own.",
     ),
     cli.duration(
         "--app-backoff",
@@ -219,7 +219,7 @@ app_options = cli.options(
         "--tls-cert cert.pem --tls-key key.pem      # one of several",
         "tasuki server --http 0.0.0.0:7080 --tls-cert cert.pem --tls-key key.pem --app zpe      # workers behind NAT",
         "tasuki server --store redis://127.0.0.1:6379/0 --http 127.0.0.1:7080 --app zpe      # one of several",
-        'tasuki server --tcp 127.0.0.1:0 --no-unix --json      # any free port, told as {"event": "listening", …}',
+        'tasuki server --tcp 127.0.0.1:0 --no-unix --json      # any free port, printed as {"event": "listening", …}',
     ],
 )
 @cli.data_option
@@ -417,7 +417,7 @@ def _check_presign(listen: ListenOptions, blobs: str) -> None:
     if parts.scheme == "http" and not listen.tls.insecure and not Address("http", parts.hostname or "", 0).loopback:
         raise ConfigError(
             f"--presign: links to http://{parts.hostname} would be secrets that anybody on the way can read; use an https "
-            "endpoint (--presign-endpoint), or say --insecure if the network is trusted"
+            "endpoint (--presign-endpoint), or give --insecure if the network is trusted"
         )
 
 
@@ -491,7 +491,7 @@ class RunningServer:
         note_listening(folder, self.all_addresses)
         reachable = [address for address in self.addresses if address.reachable]
         if self._places.store and not (listen.advertise or reachable):
-            logger.warning("other servers cannot tell peers the address of this one; give --advertise tls://HOST:PORT")
+            logger.warning("other servers cannot pass on the address of this one; give --advertise tls://HOST:PORT")
         self.server.reachable_at(tuple(map(str, listen.advertise or reachable)))
 
     def new_login_link(self) -> str | None:
@@ -517,7 +517,7 @@ class RunningServer:
 def _screens(options: ServerOptions) -> ServerScreens | str:
     """Return the operations screens, or the reason why there are none."""
     if is_redis(options.places.store):
-        return "the operations screens need a SQL store; this server is on Redis, and goes on without Django"
+        return "the operations screens need a SQL store; this server is on Redis, and has none"
     if not options.listen.unix:
         return "the operations screens use the server's unix socket; leave --no-unix out"
     if find_spec("django_htmx") is None:

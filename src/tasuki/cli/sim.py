@@ -41,7 +41,7 @@ SQLITE_EVERY = 10  # of mixed seeds
 )
 @number("--seed", metavar="N", type=int, help="Run this one.")
 @option("--case", metavar="FILE", type=PATH, help="Run a case that --save has kept.")
-@flag("--trace", help="Tell everything that happens.")
+@flag("--trace", help="Print everything that happens.")
 @flag("--shrink", help="Look for the least of it that fails alike.")
 @option("--history", metavar="FILE", type=PATH, help="Keep what the checker saw, as JSONL.")
 @option("--save", metavar="FILE", type=PATH, help="Keep the case (after --shrink) for --case.")

@@ -302,7 +302,7 @@ async def _lead_once(server: Server, cluster: Cluster | None, timeout_s: float) 
     except TimeoutError:
         why = server.broker.store_problem or "there is more to do than fits"
         raise Unavailable(
-            f"the duties were not done within {shown_duration(timeout_s)}: {why}; the next run goes on with them"
+            f"the duties were not done within {shown_duration(timeout_s)}: {why}; the next run continues with them"
         ) from None
     finally:
         await server.stop()

@@ -161,7 +161,7 @@ def _interruptible(named: str, output: Output) -> Iterator[None]:
     try:
         yield
     except asyncio.CancelledError:
-        output.hint(f"{named} goes on; wait for it again with: tasuki wait {named}; stop it with: tasuki cancel {named}")
+        output.hint(f"{named} still runs; wait for it again with: tasuki wait {named}; stop it with: tasuki cancel {named}")
         raise
 
 

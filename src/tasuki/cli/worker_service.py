@@ -88,7 +88,7 @@ def install_command(worker_options: Decorator, run_worker: Callable[..., None]) 
     )
     @options(
         name_option,
-        flag("--force", help="Replace a unit that is there and says something else."),
+        flag("--force", help="Replace an existing unit that differs."),
         flag("--dry-run", help="Show the unit; write, enrol and start nothing."),
         worker_options,
     )
@@ -111,9 +111,7 @@ def install_command(worker_options: Decorator, run_worker: Callable[..., None]) 
             return
         there = path.read_text("utf-8", "replace") if path.exists() else None
         if there not in (None, text) and not force:
-            raise ConfigError(
-                f"{path} is there, and says something else: say --force to replace it, or --name for another worker"
-            )
+            raise ConfigError(f"{path} exists and differs: give --force to replace it, or --name for another worker")
         read_token(given.get("token_file"))
         run_worker(Output(), **{**every, "only_check": LOGIN if _is_new(given, folder) else OPTIONS})
         changed = there != text
@@ -354,7 +352,7 @@ def uninstall(output: Output, name: str | None) -> None:
     """
     path = unit_path(name)
     if not path.exists():
-        raise NotFound(f"there is no {path}; tasuki worker install makes one, --name says which")
+        raise NotFound(f"there is no {path}; tasuki worker install makes one, --name chooses which")
     stopped = systemctl("disable", "--now", "--no-block", path.name)
     path.unlink()
     systemctl("daemon-reload")
@@ -457,7 +455,7 @@ def _lines(
     root: Path, found: list[WorkerReport], rejected: int, tokens: list[dict[str, Any]], services: list[dict[str, str]]
 ) -> Iterator[str]:
     if not found:
-        yield f"no worker has run on {root}; --data says another folder"
+        yield f"no worker has run on {root}; --data names another folder"
     for one in found:
         yield from _worker_lines(one)
     if rejected:

@@ -307,7 +307,7 @@ def _held(job: Job, context: ExplainContext) -> Explanation:
         because.append("That worker is detached: it gets no more jobs.")
         facts["detached"] = True
     if job.confirming_until is not None:
-        because.append("Its worker was detached, and asks whether it may go on; nobody else gets the job before it has heard.")
+        because.append("Its worker was detached, and asks whether it may continue; no other one gets the job before the answer.")
         facts["confirming_until"] = job.confirming_until
     if worker is None:
         because.append("If the worker does not come back before its lease ends, the job goes to another one.")

@@ -178,7 +178,7 @@ def skip_outcome(not_after: float, last: Outcome | None) -> Outcome:
     return Outcome(error_code="TOO_LATE", message=message)
 
 
-RESUMED = "its worker came back, and nobody else had taken it"
+RESUMED = "its worker came back, and no other one had taken it"
 """Reason of the incident of a resumed job."""
 
 

@@ -274,7 +274,7 @@ class Dispatch:
                 return answering.result()
             if watching.done():
                 raise ResponseLost(watching.result())
-            logger.info("job %s: the client has left; it goes on at %s", job_id, node)
+            logger.info("job %s: the client has left; the job continues at %s", job_id, node)
             raise InvalidInput(f"the client of job {job_id} has disconnected")
         finally:
             for task in tasks:

@@ -214,7 +214,7 @@ class InputRetention:
                 logger.info("removed %d inputs so far, %d bytes", removed, removed_bytes)
         if removed:
             days = self._keep_s / DAY_S
-            logger.info("removed %d inputs, %d bytes, that nobody has used for %g days", removed, removed_bytes, days)
+            logger.info("removed %d inputs, %d bytes, unused for %g days", removed, removed_bytes, days)
         return removed
 
 
@@ -346,7 +346,7 @@ class InputStore(StoredInputs):
         if span.start == span.stop and span.size_bytes:  # the question where to continue
             return False
         if span.start > at or (span.start and span.start != at):
-            raise OffsetConflict(f"the input goes on at byte {at}, not at {span.start}", offset=at)
+            raise OffsetConflict(f"the input continues at byte {at}, not at {span.start}", offset=at)
         known = at - span.start
         async with aclosing(_pieces(request)) as pieces:
             async for piece in pieces:

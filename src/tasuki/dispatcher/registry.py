@@ -111,7 +111,7 @@ class DispatcherRegistry:
                 await share.open()
             except Unavailable as error:
                 if not tried.is_set():
-                    logger.warning("the registry is away; this dispatcher works without it until it answers: %s", error.message)
+                    logger.warning("the registry does not answer; until then this dispatcher works without it: %s", error.message)
                 tried.set()
                 await asyncio.sleep(RETRY_S)
                 continue
@@ -159,7 +159,7 @@ class DispatcherRegistry:
         """Note that the registry is away: one turn waits for it, and no request does."""
         if self._records is not None:
             self._records = None
-            logger.warning("the registry is away; this dispatcher works without it until it answers")
+            logger.warning("the registry does not answer; until then this dispatcher works without it")
             self._tasks.spawn(self._wait_for_it())
 
     async def _wait_for_it(self) -> None:
@@ -241,7 +241,7 @@ class DispatcherRegistry:
         try:
             await self._execute(Turn(fail=[registry_queries.report_of(held, registry_records.given_up(self._holder.name))]))
         except TasukiError as error:  # the lease expires
-            logger.info("job %s: the registry could not be told that it waits no more: %s", held.job_id, error.message)
+            logger.info("job %s: its waiting entry could not be removed from the registry: %s", held.job_id, error.message)
 
     async def remove(self, job_id: str) -> RemovalResult | None:
         """Remove a job that no node could be asked to remove. Its node, if any, keeps the folder until its next start."""

@@ -215,7 +215,7 @@ def checked_address(host: str, port: int, *, allow_private: bool) -> str:
         address = ipaddress.ip_address(text.partition("%")[0])
         known = getattr(address, "ipv4_mapped", None) or address
         if not allow_private and (not known.is_global or known.is_multicast):
-            meant = "if that is meant, set allow_private (--webhook-private)"
+            meant = "for a private receiver set allow_private (--webhook-private)"
             raise Forbidden(f"{host} has the address {text}, which is not public; {meant}")
     return found[0]
 

@@ -58,7 +58,7 @@ def check_settings(**_options: Any) -> list[CheckMessage]:
 def _project_problems(found: ProjectSettings) -> Iterator[CheckMessage]:
     if found.blobs and "://" not in found.blobs and not Path(found.blobs).is_absolute():
         yield Warning(
-            f'TASUKI["blobs"] is {found.blobs!r}, which is another folder for each process that was started elsewhere.',
+            f'TASUKI["blobs"] is {found.blobs!r}, which depends on the folder in which a process was started.',
             hint="Give the whole path of a folder that workers and web processes share, or s3://bucket/prefix.",
             id="tasuki.W005",
         )

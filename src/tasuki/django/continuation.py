@@ -87,7 +87,7 @@ class NodeContinuation:
                     self._ask(lease_id)
                 case Deny(lease_id=lease_id):
                     run = self._worker.run_of(lease_id)
-                    logger.warning("job %s is stopped: nobody confirmed that it may go on", run.job_id if run else lease_id)
+                    logger.warning("job %s is stopped: no leader confirmed that it may continue", run.job_id if run else lease_id)
                     self._denied = True
                     self._worker.deny_leases((lease_id,))
 
@@ -96,7 +96,7 @@ class NodeContinuation:
         if (run := self._worker.run_of(lease_id)) is None:
             return
         if for_s:
-            logger.info("job %s: detached; asks whether it may go on", run.job_id)
+            logger.info("job %s: detached; asks whether it may continue", run.job_id)
         worker, session = self._worker, self._server.broker.workers.get(self._worker.worker_id)
         owner = session.owner if session is not None else ""
         claim = HeldLease(run.job_id, worker.worker_id, worker.incarnation, lease_id, run.attempt, owner=owner, confirm_s=for_s)
@@ -129,6 +129,6 @@ class NodeContinuation:
             return
         if said is not None:
             if said:
-                logger.info("job %s goes on, by the word of worker %s", run.job_id, node.server_id)
+                logger.info("job %s continues: worker %s confirmed it", run.job_id, node.server_id)
                 self._worker.confirm_leases((lease_id,), asked_at)
             self._carry_out(self.machine.answered(lease_id, said))

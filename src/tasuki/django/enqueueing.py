@@ -197,7 +197,7 @@ def _warn_of_another_transaction(alias: str) -> None:
         if other.in_atomic_block:
             warnings.warn(
                 f"enqueued inside a transaction on the database {other.alias!r}; jobs are rows of {alias!r}, so this one is "
-                f"committed at once, whatever becomes of that transaction",
+                f"committed at once, even if that transaction is rolled back",
                 RuntimeWarning,
                 stacklevel=_callers_level(),
             )

@@ -55,7 +55,7 @@ def check_listener(address: Address, *, tls: bool, tokens: bool, insecure: bool)
     missing = " and ".join(name for name, there in (("--tls-cert/--tls-key", tls), ("tokens", tokens)) if not there)
     raise ConfigError(
         f"{address} can be reached from other machines, but {missing} is missing; "
-        "give it, listen on 127.0.0.1, or say --insecure if the network is trusted"
+        "give it, listen on 127.0.0.1, or give --insecure if the network is trusted"
     )
 
 
@@ -332,7 +332,7 @@ def server_tls(cert: str, key: str) -> ssl.SSLContext:
 
     def password() -> str:  # without it OpenSSL would ask on the terminal, and a service has none
         raise ConfigError(
-            f"the key {key!r} is encrypted, and there is nobody to ask: save it without (openssl pkey -in … -out …)"
+            f"the key {key!r} needs a password, which a service cannot ask for: save it without one (openssl pkey -in … -out …)"
         )
 
     try:
@@ -349,7 +349,9 @@ def date_problem(cert: str, now: datetime) -> str:
     """Return a warning about the dates of a certificate; empty if there is none."""
     begins, ends = validity_of(cert)
     if ends <= now:
-        return f"the certificate {cert!r} has expired on {ends:%Y-%m-%d %H:%M} UTC: nobody who verifies it will connect; renew it"
+        return (
+            f"the certificate {cert!r} has expired on {ends:%Y-%m-%d %H:%M} UTC: peers that verify it refuse to connect; renew it"
+        )
     if begins > now:
         return f"the certificate {cert!r} is not valid before {begins:%Y-%m-%d %H:%M} UTC: check the clock of this machine"
     if ends - now < EXPIRES_SOON:

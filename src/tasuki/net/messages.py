@@ -378,12 +378,12 @@ class MessageExchange:
                 await asyncio.wait([answer])
         except TimeoutError:
             self._raise_refusal()
-            raise DeadlineExceeded(f"nobody has answered on {subject!r} within {shown_duration(timeout_s)}") from None
+            raise DeadlineExceeded(f"there was no answer on {subject!r} within {shown_duration(timeout_s)}") from None
         finally:
             self._requests.pop(reply_to, None)
         reply: PublishedMessage = answer.result()
         if reply.headers == NO_RECEIVERS and not reply.payload:
-            raise NotFound(f"nobody is subscribed to {subject!r}; start the program that answers there")
+            raise NotFound(f"there is no subscriber for {subject!r}; start the program that answers there")
         return reply
 
     def close(self) -> None:

@@ -518,7 +518,9 @@ async def _write(upload: _IncomingBlob, writer: BlobWriter, call: SerialCalls) -
         if written and written[-1].last:
             return
         if chunks[-1] is None:
-            raise UploadCutOff(f"the upload of blob {upload.put.sha256} goes on elsewhere, from byte {writer.size_bytes}")
+            raise UploadCutOff(
+                f"the upload of blob {upload.put.sha256} is continued by another upload, from byte {writer.size_bytes}"
+            )
 
 
 async def _queued_chunks(queue: asyncio.Queue[Chunk | None]) -> list[Chunk | None]:

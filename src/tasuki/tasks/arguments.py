@@ -161,7 +161,7 @@ class TaskSignature:
         try:
             return self._decode_result(data or self._none)
         except (msgspec.MsgspecError, ValueError) as error:
-            raise WrongType(f"task {self._name!r} returned something else than its annotation says: {_in_words(error)}") from None
+            raise WrongType(f"task {self._name!r} returned another type than its annotation: {_in_words(error)}") from None
 
 
 def _default(value: T) -> T:

@@ -104,7 +104,7 @@ def problem_of(found: os.stat_result, uid: int, *, allow_loose: bool) -> str:
         return "is not a regular file"
     problem = secret_problem(found, uid, 0)
     if not problem and not allow_loose and (problem := secret_problem(found, uid, OTHERS_READ)):
-        return f"{problem}, or set allow_loose_permissions = true where nobody else uses the machine"
+        return f"{problem}, or set allow_loose_permissions = true on a machine with a single user"
     return problem
 
 

@@ -203,7 +203,7 @@ def _check_private(path: Path, found: os.stat_result) -> None:
     mode = stat.S_IMODE(found.st_mode)
     if mode & 0o077:
         raise ConfigError(
-            f"the credential {path} is open to other users (mode {mode:03o}); if nobody else can have read it, chmod 600 it; "
+            f"the credential {path} is open to other users (mode {mode:03o}); if no other user can have read it, chmod 600 it; "
             "else remove it, revoke this worker at the server and enrol it again"
         )
 

@@ -20,6 +20,7 @@ from pathlib import Path
 
 import msgspec
 
+from tasuki.blobs.files import replace_file
 from tasuki.core.address import shown_address
 from tasuki.core.job import check_name
 from tasuki.worker.credentials import FOLDER
@@ -177,17 +178,13 @@ class StatusFile:
             await asyncio.shield(self._writing)
         except OSError as error:
             if not self._complained:
-                logger.warning("tasuki worker status will not know of this worker: %s", error)
+                logger.warning("tasuki worker status will not show this worker: %s", error)
                 self._complained = True
 
     def _replace(self, content: bytes) -> None:
         for folder in (self._path.parent.parent, self._path.parent):  # `mode` is for the last one alone
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        new = self._path.with_name(f".{self._path.name}.new")
-        new.unlink(missing_ok=True)  # left by a process that was killed
-        with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb") as file:
-            file.write(content)
-        new.replace(self._path)
+        replace_file(self._path, content)
 
     def _clear(self) -> None:
         """Remove files of killed workers that had a new id at each start; else they would pile up."""

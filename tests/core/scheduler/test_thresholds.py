@@ -1,11 +1,13 @@
 """Settings of the scheduler: each range, and each combination that cannot work."""
 
+import re
 from typing import Any
 
 import msgspec
 import pytest
 
 from tasuki.core.scheduler.thresholds import RANGES, Thresholds, problems_of
+from tests.shape.source import ROOT
 
 
 def test_the_defaults_work_and_every_threshold_has_a_range() -> None:
@@ -41,3 +43,12 @@ def test_a_combination_that_cannot_work_is_named(field: str, values: dict[str, A
 
     assert list(problems) == [field]
     assert "must be" in problems[field]
+
+
+def test_the_table_in_the_docs_has_all_settings_with_their_defaults() -> None:
+    table = (ROOT / "docs/django/cluster.md").read_text().partition("## Settings")[2].partition("\n## ")[0]
+    shown = {}
+    for row in re.findall(r"^\| (`.+?) \| ([0-9., ]+) \|", table, re.MULTILINE):
+        shown |= zip(re.findall(r"`(\w+)`", row[0]), map(float, row[1].split(",")), strict=True)
+
+    assert shown == msgspec.structs.asdict(Thresholds())

@@ -200,7 +200,7 @@ class AgentJobsClient:
             return CancelAnswer(State.CANCELED)
         state = (await self.status(job_id))["state"]
         if state in _UNDER_WAY:
-            raise Unavailable(f"job {job_id} goes on, it could not be stopped: {answers_in_words(answers.problems)}")
+            raise Unavailable(f"job {job_id} still runs, it could not be stopped: {answers_in_words(answers.problems)}")
         return CancelAnswer(state)
 
     async def _ask_all(self, question: Callable[[AgentNode], Awaitable[T]]) -> _NodeAnswers:

@@ -451,7 +451,7 @@ class Download:
             self._note(response)
             self._total = found.size_bytes if found is not None else None
         if not self._sha256:
-            raise ResponseLost("without an ETag nobody knows if this is the rest of the part file of an earlier process")
+            raise ResponseLost("without an ETag this may not be the rest of the part file of an earlier process")
 
     def _start_over(self, response: httpx.Response) -> None:
         if ZIP_TYPE not in response.headers.get("content-type", ""):

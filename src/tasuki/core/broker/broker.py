@@ -227,7 +227,7 @@ class Broker(BrokerState):
                 worker_messages.take_back(self, session, now)
         elif session.identity is not None and silent_s > authentication.IDLE_TIMEOUT_S:
             # Unavailable, since the peer may send the same requests again; after a ProtocolError it must not.
-            return self.hang_up(session.conn, Unavailable(f"nothing was heard for {silent_s:.0f} s"))
+            return self.hang_up(session.conn, Unavailable(f"no message came for {silent_s:.0f} s"))
         elif session.identity is None and now.monotonic - session.opened_at > HANDSHAKE_TIMEOUT_S:
             return self.hang_up(session.conn, ProtocolError(f"no Hello within {HANDSHAKE_TIMEOUT_S:g} s"))
         return []

@@ -290,7 +290,7 @@ def _tell_deleted(state: BrokerState, job_id: str, effects: TurnEffects) -> None
     """Hang up on the watchers of a job that retention deleted before they were told its end: they ask again, and hear so."""
     watching = state.watchers.get(job_id, [])
     for conn in list(watching) if isinstance(watching, list) else [watching]:
-        gone = Unavailable(f"job {job_id} was deleted before its end could be told; ask again")
+        gone = Unavailable(f"job {job_id} was deleted before its end was sent; ask again")
         effects.commands += state.hang_up(conn, gone)
 
 

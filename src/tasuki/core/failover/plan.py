@@ -441,7 +441,7 @@ class FailoverPlan:
         answers = events.answers_in_words(self._answers)
         return DeadlineExceeded(
             f"job {self._job.job_id} has no result after {self._job.limit_s:g} s; {state}; "
-            f"ask again with the same job id to go on waiting{'; ' + answers if answers else ''}"
+            f"call again with the same job id to wait longer{'; ' + answers if answers else ''}"
         )
 
     def _give_up(self, error: TasukiError) -> list[Command]:

@@ -247,7 +247,7 @@ def runs_of(definition: Definition, due: DueTimes, window_s: float) -> Iterator[
     if due.newest_missed is not None:
         count = f"more than {MISSED_COUNT_MAX}" if due.missed > MISSED_COUNT_MAX else str(due.missed)
         what = "nominal time was" if due.missed == 1 else "nominal times were"
-        message = f"{count} {what} missed by more than {window_s:g} s, up to {_text_of(due.newest_missed)}; none of them is run"
+        message = f"{count} {what} missed by more than {window_s:g} s, up to {_text_of(due.newest_missed)}; they are not run"
         yield _planned(definition, due.newest_missed, None, (JobEvent.SKIP, Outcome(error_code="TOO_LATE", message=message)))
     for nominal in due.times:
         yield _planned(definition, nominal, window_s, None)

@@ -26,6 +26,6 @@ class OrderEpochs:
             return f"epoch {epoch} is old: epoch {highest} is known here"
         if epoch > known:
             why = "the database does not answer" if registered is None else f"the database has epoch {registered}"
-            return f"nobody is known to lead under epoch {epoch}: {why}"
+            return f"no leader is known under epoch {epoch}: {why}"
         self.last_obeyed = epoch
         return ""

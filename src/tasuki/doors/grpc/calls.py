@@ -69,7 +69,7 @@ class NodeCalls:
         try:
             answer = await self.call(order.address, order.node_id, request, timeout_s)
         except Unavailable as error:
-            logger.warning("worker %s was not told to start %d runs: %s", order.worker_id, len(runs), error.message)
+            logger.warning("worker %s did not get the order to start %d runs: %s", order.worker_id, len(runs), error.message)
             return
         for (job_id, _), status in zip(runs, answer.statuses, strict=False):
             if status not in (pb.ORDER_STATUS_ACCEPTED, pb.ORDER_STATUS_ALREADY):

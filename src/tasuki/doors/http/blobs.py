@@ -101,7 +101,7 @@ async def put(context: RequestContext) -> BlobStored | BlobPart:
     if offset is None:
         return BlobStored(ref.sha256, size_bytes)
     if offset != stop:
-        raise OffsetConflict(f"blob {ref.sha256} goes on at byte {offset}, not at {start}", offset=offset)
+        raise OffsetConflict(f"blob {ref.sha256} continues at byte {offset}, not at {start}", offset=offset)
     return BlobPart(ref.sha256, size_bytes, offset)
 
 

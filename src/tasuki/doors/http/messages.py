@@ -101,7 +101,7 @@ async def subscribe(context: RequestContext) -> StreamingResponse:
     query = context.request.query_params
     patterns, queue = query.getlist("pattern"), query.get("queue", "")
     if not patterns:
-        raise InvalidInput("say what you want to read: ?pattern=prices.>, several times if you like")
+        raise InvalidInput("name what to read: ?pattern=prices.>, once or several times")
     async with AsyncExitStack() as stack:
         stream = await stack.enter_async_context(_opened(context))
         for pattern in dict.fromkeys(patterns):

@@ -26,7 +26,7 @@ TOKEN_SHARE = 4  # one in so many sessions may be of one token
 KEPT_S = 20.0  # a session without requests, and an ended one, so that its worker can still read why
 LEFT_S = 5.0  # one whose worker disconnected during a poll; a live one comes back at once
 KEPT_MAX_BYTES = 32 * 1024 * 1024  # of frames that are not confirmed; far above what a worker's credit can lead to
-UNKNOWN = "this session is not known here any more; say Hello again"
+UNKNOWN = "this session is unknown here; send Hello again"
 ANSWER_MAX_BYTES = 4 * 1024 * 1024  # of one answer; the rest comes with the next
 
 
@@ -101,7 +101,7 @@ class HttpWorkerSession:
         if self._kept_bytes > KEPT_MAX_BYTES and not self.closed:
             self._kept.clear()
             self._kept_bytes = 0
-            self.leave(Overloaded(f"this worker has not heard more than {KEPT_MAX_BYTES} bytes of what it was told"))
+            self.leave(Overloaded(f"this worker has not confirmed more than {KEPT_MAX_BYTES} bytes of messages"))
         if self._poll is not None and not self._poll.done():
             asyncio.get_running_loop().call_soon(_finish, self._poll)  # after all messages of the same turn
 
@@ -113,7 +113,7 @@ class HttpWorkerSession:
         """Return the frames behind number `heard`, as soon as there are some; none when the time is over."""
         self._confirm(heard)
         if self.closed and not self._kept:
-            raise NotFound(f"{UNKNOWN}: it has ended, as it was told")
+            raise NotFound(f"{UNKNOWN}: it has ended on an order")
         if self._poll is not None:  # abandoned by the worker
             _finish(self._poll)
         poll = self._poll = asyncio.get_running_loop().create_future()
@@ -218,7 +218,7 @@ class WorkerSessions:
         now = self._server.now().monotonic
         for session in list(self._sessions.values()):
             if session.is_silent(now):
-                self.drop(session, f"nothing was heard for {now - session.used_at:.0f} s")
+                self.drop(session, f"no message came for {now - session.used_at:.0f} s")
 
     def close(self) -> None:
         """End all sessions; waiting polls are answered, later requests find no session."""

@@ -263,7 +263,7 @@ class HttpWorkerLink(BaseHttpLink):
                 async with asyncio.timeout(LEAVE_S):
                     await self._leave(self._unsent)
             except (TasukiError, TimeoutError) as error:  # the server notices it when the ttl is over
-                logger.debug("the server could not be told that this worker leaves: %s", error)
+                logger.debug("the server did not get the message that this worker leaves: %s", error)
         await super().wait_closed()
 
     async def _leave(self, unsent: deque[bytes]) -> None:

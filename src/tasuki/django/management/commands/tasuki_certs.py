@@ -61,7 +61,7 @@ class Command(BaseCommand):
         files = {place: _files(folder, place) for place in wanted}
         there = [str(path) for one in files.values() for path in (one.cert, one.key) if path.exists()]
         if there and not options["force"]:
-            raise ConfigError(f"{', '.join(there)} would be replaced: say --force, or choose another --out")
+            raise ConfigError(f"{', '.join(there)} would be replaced: give --force, or choose another --out")
         authority = Authority.of(_files(folder, folder))
         begins = datetime.now(UTC) - timedelta(hours=1)  # clocks of other machines may be behind
         ends = begins + timedelta(days=options["days"])

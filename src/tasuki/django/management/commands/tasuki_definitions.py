@@ -27,12 +27,12 @@ class Command(ActionCommand):
             'Put the definitions of a file, or of TASUKI["definitions"], in force, and delete those that are gone.',
             {
                 "-f, --file": {"metavar": "FILE", "help": "A TOML file with [definitions.NAME] tables. Default: the settings."},
-                "--dry-run": {"action": "store_true", "help": "Only say what would change."},
+                "--dry-run": {"action": "store_true", "help": "Only show what would change."},
             },
         ),
         "run": ("Run one now, whether or not it is enabled.", _NAME),
         "enable": ("Enable one: its times count from now on.", _NAME),
-        "disable": ("Disable one; runs that have begun go on.", _NAME),
+        "disable": ("Disable one; runs that have begun continue.", _NAME),
         "next": ("Show the next times.", {**_NAME, "--count": {"type": int, "default": 5, "help": "So many. Default: 5."}}),
     }
 

@@ -18,7 +18,7 @@ class Command(ActionCommand):
     help = "Look at the nodes of this project, detach workers, have the leader step down, change settings."
     actions = {
         "status": ("Show the leader and all workers.", {}),
-        "detach": ("Give a worker no more jobs; those that it runs go on.", {**_WORKER, **_REASON}),
+        "detach": ("Give a worker no more jobs; running ones continue.", {**_WORKER, **_REASON}),
         "attach": ("Give a worker jobs again.", {**_WORKER, **_REASON}),
         "drain": (
             "Have a worker take no new jobs until it ends, or with --off take some again. It must listen (--grpc).",

@@ -29,7 +29,7 @@ class Command(ActionCommand):
             },
         ),
         "show": ("Show one job.", _ID),
-        "explain": ("Say why a job waits, runs or ended as it did.", _ID),
+        "explain": ("Explain why a job waits, runs or ended as it did.", _ID),
         "logs": (
             "Print the output of a job, or the traceback of a task.",
             {
@@ -39,7 +39,7 @@ class Command(ActionCommand):
                     "default": None,
                     "help": "Default: all.",
                 },
-                "-f, --follow": {"action": "store_true", "help": "Go on until the job has ended."},
+                "-f, --follow": {"action": "store_true", "help": "Follow until the job has ended."},
             },
         ),
         "cancel": ("Cancel jobs; running ones are stopped.", {**_IDS, **_REASON}),
