@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import signal
 import threading
@@ -9,7 +10,11 @@ import threading
 import pytest
 
 from tasuki import Client
+from tasuki.cli import messages
+from tasuki.cli.output import Output
+from tasuki.net.messages import AsyncMessageSubscription
 from tests.cli.commands import DEADLINE_S, Running, User
+from tests.support.waiting import until_async
 
 pytestmark = pytest.mark.e2e
 
@@ -71,6 +76,28 @@ def test_sub_ends_after_so_many_messages(served: tuple[User, Running], options: 
     assert done.returncode == 0, done.stderr
     wanted = [line.replace("%s", subject.partition(".")[2]) for line in lines]
     assert sorted(done.stdout.splitlines()) == sorted(wanted)
+
+
+def test_sub_tells_what_was_dropped_also_while_nothing_comes_and_at_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Exchange:
+        def add(self, subscription: AsyncMessageSubscription) -> None:
+            subscription.answered(None)
+
+    monkeypatch.setattr(messages, "TELL_S", 0.01)
+    hints: list[str] = []
+    monkeypatch.setattr(Output, "hint", lambda output, text: hints.append(text))
+
+    async def main() -> None:
+        subscription = AsyncMessageSubscription(Exchange(), "a.>", "")  # type: ignore[arg-type]
+        printing = asyncio.ensure_future(messages._print_all(Output(), subscription, False, None))
+        subscription.dropped = 3
+        await until_async(lambda: hints)
+        subscription.dropped = 5
+        subscription.end(None)
+        await printing
+
+    asyncio.run(main())
+    assert [hint.partition(" were")[0] for hint in hints] == ["tasuki: 3 messages", "tasuki: 2 messages"]
 
 
 def test_request_prints_the_answer_or_why_there_is_none(served: tuple[User, Running]) -> None:

@@ -16,7 +16,7 @@ from tasuki.cli.store import migrate_store
 from tasuki.clocks import now
 from tasuki.config import DataFolder
 from tasuki.coords.coordination import ClusterMember, Coordination, MemoryCoordination
-from tasuki.core.cluster_messages import ServerInfo, everything
+from tasuki.core.cluster_messages import PIECE_MAX_BYTES, ServerInfo, everything
 from tasuki.core.election import Locked
 from tasuki.core.job import JobSpec
 from tasuki.core.machine import Now
@@ -28,6 +28,8 @@ from tasuki.core.protocol import (
     GiveCredit,
     Heartbeat,
     HeartbeatAnswer,
+    PublishedMessage,
+    PublishMessages,
     Reply,
     Request,
     SubmitJobs,
@@ -85,6 +87,8 @@ class Grapevine:
 
 
 class LocalWakeups:
+    piece_max_bytes = PIECE_MAX_BYTES
+
     def __init__(self, grapevine: Grapevine) -> None:
         self._grapevine = grapevine
 
@@ -98,6 +102,12 @@ class LocalWakeups:
             for listener in self._grapevine.listeners:
                 for piece in pieces:
                     loop.call_soon(listener, piece)
+
+    def publish_messages(self, pieces: Sequence[bytes], lost: Callable[[], None]) -> None:
+        if self._grapevine.cut:
+            lost()
+        else:
+            self.publish(pieces)
 
     async def close(self) -> None:
         self._grapevine.listeners.remove(self._mine)
@@ -434,6 +444,24 @@ def test_what_is_no_hint_and_what_is_no_server_does_no_harm(world: World, caplog
             await until_async(lambda: "is not understood" in caplog.text)
             assert server.broker.cluster.servers == {"future": ServerInfo(server_id="future")}
             assert server.broker.epoch
+
+    run(work)
+
+
+def test_messages_that_could_not_be_passed_on_to_other_servers_are_counted(world: World) -> None:
+    async def work() -> None:
+        async with world.servers("a", "b") as servers:
+            await until_async(lambda: all(server.broker.cluster.servers for server in servers))
+            conn, _ = await client(servers[0])
+            servers[0].received(conn, PublishMessages(5, [PublishedMessage("prices.a")]))
+            world.grapevine.cut = True
+            servers[0].received(
+                conn, PublishMessages(6, [PublishedMessage(f"{group}.a") for group in ("news", "prices", "news")])
+            )
+
+            totals = servers[0].statistics.totals()
+
+            assert {group: counted.unrelayed for group, counted in totals.items()} == {"news": 2, "prices": 1}
 
     run(work)
 

@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractAsyncContextManager, closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -22,7 +23,7 @@ from tasuki.stores.wakeups import BATCH_MAX, MESSAGES_MAX, QUEUE_MAX, Wakeups
 from tests.stores.hearing import LISTENING, RUNNERS, TIMEOUT_S, Ear, hint, listening
 from tests.support.postgres_service import PASSWORD, PostgresService
 from tests.support.redis_service import RedisService
-from tests.support.waiting import until
+from tests.support.waiting import until, until_async
 
 IDLE_S = 0.2
 NOWHERE: dict[str, Callable[[], Wakeups]] = {
@@ -224,8 +225,11 @@ def test_what_was_published_during_an_outage_is_told_as_everything(
     async def scenario() -> None:
         async with server(own_carrier, "a") as (sender, _), server(own_carrier, "b") as (_, b):
             await asyncio.to_thread(own_carrier.service.stop)
+            lost: list[str] = []
+            sender.publish_messages(relay("a", 1, [RelayedMessage(PublishedMessage("a.b"))]), partial(lost.append, "message"))
             for number in range(2 * QUEUE_MAX):
                 sender.publish(split(hint("a", f"job-{number}")))
+            await until_async(lambda: lost, what="a message is given up")
             await asyncio.to_thread(own_carrier.service.start)
             await b.hears(lambda heard: heard.count(LISTENING) == 2 or (heard.count(LISTENING) > 2 and not listens_once_more))
 
@@ -233,6 +237,7 @@ def test_what_was_published_during_an_outage_is_told_as_everything(
             sender.publish(split(hint("a", "job-after")))
 
             await b.hears(is_told("a", "job-after"))
+            assert (lost, [one for one in b.heard if one.relay is not None]) == (["message"], [])
 
     asyncio.run(scenario())
     messages = [record.getMessage() for record in caplog.records if record.name == "tasuki.wakeups"]
@@ -260,16 +265,16 @@ def test_messages_of_any_size_follow_the_hints_and_too_many_are_dropped(carrier:
     async def scenario() -> None:
         async with server(carrier, "a") as (sender, _), server(carrier, "b") as (_, b):
             pieces = relay("a", 1, [large], sender.piece_max_bytes)
-            sender.publish_messages(pieces)
+            lost: list[str] = []
+            sender.publish_messages(pieces, partial(lost.append, "few"))
             sender.publish(split(hint("a", "job-1")))  # in the same turn of the loop: it comes first
-            sender.publish_messages([b"{}"] * MESSAGES_MAX)
-            assert sender.messages_dropped == MESSAGES_MAX
+            sender.publish_messages([b"{}"] * MESSAGES_MAX, partial(lost.append, "many"))
 
             await b.hears(lambda heard: len(heard) == 2 + len(pieces))
             assert b.heard[1] == hint("a", "job-1")
             collected = RelayedPieces()
             got = [collected.take("a", one.relay) for one in b.heard[2:] if one.relay is not None]
-            assert got[-1] == [large]
+            assert (got[-1], lost) == ([large], ["many"])
 
     asyncio.run(scenario())
 

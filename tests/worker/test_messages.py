@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tasuki import AsyncClient, Worker
-from tasuki.core.protocol import PublishedMessage
+from tasuki.core.protocol import DeliverMessages, PublishedMessage
 from tasuki.errors import ConfigError
 from tests.support.processes import start_server
 from tests.support.waiting import until_async
@@ -44,6 +44,7 @@ def test_a_worker_takes_messages_and_publishes_beside_its_jobs(
         serving = asyncio.ensure_future(worker.serve())
         async with AsyncClient(url, token=admin) as client, client.subscribe("done.>") as done:
             await until_async(lambda: "messages of secret.> are not read" in caplog.text, what="both subscriptions are answered")
+            worker._messages.arrived(DeliverMessages([], dropped=7))  # as the server tells it
             for payload in (b"1", b"bad", b"2", b"3"):
                 await client.publish("settings.a", payload)
             job = await client.submit(subject="math.square")
@@ -61,6 +62,7 @@ def test_a_worker_takes_messages_and_publishes_beside_its_jobs(
         asyncio.run(main(server.url, worker_url, server.token, limited))
     assert "the function for messages of settings.> failed on settings.a" in caplog.text
     assert "cannot be used" in caplog.text
+    assert caplog.text.count("7 messages of settings.> were dropped: its function is slower than they come") == 1
 
 
 def test_a_function_for_messages_is_async() -> None:

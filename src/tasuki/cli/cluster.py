@@ -135,9 +135,9 @@ def _group_lines(rows: dict[str, dict[str, Any]]) -> list[str]:
     def cells(group: str, row: dict[str, Any]) -> tuple[object, ...]:
         latencies = ("-" if row[name] is None else shown_latency(row[name]) for name in ("latency_p50_s", "latency_p99_s"))
         hits = f"{row['cache_hits']}/{row['cache_inputs']}"
-        counts = (row[name] for name in ("redelivered", "fenced", "dead", "published", "dropped"))
+        counts = (row[name] for name in ("redelivered", "fenced", "dead", "published"))
         shown = (group, row["queued"], row["running"], row["submitted"], row["finished"], *latencies, *counts)
-        return (*shown, hits, shown_size(row["saved_bytes"]))
+        return (*shown, row["dropped"] + row["unrelayed"], hits, shown_size(row["saved_bytes"]))
 
     heads = ("GROUP", "QUEUED", "RUNNING", "SUBMITTED", "FINISHED", "P50", "P99", "REDELIVERED", "FENCED", "DEAD", "PUBLISHED")
     return table((*heads, "DROPPED", "CACHE HITS", "SAVED"), (cells(group, row) for group, row in rows.items()))

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from tasuki.core.protocol import PublishedMessage
     from tasuki.net.messages import AsyncMessageSubscription
 
+TELL_S = 1.0  # between two looks at what was lost
+
 _message = options(
     argument("subject", metavar="SUBJECT", help="Subject of the message."),
     argument("payload", metavar="[PAYLOAD]", required=False, default="", help="Its contents; - for those of stdin."),
@@ -108,17 +110,32 @@ def sub(output: Output, pattern: str, queue: str, count: int | None, raw: bool, 
 
 
 async def _print_all(output: Output, messages: AsyncMessageSubscription, raw: bool, count: int | None) -> None:
-    printed = told = 0
-    async for message in messages:
-        await asyncio.to_thread(_print, output, message, raw)
-        if messages.dropped > told:
-            lost, told = messages.dropped - told, messages.dropped
+    def tell_losses() -> None:
+        if lost := messages.newly_dropped():
             if output.json:
                 write_line(encode_json({"dropped": lost}))
             output.hint(f"tasuki: {lost} messages were dropped, they came faster than they were read")
-        printed += 1
-        if printed == count:
-            return
+
+    async def tell_while_nothing_comes() -> None:
+        while True:
+            await asyncio.sleep(TELL_S)
+            if not printing:
+                tell_losses()
+
+    printed, printing = 0, False
+    telling = asyncio.ensure_future(tell_while_nothing_comes())
+    try:
+        async for message in messages:
+            printing = True
+            await asyncio.to_thread(_print, output, message, raw)
+            printing = False
+            tell_losses()
+            printed += 1
+            if printed == count:
+                return
+    finally:
+        telling.cancel()
+        tell_losses()
 
 
 def _print(output: Output, message: PublishedMessage, raw: bool) -> None:

@@ -95,6 +95,8 @@ class GroupStatistics(msgspec.Struct, omit_defaults=True):
     """Messages for subscribers, each as often as there were."""
     dropped: int = 0
     """Part of them that a slow subscriber did not get."""
+    unrelayed: int = 0
+    """Published messages that could not be passed on to the other servers."""
     delivery_s: float = 0.0
     """Sum of the latencies from the commit of a submit to that of its first lease."""
     delivery: dict[int, int] = msgspec.field(default_factory=dict)

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 import secrets
+import time
 from collections import deque
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from types import TracebackType
 from typing import Any, Self
 
@@ -36,7 +38,10 @@ from tasuki.event_loop import ignore_result
 from tasuki.net.server_connection import ServerConnection
 from tasuki.net.tcp_link import TcpLink
 
+MessageFunction = Callable[[PublishedMessage], Awaitable[None]]
+
 QUEUE_MAX = 65_536  # messages of one subscription that were not taken yet
+LOSSES_TOLD_S = 10.0  # between two lines of a log about them
 QUEUE_MAX_BYTES = 64 * 1024 * 1024
 
 
@@ -61,6 +66,7 @@ class AsyncMessageSubscription:
         self.queue = queue
         self.dropped = 0
         """Number of messages that were lost because they were not taken fast enough, here or by this client as a whole."""
+        self._dropped_before = 0
         self._client = client
         self._messages: deque[PublishedMessage] = deque()
         self._bytes = 0
@@ -143,6 +149,11 @@ class AsyncMessageSubscription:
             self.end(error)
         elif self._started is not None and not self._started.done():
             self._started.set_result(None)
+
+    def newly_dropped(self) -> int:
+        """Return the number of messages that were lost since the last call."""
+        before, self._dropped_before = self._dropped_before, self.dropped
+        return self.dropped - before
 
     def end(self, error: TasukiError | None) -> None:
         """Let the iteration end, with this error if there is one, after the messages that have come."""
@@ -300,6 +311,19 @@ class MessageExchange:
                 members.append(members.pop(0))
                 members[-1].put(item)
                 return
+
+    async def hand_to(self, function: MessageFunction, pattern: str, queue: str, logger: logging.Logger) -> None:
+        """Subscribe, and call a function with one message after the other; failures and lost messages are logged."""
+        tell_at = 0.0
+        async with AsyncMessageSubscription(self, pattern, queue) as messages:
+            async for message in messages:
+                try:
+                    await function(message)
+                except Exception:
+                    logger.exception("the function for messages of %s failed on %s", pattern, message.subject)
+                if time.monotonic() >= tell_at and (lost := messages.newly_dropped()):
+                    tell_at = time.monotonic() + LOSSES_TOLD_S
+                    logger.warning("%d messages of %s were dropped: its function is slower than they come", lost, pattern)
 
     # ------------------------------------------------------------------------------------------------ publishing
 

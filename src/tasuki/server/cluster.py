@@ -11,6 +11,7 @@ import asyncio
 import itertools
 import logging
 import os
+from collections import Counter
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -34,6 +35,7 @@ from tasuki.core.broker.events import (
 )
 from tasuki.core.cluster_messages import Hint, RelayedPieces, RelayPiece, ServerInfo, decode, relay, split
 from tasuki.core.machine import Now, Ticked
+from tasuki.core.subject import group_of
 from tasuki.errors import TasukiError
 from tasuki.event_loop import BackgroundTasks
 from tasuki.server.roles import LocalServer, Roles
@@ -331,7 +333,8 @@ class Cluster:
                 self._wakeups.publish(split(command.hint))
             case Relay():
                 pieces = relay(self._server.server_id, next(self._relays), command.messages, self._wakeups.piece_max_bytes)
-                self._wakeups.publish_messages(pieces)
+                groups = Counter(group_of(relayed.message.subject) for relayed in command.messages)
+                self._wakeups.publish_messages(pieces, partial(self._server.statistics.unrelayed, groups))
             case StartRuns():
                 self.on_start(command)
             case NoteAssigned():

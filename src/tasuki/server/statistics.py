@@ -103,6 +103,11 @@ class Statistics:
         for item in items:
             self._of(group_of(item.subject)).dropped += 1
 
+    def unrelayed(self, counts: Mapping[str, int]) -> None:
+        """Count messages that could not be passed on to the other servers, by group."""
+        for group, count in counts.items():
+            self._of(group).unrelayed += count
+
     def fetched(self, job_id: str, sha256: str) -> None:
         """Count an input that a worker asks for, if it is a file of a cache."""
         known = self._known.get(job_id)

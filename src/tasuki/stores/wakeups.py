@@ -4,7 +4,7 @@ A carrier promises little, because a hint is never the only way to learn somethi
 reaches the other servers soon, or not at all. `publish` neither blocks nor raises nor grows without bound, and a server that may
 have missed a hint is told to look at everything. A carrier belongs to one event loop, and is used on its thread alone.
 
-Messages of publish/subscribe travel the same way, behind the hints, and those that cannot be sent in time are dropped.
+Messages of publish/subscribe travel the same way, behind the hints. Those that cannot be sent in time are dropped, and counted.
 
 `Wakeups` keeps a connection that listens and, while there are hints to send, one that notifies. It decides what all carriers
 share: the queue of hints to send, when details become an `everything`, how long to wait before the next try, and that an outage
@@ -54,9 +54,8 @@ class Wakeups(ABC, Generic[Connection]):
         self._server_id = server_id
         self._jitter = jitter
         self._queue: list[bytes] = []
-        self._messages: deque[bytes] = deque()
-        self.messages_dropped = 0
-        """Number of pieces of messages that were not sent."""
+        self._messages: deque[tuple[bytes, Callable[[], None]]] = deque()
+        """Pieces of messages, and what is called if they are not sent."""
         self._filled = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
         self._down: set[str] = set()
@@ -109,12 +108,13 @@ class Wakeups(ABC, Generic[Connection]):
             self._queue = [everything(self._server_id)]
         self._filled.set()
 
-    def publish_messages(self, pieces: Sequence[bytes]) -> None:
-        """Send pieces of messages to all servers, all of them or none, after the hints that wait."""
+    def publish_messages(self, pieces: Sequence[bytes], lost: Callable[[], None]) -> None:
+        """Send pieces of messages to all servers, all of them or none, after the hints that wait. `lost` is called once if not
+        all of them were sent."""
         if len(self._messages) + len(pieces) > MESSAGES_MAX:
-            self.messages_dropped += len(pieces)
+            lost()
             return
-        self._messages.extend(pieces)
+        self._messages.extend((piece, lost) for piece in pieces)
         self._filled.set()
 
     async def close(self) -> None:
@@ -140,8 +140,8 @@ class Wakeups(ABC, Generic[Connection]):
         self._is_up("notifying")
         while await self._is_filled_soon():
             batch, self._queue = self._queue[:BATCH_MAX], self._queue[BATCH_MAX:]
-            while self._messages and len(batch) < BATCH_MAX:
-                batch.append(self._messages.popleft())
+            sending = [self._messages.popleft() for _ in range(min(len(self._messages), BATCH_MAX - len(batch)))]
+            batch += [piece for piece, _ in sending]
             if not self._queue and not self._messages:
                 self._filled.clear()
             try:
@@ -152,8 +152,7 @@ class Wakeups(ABC, Generic[Connection]):
                 # Whether it was sent is unknown, and more may pile up until there is a connection again.
                 self._queue = [everything(self._server_id)]
                 self._filled.set()
-                self.messages_dropped += len(self._messages)
-                self._messages.clear()
+                self._messages.extendleft(reversed(sending))
                 raise
 
     async def _is_filled_soon(self) -> bool:
@@ -194,6 +193,10 @@ class Wakeups(ABC, Generic[Connection]):
                 logger.info("hints to other processes of this store travel again")
 
     def _is_down(self, role: str, error: Exception) -> None:
+        if role == "notifying":  # what comes when the service is back would be old
+            for lost in dict.fromkeys(lost for _, lost in self._messages):
+                lost()
+            self._messages.clear()
         if not self._down:
             level = logging.WARNING if time.monotonic() - self._up_at >= OUTAGE_S else logging.INFO
             text = self._describe(error) or type(error).__name__

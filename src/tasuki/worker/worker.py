@@ -24,7 +24,7 @@ import secrets
 import signal
 import socket
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -48,7 +48,7 @@ from tasuki.core.worker import events
 from tasuki.core.worker.machine import WorkerMachine
 from tasuki.errors import ConfigError, TasukiError, Unavailable
 from tasuki.event_loop import BackgroundTasks, loop_factory
-from tasuki.net.messages import AsyncMessageSubscription, MessageExchange, check_subscription
+from tasuki.net.messages import MessageExchange, MessageFunction, check_subscription
 from tasuki.net.server_connection import ServerConnection
 from tasuki.net.tls import client_tls
 from tasuki.version import __version__
@@ -93,7 +93,6 @@ CONNECTED_WITHIN_S = 30.0  # how long a message waits for a connection
 FETCHING = Progress(0.0, "fetching its input files")
 
 logger = logging.getLogger("tasuki.worker")
-OnMessage = Callable[[PublishedMessage], Awaitable[None]]
 Function = TypeVar("Function", bound=Callable[..., Any])
 _decode_spec = msgspec.msgpack.Decoder(JobSpec).decode
 
@@ -173,7 +172,7 @@ class Worker:
         self._folder = None if data is None else data_folder(data).root
         self._transfers = WorkerTransfers(self._connection.blobs, self._folder)
         self._messages = MessageExchange(self._connection, self._apply, self._publish_now, CONNECTED_WITHIN_S)
-        self._message_functions: list[tuple[str, str, OnMessage]] = []
+        self._message_functions: list[tuple[str, str, MessageFunction]] = []
         self._log_follow, self._log_caps = LogFollow(self._send), log_caps
         self._outbox_files: OutboxFiles | None = None
         self._status: StatusFile | None = None
@@ -220,7 +219,7 @@ class Worker:
 
         return register
 
-    def subscribe(self, pattern: str, *, queue: str = "") -> Callable[[OnMessage], OnMessage]:
+    def subscribe(self, pattern: str, *, queue: str = "") -> Callable[[MessageFunction], MessageFunction]:
         """Register an `async def` function for the messages of a pattern; it gets one after the other.
 
             @worker.subscribe("settings.>")
@@ -231,7 +230,7 @@ class Worker:
         """
         check_subscription(pattern, queue)
 
-        def register(function: OnMessage) -> OnMessage:
+        def register(function: MessageFunction) -> MessageFunction:
             if not inspect.iscoroutinefunction(function):
                 raise ConfigError(f"the function for messages of {pattern!r} must be async def")
             self._message_functions.append((pattern, queue, function))
@@ -356,14 +355,9 @@ class Worker:
         if self._status is not None:
             self._tasks.spawn(self._status.keep(self.running_jobs, lambda: self._machine.draining))
 
-    async def _take_messages(self, pattern: str, queue: str, function: OnMessage) -> None:
+    async def _take_messages(self, pattern: str, queue: str, function: MessageFunction) -> None:
         try:
-            async with AsyncMessageSubscription(self._messages, pattern, queue) as messages:
-                async for message in messages:
-                    try:
-                        await function(message)
-                    except Exception:
-                        logger.exception("the function for messages of %s failed on %s", pattern, message.subject)
+            await self._messages.hand_to(function, pattern, queue, logger)
         except TasukiError as error:  # the worker ends, or may not read these
             if not self._done.done():
                 logger.error("messages of %s are not read: %s", pattern, error.message)

@@ -138,6 +138,7 @@ _COUNTERS = (
     ("tasuki_messages_published", "Messages published.", {"published": ()}),
     ("tasuki_message_deliveries", "Messages for subscribers, each as often as there were.", {"deliveries": ()}),
     ("tasuki_messages_dropped", "Messages that a slow subscriber did not get.", {"dropped": ()}),
+    ("tasuki_messages_unrelayed", "Messages that could not be passed on to the other servers.", {"unrelayed": ()}),
 )
 """Names and texts of the counters by group, and the fields of GroupStatistics that they have, with the value of another label."""
 _FURTHER_LABELS = {"tasuki_jobs_ended": ("state",), "tasuki_jobs_retried": ("why",)}
