@@ -332,6 +332,7 @@ def test_the_watcher_of_a_rerun_is_not_given_the_ending_before_it(world: Harness
     second.finish("a", b"second life")
     world.settle()
     assert other.result("a").outcome.result == b"second life"
+    assert [result.generation for result in other.results["a"]] == [1]
 
 
 def test_a_result_tells_the_generation_it_belongs_to(world: Harness) -> None:
