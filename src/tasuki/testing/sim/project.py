@@ -99,7 +99,7 @@ class Project:
         self.world = world
         self.storage = storage
         self.last: dict[int, tuple[Definition, float]] = {}
-        """Definitions as they were last written, with the highest time that the store's clock had shown by then."""
+        """Definitions as they were last written, with the highest time that the store's clock had shown by then, or that of the last event."""
         self.emitted: list[EventRow] = []
 
     def write(self, operation: Operation) -> None:
@@ -115,7 +115,8 @@ class Project:
     def _define(self, definition: Definition, *, is_gone: bool) -> None:
         clock = self.storage.clock
         definition = replace(definition, changed_at=clock.wall(), enabled=definition.enabled and not is_gone)
-        self.last[definition.id] = definition, clock.highest_wall()
+        by_event = definition.type == "event"
+        self.last[definition.id] = definition, float(len(self.emitted)) if by_event else clock.highest_wall()
         self._store_definition(definition, is_gone=is_gone)
         self.world.tell(
             DefinitionEvent(
@@ -123,7 +124,7 @@ class Project:
                 definition=str(definition.id),
                 policy="allow" if is_gone else definition.policy,
                 enabled=definition.enabled,
-                by_event=definition.type == "event",
+                by_event=by_event,
                 every_s=int(definition.schedule_value),
             )
         )
@@ -159,7 +160,8 @@ class Project:
 
     def tell_what_was_due(self) -> None:
         for number, (definition, since) in self.last.items():
-            times: list[float] = [event.created_at for event in self.emitted]
+            # What came before an outage let the definition be written is over.
+            times: list[float] = [event.created_at for event in self.emitted if event.created_at > since]
             if definition.type == "time":
                 schedule = _parsed("", definition.schedule_value)
                 times = list(schedule.times(since, None)) if definition.enabled else []  # type: ignore[arg-type]
