@@ -640,16 +640,18 @@ for _ in range(2):
     if not dead.filter(state="FAILED").exists():
         dead.update(state="FAILED", ready=0, error_code="EXIT_CODE", finished_at=time.time())
 page = operator.get("/ops/dead/").content.decode()
+csv = operator.get("/ops/dead/?list=letters&format=csv").content.decode().splitlines()
 one = said(post(operator, "/ops/dead/", action="rerun_one", id="dead-0"))
 rest = said(post(operator, "/ops/dead/", action="rerun", id="EXIT_CODE"))
 states = dict(JobRun.objects.values_list("idempotency_key", "state"))
 refused = post(operator, "/ops/dead/", action="rerun_one", id=f"e1-{nightly.pk}")
-print(json.dumps([page.count('value="rerun_one"'), "There are more than" in page, one, rest, states, refused.status_code]))
+print(json.dumps([page.count('value="rerun_one"'), "There are more than" in page, len(csv), one, rest, states,
+                  refused.status_code]))
 """,
     )
 
-    buttons, says_more, one, rest, states, refused = found
-    assert (buttons, says_more) == (4, False)
+    buttons, says_more, exported, one, rest, states, refused = found
+    assert (buttons, says_more, exported) == (4, False, 5)
     assert one == "/ops/dead/: Run again: 1."
     assert rest.startswith("/ops/dead/: Run again: 2. Refused: 1: job 'e1-1' cannot run now: run e2-1 of the same definition")
     assert [states[name] for name in ("dead-0", "dead-1", "dead-2", "e1-1")] == ["PENDING"] * 3 + ["FAILED"]

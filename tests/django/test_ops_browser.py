@@ -276,8 +276,10 @@ def test_times_are_those_of_the_viewers_zone(server: ServerProcess, home: Home, 
 def test_screens_of_a_server_are_accessible_and_fit_a_phone(
     server: ServerProcess, home: Home, browser: Browser, theme: Any
 ) -> None:
-    with worker_of(server), server.client() as client:
-        job_id = client.run("sh", "-c", "echo done; exit 1", retries=0, check=False).job_id
+    with worker_of(server, "--worker-id", "w" * 64), server.client() as client:
+        job_id = "j" * 100
+        long = client.submit(exec="sh", args=["-c", "exit 1"], retries=0, job_id=job_id, subject=".".join(["x" * 60] * 3))
+        long.outcome(TIMEOUT_MS / 1000)
         context = new_context(browser, color_scheme=theme, storage_state=home.context.storage_state())
         some = ("", "jobs/", f"jobs/{job_id}/", "run/", "dead/", "workers/", "subjects/?subject=a&exec=sh", "tokens/", "caches/")
         look_at(context.new_page(), home.url, (*some, "audit/", "login/"), f"server-{theme}")

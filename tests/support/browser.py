@@ -28,6 +28,7 @@ from tests.support.processes import SOURCE
 AXE_VERSION = "4.10.3"
 PICTURES = SOURCE.parent / "build" / "pictures"
 TIMEOUT_MS = 30_000  # on a machine with other load
+WINDOW = {"width": 1200, "height": 900}
 PHONE = {"width": 390, "height": 800}
 _FLAGS = (
     "--no-sandbox",
@@ -93,7 +94,7 @@ def keep_picture(page: Page, name: str) -> None:
 
 def new_context(browser: Browser, **options: Any) -> BrowserContext:
     """Return a browser's window without cookies, which says yes to every question."""
-    context = browser.new_context(**{"viewport": {"width": 1200, "height": 900}, "locale": "en-GB", **options})
+    context = browser.new_context(**{"viewport": WINDOW, "locale": "en-GB", **options})
     context.set_default_timeout(TIMEOUT_MS)
     context.on("dialog", lambda dialog: dialog.accept())
     context.add_init_script(_WATCH_POLICY)
@@ -110,10 +111,11 @@ def look_at(page: Page, url: str, names: tuple[str, ...], picture: str) -> None:
     """Look at each screen at two widths: nothing that its policy refuses, nothing serious against accessibility, nothing wider
     than the page."""
     for name in names:
-        page.set_viewport_size({"width": 1200, "height": 900})
+        page.set_viewport_size(WINDOW)
         page.goto(f"{url}/ops/{name}", wait_until="networkidle")
         assert refused_by_policy(page) == [], name
         assert violations(page) == [], name
+        assert page.evaluate("document.documentElement.scrollWidth") <= WINDOW["width"], f"{name} scrolls"
         keep_picture(page, f"{picture}-{re.sub(r'[^a-z].*', '', name) or 'overview'}")
         page.set_viewport_size(PHONE)
         assert page.evaluate("document.documentElement.scrollWidth") <= PHONE["width"], f"{name} scrolls on a phone"

@@ -134,8 +134,8 @@ def screen(template: str, *, change: str = "", needs: str = "") -> Callable[[Scr
                 return render(request, "problem", values, 403 if isinstance(error, Forbidden) else 400)
             if isinstance(found, HttpResponseBase):
                 return found
-            if (kind := request.GET.get("format")) and isinstance(table := found.get("table"), Table):
-                return _exported(table, kind, function.__name__)
+            if (kind := request.GET.get("format")) and isinstance(table := found.get(request.GET.get("list", "table")), Table):
+                return _exported(table, kind, request.GET.get("list", function.__name__))
             return render(request, template, {"may": bool(change) and user.has_perm(change), **found})
 
         return answer

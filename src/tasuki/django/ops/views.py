@@ -442,7 +442,8 @@ def dead(request: HttpRequest) -> HttpResponse | dict[str, Any]:
     one = Button("rerun_one", _("Run again"), _("Run this job again, under its id?"))
     looked = ngettext("%d dead letter", "%d dead letters", len(found)) % len(found)
     of_job = {name: label for name, label in job_columns().items() if name != "created"} | {"message": _("Message")}
-    letters = Table(of_job, [_dead_row(view) for view in found[:PAGE]], {"job_id": "job"}, buttons=[one])
+    shown = found if "format" in request.GET else found[:PAGE]
+    letters = Table(of_job, [_dead_row(view) for view in shown], {"job_id": "job"}, buttons=[one])
     return {
         "title": _("Dead letters"),
         "table": Table(columns, rows, empty=_("No dead letter: every job that failed has succeeded since."), buttons=[button]),
