@@ -99,7 +99,8 @@ class Project:
         self.world = world
         self.storage = storage
         self.last: dict[int, tuple[Definition, float]] = {}
-        """Definitions as they were last written, with the highest time that the store's clock had shown by then, or that of the last event."""
+        """Definitions as they were last written, with the highest time that the store's clock had shown by then, or that of the
+        last event."""
         self.emitted: list[EventRow] = []
 
     def write(self, operation: Operation) -> None:
