@@ -245,20 +245,31 @@ dies()
 before = time.monotonic()
 try_again()
 took_s = time.monotonic() - before
+loop = alerts.AlertLoop("default", project_settings().alerts)
+Alert.objects.update(next_at=1.0)
+due = Alert.objects.filter(next_at=1.0).count()
+loop._thread.submit(loop._step)
+while Alert.objects.filter(next_at=1.0).count() == due:
+    time.sleep(0.01)
+began = time.monotonic()
+loop.close()
+closed_s = time.monotonic() - began
+loop._thread.shutdown()
 said = []
 alerts.logger.error = lambda text, *values: said.append(text % values)
 Alert.objects.update(created_at=time.time() - 7.1 * 86_400)
 try_again()
-print(json.dumps([took_s, state(), said]))
+print(json.dumps([took_s, closed_s, state(), said]))
 """
         )
         ended.set()
 
     assert [one[3] for one in told] == [False, True]
     assert len(receiver.got) == 1
-    took_s, given_up, said = began_and_ended
+    took_s, closed_s, given_up, said = began_and_ended
     assert 0.4 <= took_s < 5.0
-    assert len(called) <= 3, "in each of the three steps only the first alert waits for that receiver"
+    assert closed_s < 0.3, "who stops does not wait for a receiver"
+    assert len(called) <= 4, "in each of the four steps only the first alert waits for that receiver"
     assert all(one[3] and one[4] == "the receiver had not answered within 0.4 s" for one in given_up if one[2] > 1)
     assert any("is given up, as nobody has taken it for 7 days" in text for text in said)
 

@@ -21,6 +21,7 @@ import json
 import logging
 import socket
 import ssl
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -65,6 +66,8 @@ class Alerts:
 
     def __init__(self, alias: str, settings: AlertSettings, coordination: str = "") -> None:
         self._alias, self._settings, self._coordination = alias, settings, coordination
+        self.closing = threading.Event()
+        """Set: no further alert is sent in this step."""
 
     def step(self) -> None:
         """Make the alerts of what happened since the last look, and send those that are due."""
@@ -130,6 +133,8 @@ class Alerts:
         rows = Alert.objects.using(self._alias)
         began, unreachable = time.monotonic(), dict[str, Exception]()
         for row in rows.filter(next_at__lte=now).order_by("next_at", "id")[:SEND_MAX]:
+            if self.closing.is_set():
+                break
             claimed_at = now + time.monotonic() - began
             mine = rows.filter(pk=row.pk, tries=row.tries, next_at__isnull=False)
             if not mine.update(tries=row.tries + 1, next_at=claimed_at + CLAIM_S):
@@ -257,4 +262,6 @@ class AlertLoop:
             connections[self._alias].close()
 
     def close(self) -> None:
+        """Begin no further send. One that is under way ends by itself: the caller's loop must not wait for a receiver."""
+        self._alerts.closing.set()
         self._thread.shutdown(wait=False, cancel_futures=True)
