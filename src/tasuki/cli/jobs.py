@@ -17,13 +17,12 @@ from tasuki.cli.output import ExitCode, Output, plain, table, visible
 from tasuki.client.aio import AsyncClient
 from tasuki.client.types import CancelAnswer
 from tasuki.config import check_app
-from tasuki.core.job import State
+from tasuki.core.job import DEAD, TERMINAL, State
 from tasuki.core.subject import app_subject, check_pattern
 from tasuki.core.units import shown_time
 from tasuki.errors import InvalidInput, NotFound
 
 UNENDED = tuple(str(state) for state in State if not state.terminal)
-UNSUCCESSFUL = ("FAILED", "TIMED_OUT")
 STDERR_SHOWN_BYTES = 4096
 
 job_id_argument = cli.argument("job_id", metavar="JOB", help="Job id.")
@@ -269,7 +268,7 @@ def retry(output: Output, ids: tuple[str, ...], array: str | None, only_failed: 
     """Jobs start with fresh budgets of retries and losses; the attempt number goes on."""
     if bool(ids) == bool(array):
         raise InvalidInput("give either ids or --array ID, as in: tasuki retry ARRAY --only-failed")
-    wanted = UNSUCCESSFUL if only_failed else ENDED
+    wanted = sorted(DEAD if only_failed else TERMINAL)
 
     async def work(client: AsyncClient) -> dict[str, Any]:
         if array:
@@ -347,7 +346,7 @@ def show_dead(output: Output, job_id: str, place: cli.Destination) -> None:
 
     async def work(client: AsyncClient) -> dict[str, Any]:
         [view] = await client.call("get", job_ids=[job_id])
-        if view["state"] not in UNSUCCESSFUL:
+        if view["state"] not in DEAD:
             raise NotFound(f"job {job_id[:128]!r} is {view['state']}, not a dead letter; see: tasuki explain {job_id[:128]}")
         explanation = await client.call("explain", job_id=job_id)
         explanation["facts"].pop("traceback", None)  # it stands in for stderr
@@ -422,8 +421,8 @@ def retry_dead(
         done: list[str] = []
         left: dict[str, str] = {}
         async for views in _named(client, job_ids) if job_ids else pages(client, filter):
-            left |= {view["job_id"]: view["state"] for view in views if view["state"] not in UNSUCCESSFUL}
-            chosen = [view["job_id"] for view in views if view["state"] in UNSUCCESSFUL]
+            left |= {view["job_id"]: view["state"] for view in views if view["state"] not in DEAD}
+            chosen = [view["job_id"] for view in views if view["state"] in DEAD]
             answers = await client.call("requeue", job_ids=chosen, reason=reason) if chosen and not dry_run else {}
             done += [job_id for job_id in chosen if dry_run or answers[job_id]["done"]]
             left |= {job_id: what["state"] for job_id, what in answers.items() if not what["done"]}
@@ -436,7 +435,7 @@ def retry_dead(
     def human() -> Iterable[str]:
         yield from done if dry_run else ()
         for job_id, state in left.items():
-            why = "its payload is gone" if state in UNSUCCESSFUL else "it is not a dead letter"
+            why = "its payload is gone" if state in DEAD else "it is not a dead letter"
             yield f"{job_id}  {state}: not changed, {overlaps.get(job_id) or why}"
         yield f"{len(done)} job(s) would be set going again" if dry_run else f"{len(done)} job(s) set going again"
 
@@ -451,7 +450,7 @@ def _dead_filter(subject: str | None, app: str | None) -> dict[str, Any]:
         subject = app_subject(check_app(app))
     if subject:
         check_pattern(subject)
-    return {"states": list(UNSUCCESSFUL)} | ({"subject": subject} if subject else {})
+    return {"states": sorted(DEAD)} | ({"subject": subject} if subject else {})
 
 
 async def _named(client: AsyncClient, job_ids: Iterable[str]) -> AsyncIterator[list[dict[str, Any]]]:

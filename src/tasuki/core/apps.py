@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 from msgspec.structs import asdict
 
-from tasuki.core.job import RESULT_INLINE_MAX_BYTES, JobIncident, JobSpec, Outcome, State
+from tasuki.core.job import LEASED, RESULT_INLINE_MAX_BYTES, JobIncident, JobSpec, Outcome, State
 from tasuki.core.protocol import META_MAX_BYTES
 from tasuki.core.subject import app_subject
 from tasuki.errors import TooLarge
@@ -135,7 +135,7 @@ def detail_of(state: State, incidents: Sequence[JobIncident], message: str, canc
     last = next((incident for incident in reversed(incidents) if incident.kind not in _PASSING), None)
     if state is State.SUCCEEDED:
         return ""
-    if state in (State.ASSIGNED, State.RUNNING) or last is None or last.kind == "requeued":
+    if state in LEASED or last is None or last.kind == "requeued":
         return cancel_reason
     return "; ".join(filter(None, (cancel_reason, last.reason or message)))
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from tasuki.core.job import READY, TERMINAL, Job, JobIncident, State
+from tasuki.core.job import DEAD, READY, TERMINAL, Job, JobIncident, State
 from tasuki.core.lifecycle import is_late, was_made
 from tasuki.core.pauses import PausedPattern, pause_of
 from tasuki.core.routing import ROUTE_WAIT_S, Candidate, SubjectRoute, choose, facts_of, route_of, why
@@ -471,7 +471,7 @@ def again(job: Job, incidents: Sequence[JobIncident]) -> Sentences:
         where = f" at {incident.worker_id}" if incident.worker_id else ""
         reason = f": {incident.reason}" if incident.reason else ""
         because.append(f"Attempt {incident.attempt}{where} {_EARLIER[incident.kind]}{reason}.")
-    if job.state in (State.FAILED, State.TIMED_OUT) and ended and ended[-1].kind == "dead_lettered":
+    if job.state in DEAD and ended and ended[-1].kind == "dead_lettered":
         because.append(f"There is no further attempt: {ended[-1].reason}.")
     if job.generation:
         because.append(f"It was set going again {job.generation} time(s) after it had ended.")

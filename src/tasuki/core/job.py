@@ -65,6 +65,7 @@ class State(enum.StrEnum):
 
 
 TERMINAL = frozenset({State.SUCCEEDED, State.FAILED, State.CANCELED, State.TIMED_OUT, State.SKIPPED})
+DEAD = frozenset({State.FAILED, State.TIMED_OUT})  # dead letters: no retry remains
 LEASED = frozenset({State.ASSIGNED, State.RUNNING})
 READY = frozenset({State.PENDING, State.ORPHANED})
 

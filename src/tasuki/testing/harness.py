@@ -21,7 +21,7 @@ from tasuki.core.broker.broker import Broker
 from tasuki.core.broker.events import ClusterView, DiskSpace
 from tasuki.core.cluster_messages import Hint
 from tasuki.core.election import TakeOver
-from tasuki.core.job import Job, JobIncident, OnDisconnect, State
+from tasuki.core.job import DEAD, Job, JobIncident, OnDisconnect
 from tasuki.core.machine import Closed, Now, Opened, Peer, Received, Ticked
 from tasuki.core.protocol import FRAME_MAX_BYTES, Message
 from tasuki.core.store_messages import (
@@ -427,7 +427,7 @@ class CheckedHistory(Recorder):
         assert len(jobs) == len(stories), "I2: two jobs of one id"
         for job in jobs:
             self._row(job.job_id, job, always=True)
-            if job.state in (State.FAILED, State.TIMED_OUT):
+            if job.state in DEAD:
                 reasons = [incident.reason for incident in stories[job.job_id] if incident.kind == "dead_lettered"]
                 assert reasons, f"I11: {job.job_id} is {job.state} without a story"
                 assert all(reasons), f"I11: {job.job_id} is {job.state} without a reason"

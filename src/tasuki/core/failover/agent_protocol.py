@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from tasuki.core.job import Progress
+from tasuki.core.job import Progress, is_sha256
 from tasuki.errors import InvalidInput, quoted
 
 ARGS_MAX = 1_000
@@ -36,7 +36,6 @@ FULL, RUNNING, DRAINING, PROGRAM_FAILED, TIMED_OUT, CANCELED, EXEC_NOT_ALLOWED =
 INPUT_NOT_FOUND = "INPUT_NOT_FOUND"
 """Error code of a job that names an input which is not stored."""
 
-_is_sha256 = re.compile(r"[0-9a-f]{64}").fullmatch
 _is_number = re.compile(r"(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]{1,3})?").fullmatch
 
 
@@ -248,7 +247,7 @@ def parse_log_query(stream: str, query: Mapping[str, str]) -> LogQuery:
 
 
 def check_input_hash(text: str) -> str:
-    if _is_sha256(text) is None:
+    if not is_sha256(text):
         raise InvalidInput(f"input {quoted(text)} must be the sha256 of the input, 64 digits of 0-9 a-f; leave it out if unknown")
     return text
 

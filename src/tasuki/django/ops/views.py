@@ -16,7 +16,7 @@ from django.utils.translation import ngettext
 
 from tasuki.core.broker.worker_messages import SILENT_SHARE
 from tasuki.core.explain import takers
-from tasuki.core.job import TERMINAL, State
+from tasuki.core.job import DEAD, TERMINAL, State
 from tasuki.core.routing import PREFIX_BYTES
 from tasuki.core.scheduler.schedule import zone_of
 from tasuki.core.subject import check_pattern, check_subject
@@ -36,7 +36,6 @@ DEAD_NEW_S = 3_600
 DEAD_NEW_MAX = 20
 DEAD_LOOKED_AT = 500
 REFUSED_SHOWN = 10
-DEAD_STATES = (State.FAILED, State.TIMED_OUT)
 INPUTS_SHOWN = 100
 LOG_SHOWN_BYTES = 64 * 1024
 LINE_SHOWN_CHARS = 2_000
@@ -124,7 +123,7 @@ def _alerts(backend: Backend, workers: list[View], leader: str) -> Iterator[str]
         if "heartbeat_age_s" in worker and worker["heartbeat_age_s"] > worker["ttl_s"] * SILENT_SHARE:
             named = {"worker": worker["worker_id"], "age": worker["heartbeat_age_s"]}
             yield _("Worker %(worker)s was not heard of for %(age)d s.") % named
-    newest, _cursor = backend.find(states=list(map(str, DEAD_STATES)), limit=DEAD_NEW_MAX)
+    newest, _cursor = backend.find(states=sorted(DEAD), limit=DEAD_NEW_MAX)
     if dead := sum((view["finished_at"] or 0.0) > time.time() - DEAD_NEW_S for view in newest):
         number = f"{dead}+" if dead == DEAD_NEW_MAX else str(dead)
         yield _("Jobs that failed for good within the last hour: %s. See the dead letters.") % number
@@ -405,7 +404,7 @@ def _rerun(backend: Backend, job_ids: list[str], request: HttpRequest, reason: s
 def dead(request: HttpRequest) -> HttpResponse | dict[str, Any]:
     """Show jobs that failed for good, by reason; run those of a reason again."""
     backend = backend_of(request)
-    found = list(_all_found(backend, DEAD_LOOKED_AT, {"states": list(map(str, DEAD_STATES))}))
+    found = list(_all_found(backend, DEAD_LOOKED_AT, {"states": sorted(DEAD)}))
     groups: dict[str, list[View]] = {}
     for view in found:
         outcome = view["outcome"] or {}

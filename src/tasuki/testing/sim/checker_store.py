@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from tasuki.core.job import LEASED, READY, TERMINAL, State
+from tasuki.core.job import DEAD, LEASED, READY, TERMINAL, State
 from tasuki.core.lifecycle import TAKEOVER_TIE_S
 from tasuki.core.subject import matches
 from tasuki.testing.sim import history
@@ -564,7 +564,6 @@ def _shown(line: history.ReportedEvent) -> str:
 
 # ---------------------------------------------------------------------------------------------------- rows
 
-_DEAD = frozenset({State.FAILED, State.TIMED_OUT})
 """States of a job whose budgets are used up, by one failure or loss more than they allow."""
 
 
@@ -669,13 +668,13 @@ class RowJudge(Judge):
         """Judge I11: the failures and losses that happened, within the budgets; more of them end the job, with a reason."""
         self.evidence["I11"] += 1
         over = max(line.failures - line.max_retries, line.losses - line.max_losses)
-        if over > (line.state in _DEAD):
+        if over > (line.state in DEAD):
             self.found("I11", f"{line.job_id} is {line.state} after {_spent(line)}")
         elif job.counted and history.ReportedEvent in self.told and line.failures != job.failures:
             self.found("I11", f"{line.job_id} has {_spent(line)}, and {job.failures} failures were reported")
         elif job.counted and history.ReapedEvent in self.told and line.losses != job.losses:
             self.found("I11", f"{line.job_id} has {_spent(line)}, and {job.losses} attempts were lost")
-        elif line.state in _DEAD and not line.error_code:
+        elif line.state in DEAD and not line.error_code:
             self.found("I11", f"{line.job_id} is {line.state} without a reason")
 
     def _result(self, job: JobFacts, line: history.RowEvent) -> None:
