@@ -121,7 +121,7 @@ class UnknownFrame(ProtocolError, code="UNKNOWN_FRAME"):
 
 
 class RefusedRequest(InvalidInput):
-    """A request that cannot be read. Its sender expects an answer to `msg_id`, and the connection goes on."""
+    """A request that cannot be read. Its sender expects an answer to `msg_id`, and the connection continues."""
 
     def __init__(self, message: str, msg_id: int, code: str = InvalidInput.code) -> None:
         super().__init__(message)

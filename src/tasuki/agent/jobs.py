@@ -322,7 +322,7 @@ class AgentJobs:
         check_free(self.folders.root, needed_bytes, DISK_FLOOR_BYTES, DISK_FLOOR_INODES)
 
     async def run(self, held: SlotJob, upload: Upload, place: str, stream: AsyncIterable[bytes], sent: str | None) -> FinishedRun:
-        """Receive an upload, run it, and wait for its end. If the client leaves, the run goes on."""
+        """Receive an upload, run it, and wait for its end. If the client leaves, the run continues."""
         held.receiving, held.upload = asyncio.current_task(), upload
         try:
             await self._take_in(held, upload, place, stream, sent)

@@ -1,6 +1,6 @@
 """Responses that carry a result: from a file of this node, from another node, or from the blob store.
 
-A download that was cut goes on with a Range request. One range is supported; several, or an invalid one, get the whole file, as
+A download that was cut continues with a Range request. One range is supported; several, or an invalid one, get the whole file, as
 HTTP allows. A result from elsewhere is verified while it is streamed: the last piece is held back until the hash is known; if it
 differs, the connection is cut. A part of a result cannot be verified here; its reader has the `ETag`.
 """

@@ -6,7 +6,7 @@ lease, which counts only if the lease is still current; until the store has conf
 a claim is requested, a note of it is on this node's disk; a node that was killed settles its notes at the next start,
 before its port opens.
 
-While the store is away, nothing new is run. A running job goes on until its lease expires, and one that
+While the store is away, nothing new is run. A running job continues until its lease expires, and one that
 ended meanwhile waits for the store.
 """
 

@@ -174,7 +174,7 @@ class PartFile:
         return os.fstat(self._descriptor)
 
     def read_into(self, take: Callable[[bytes], object], max_bytes: int | None = None) -> int:
-        """Call `take` with the bytes that are there, go on writing behind them, and return how many there are.
+        """Call `take` with the bytes that are there, continue writing behind them, and return how many there are.
 
         A file with more than `max_bytes` cannot be a part of what is expected, and is emptied.
         """

@@ -363,8 +363,8 @@ def dispatcher(
 ) -> int:
     """A dispatcher keeps no state: run two or more behind one address.
 
-    The first SIGTERM or Ctrl-C lets what is under way end, the second cuts it off; jobs go on at their nodes in any case. SIGHUP
-    makes it read --tls-cert and --tls-key again.
+    The first SIGTERM or Ctrl-C lets requests under way end, the second cuts them off; jobs continue at their nodes in any case.
+    SIGHUP makes it read --tls-cert and --tls-key again.
     """
     _configure_log("a dispatcher", log_level, log_format, output, host_name())
     listener = HttpListener.of(parse_http(listen, DISPATCHER_PORT), tls, config.tokens, drain_timeout)

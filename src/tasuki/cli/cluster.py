@@ -1,7 +1,7 @@
 """`tasuki servers`, `workers`, `stats`: the servers, their workers, how many jobs are in each state; `detach`, `attach`,
 `degrade-leader`: who gets work, and who leads.
 
-`tasuki pause`, `resume`: subjects whose jobs wait until somebody lets them go on.
+`tasuki pause`, `resume`: subjects whose jobs wait until somebody lets them continue.
 
 `tasuki token`: who may connect. A secret is made here and shown once; the server gets and keeps only its hash.
 """
@@ -163,7 +163,7 @@ def _stats_lines(groups: dict[str, dict[str, int]], workers: list[dict[str, Any]
 @flag("--now", help="Take the jobs away that it has: others get them at once.")
 @connection_options()
 def detach(output: Output, worker_id: str, reason: str, now: bool, place: Destination) -> None:
-    """Jobs that the worker runs go on, unless --now ends them: a job that was started counts as lost."""
+    """Jobs that the worker runs continue, unless --now ends them: a job that was started counts as lost."""
     _change("detach", worker_id, place, output, reason=reason, now=now)
 
 
@@ -178,7 +178,7 @@ def attach(output: Output, worker_id: str, place: Destination) -> None:
 @option("--reason", metavar="TEXT", default="", help="For the others.")
 @connection_options()
 def degrade_leader(output: Output, reason: str, place: Destination) -> None:
-    """Another server is elected within seconds; running jobs go on."""
+    """Another server is elected within seconds; running jobs continue."""
     answer = with_client(place, lambda client: client.call("degrade", reason=reason), embedded=False)
     output.show(answer, lambda: [f"server {answer['server_id']} steps down with its next heartbeat"])
 
@@ -213,7 +213,7 @@ def _change(verb: str, worker_id: str, place: Destination, output: Output, **par
 @option("--reason", metavar="TEXT", default="", help="For the others.")
 @connection_options()
 def pause(output: Output, pattern: str | None, reason: str, place: Destination) -> None:
-    """Jobs that run go on, and new ones are accepted: they wait until tasuki resume."""
+    """Jobs that run continue, and new ones are accepted: they wait until tasuki resume."""
     if pattern is not None:
         _set_paused("pause", pattern, place, output, reason=reason)
         return

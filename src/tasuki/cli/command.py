@@ -71,7 +71,7 @@ SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
     "Node agents, without a server": {
         "agent": ("agent.agent", "Run programs for clients that send files over HTTP."),
         "dispatcher": ("agent.dispatcher", "Send jobs to node agents that have a free slot."),
-        "nodes": ("agents.nodes", "List node agents, the best first, and those that are left out."),
+        "nodes": ("agents.nodes", "List node agents, the best first, and those left out."),
     },
     "Operate": {
         "doctor": ("doctor.doctor", "Check Python, SQLite, the data folder, its server and store."),

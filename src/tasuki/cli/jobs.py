@@ -265,7 +265,7 @@ def _traceback_lines(facts: dict[str, Any]) -> Iterable[str]:
 @cli.connection_options()
 @cli.quiet_option
 def retry(output: Output, ids: tuple[str, ...], array: str | None, only_failed: bool, reason: str, place: cli.Destination) -> int:
-    """Jobs start with fresh budgets of retries and losses; the attempt number goes on."""
+    """Jobs start with fresh budgets of retries and losses; the attempt number continues."""
     if bool(ids) == bool(array):
         raise InvalidInput("give either ids or --array ID, as in: tasuki retry ARRAY --only-failed")
     wanted = sorted(DEAD if only_failed else TERMINAL)

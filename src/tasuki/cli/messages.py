@@ -1,4 +1,4 @@
-"""`tasuki pub`, `tasuki sub` and `tasuki request`: messages to whoever is subscribed now; they are stored nowhere."""
+"""`tasuki pub`, `tasuki sub` and `tasuki request`: messages to the present subscribers; they are stored nowhere."""
 
 from __future__ import annotations
 

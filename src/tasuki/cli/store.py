@@ -45,7 +45,7 @@ COUNTED = ("reaped", "skipped", "promoted", "pruned", "blobs_deleted")
 @data_option
 @option("--blobs/--no-blobs", default=True, help="With the bytes of large inputs and results.")
 def backup(output: Output, file: Path, data: Path | None, blobs: bool) -> int:
-    """The server may go on running.
+    """The server may continue running.
 
     Tokens are in the backup as hashes only; the folder's own admin token file is not in it.
     """
@@ -179,7 +179,7 @@ def _folder_with_store(data: Path | None, way_out: str) -> DataFolder:
 def migrate(output: Output, data: Path | None, store: str | None, forget_coordination: bool) -> None:
     """No server may be running on a data folder.
 
-    On PostgreSQL servers of the version before may go on, unless this says otherwise.
+    On PostgreSQL servers of the version before may continue, unless this says otherwise.
     """
     if forget_coordination and (not store or is_redis(store)):
         raise InvalidInput("--forget-coordination is for servers on PostgreSQL: give --store postgresql://…")

@@ -186,7 +186,7 @@ def _spec(fields: dict[str, Any], array_id: str, element: jobspec.ArrayJob, uplo
 @connection_options()
 @quiet_option
 def wait(output: Output, ids: tuple[str, ...], timeout: float | None, place: Destination) -> int:
-    """Exit 0 if all of them succeeded, 1 if not, 5 if the time is over: jobs go on."""
+    """Exit 0 if all of them succeeded, 1 if not, 5 if the time is over: jobs continue."""
     return with_client(place, lambda client: _wait(client, ids, timeout, output))
 
 

@@ -209,7 +209,7 @@ class AsyncClient(CacheCalls):
             raise
 
     async def close(self) -> None:
-        """Close the connection. Jobs go on; their results can be asked for later by id."""
+        """Close the connection. Jobs continue; their results can be asked for later by id."""
         self._messages.close()
         self._closed = True
         await self._connection.close()
@@ -274,7 +274,7 @@ class AsyncClient(CacheCalls):
                     self._ready.set_exception(command.error)
 
     def _send(self, message: Message) -> None:
-        """Send a message; if it cannot be encoded, its own call fails, and the link and all other calls go on."""
+        """Send a message; if it cannot be encoded, its own call fails, and the link and all other calls continue."""
         link = self._connection.link
         if link is None:
             return
@@ -351,8 +351,8 @@ class AsyncClient(CacheCalls):
             async for message in client.subscribe("prices.>"):
                 print(message.subject, message.payload)
 
-        Of all subscribers with the same `queue`, one gets a message. After a lost connection the subscription goes on, at another
-        server if there is one; messages of the meantime are lost. A slow reader loses messages too: `dropped` counts them.
+        Of all subscribers with the same `queue`, one gets a message. After a lost connection the subscription continues at
+        another server, if there is one; messages of the meantime are lost. A slow reader loses some too: `dropped` counts them.
         """
         check_subscription(pattern, queue)
         return AsyncMessageSubscription(self._messages, pattern, queue)

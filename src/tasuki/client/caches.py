@@ -152,7 +152,7 @@ class CacheCalls(ABC):
             job = await client.submit(subject="render.eu", files=[InputFile("a.bin", cache=("scene-7", "assets/a.bin"))])
 
         Names of a cache are never overwritten: CacheConflict for one with other bytes. The put ends when as many workers as
-        `require` says (`all`, `3`, `90%`) have the files, or no longer can; others go on by themselves. A worker that makes no
+        `require` says (`all`, `3`, `90%`) have the files, or no longer can; others continue by themselves. A worker that makes no
         progress for `idle_timeout_s` is FAILED, and fetches the files when a job needs them. The same put again continues.
         """
         given = [paths] if isinstance(paths, str | os.PathLike) else list(paths)

@@ -326,7 +326,7 @@ class Client:
         self.close()
 
     def close(self) -> None:
-        """Close the connection. Jobs go on; their results can be asked for later by id."""
+        """Close the connection. Jobs continue; their results can be asked for later by id."""
         self._thread.close()
 
     @property

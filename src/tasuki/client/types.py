@@ -445,7 +445,7 @@ class AsyncJobHandle(Generic[T]):
     async def outcome(self, timeout: float | None = None) -> JobResult:
         """Wait for the end of the job, in any state; DeadlineExceeded (a TimeoutError) after `timeout` seconds.
 
-        The job goes on after that, and can be asked for again: `client.job(job_id)`.
+        The job continues after that, and can be asked for again: `client.job(job_id)`.
         """
         if timeout is None and not self._job.done and not self._client.hinted:
             try:

@@ -258,7 +258,7 @@ class MemoryCoordination(Coordination):
             return frozenset(self._detached)
 
     def close(self) -> None:
-        """Do nothing: other members go on using this object."""
+        """Do nothing: other members continue using this object."""
 
 
 def _seen_by(member: ClusterMember, seen: Mapping[str, int], age_s: float) -> LiveMember:

@@ -106,7 +106,7 @@ class Identity(msgspec.Struct, frozen=True, gc=False):
                 raise Forbidden(f"this token may not subscribe to {pattern!r}; its scope is {', '.join(self.scope)}")
 
     def check_publish(self, subject: str) -> None:
-        if self.admin or not self.scope or subject.startswith(INBOX):  # whoever asked waits there for the answer
+        if self.admin or not self.scope or subject.startswith(INBOX):  # the caller waits there for the answer
             return
         if not any(matches(pattern, subject) for pattern in patterns_for(PUBLISH, self.scope)):
             raise Forbidden(f"this token may not publish to {quoted(subject)}; its scope is {', '.join(self.scope)}")

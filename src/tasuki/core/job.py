@@ -256,7 +256,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     progress: Progress | None = None
     """The latest attempt's last report of progress; a grant clears it."""
     confirming_until: float | None = None
-    """Wall time until which its worker, which was cut off or detached, asks whether it may go on; a grant clears it."""
+    """Wall time until which its worker, which was cut off or detached, asks whether it may continue; a grant clears it."""
 
     def __post_init__(self) -> None:
         if self.state in LEASED and self.lease is None:
@@ -630,7 +630,7 @@ def differing_fields(one: JobSpec, other: JobSpec) -> list[str]:
 # ---------------------------------------------------------------------------------------------------- arguments in Python
 
 NESTING_MAX = 100
-"""Lists and objects inside each other in a JSON value: each level takes a part of the stack of whoever reads it."""
+"""Lists and objects inside each other in a JSON value: each level takes a part of the stack of its reader."""
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode_specs = msgspec.msgpack.Decoder(list[JobSpec]).decode

@@ -33,7 +33,7 @@ REASSIGN_AFTER_S = 60.0  # an assigned run that nobody has fetched so long after
 RETRY_DELAY_MAX_S = 300.0
 RETENTION_DAYS = 30.0
 BLOB_GRACE_S = 3600.0
-# A restored store goes on from the next multiples (docs/decisions/0024): the millions of an attempt count the restores.
+# A restored store continues from the next multiples (docs/decisions/0024): the millions of an attempt count the restores.
 ATTEMPT_STEP = 1_000_000
 EPOCH_STEP = 1_000_000_000  # an epoch costs the start of a server: a hundred a second reach this in four months
 
@@ -193,7 +193,7 @@ def was_made(attempt: int) -> bool:
 
 
 def attempt_again(attempt: int, epoch: int) -> int:
-    """Return the attempt after which a retried job goes on: above all that were made before the store was last restored."""
+    """Return the attempt after which a retried job continues: above all that were made before the store was last restored."""
     return max(attempt, epoch // EPOCH_STEP * ATTEMPT_STEP)
 
 

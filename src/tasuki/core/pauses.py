@@ -1,7 +1,7 @@
 """Pauses: patterns of subjects whose waiting jobs are granted to nobody until somebody resumes them. Pure.
 
 A pause is a row of the store, so it holds on every server from the turn on that stores it. Submits are accepted all the same, and
-jobs that a worker has go on. There are few pauses (PAUSES_MAX), which a lease reads at its beginning, and however many jobs wait
+jobs that a worker has continue. There are few pauses (PAUSES_MAX), which a lease reads at its beginning. However many jobs wait
 below one, a walk over the index of ready jobs jumps over them: `unpaused` cuts a pause's range of subjects out of a walk's range.
 """
 
@@ -34,7 +34,7 @@ class PauseAnswer(enum.StrEnum):
 
     DONE = "done"
     AS_BEFORE = "as_before"
-    """The pattern was paused before, by whoever did it first; or was not, and cannot be resumed."""
+    """The pattern was paused before, and the first reason stays; or it was not, and cannot be resumed."""
     TOO_MANY = "too_many"
     """There are PAUSES_MAX pauses; nothing was changed."""
 

@@ -351,7 +351,7 @@ class Heartbeat(msgspec.Struct, frozen=True):
 
 
 class HeartbeatAnswer(msgspec.Struct, frozen=True):
-    """Answer to a Heartbeat: every lease that is not named goes on. `servers`: all live ones, if they changed."""
+    """Answer to a Heartbeat: every lease that is not named continues. `servers`: all live ones, if they changed."""
 
     corr_id: int
     cancel: list[str] = []

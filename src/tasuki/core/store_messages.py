@@ -197,7 +197,7 @@ class HeldLease(msgspec.Struct, frozen=True, gc=False):
     is_over: bool = False
     """For `release`, by a server in place of a silent worker: only if no more than the margin is left of the lease."""
     confirm_s: float | None = None
-    """Time within which its worker, which was detached, has to hear whether it may go on; 0: it may. None: as before."""
+    """Time within which its worker, which was detached, has to hear whether it may continue; 0: it may. None: as before."""
 
 
 class LeaseHolder(msgspec.Struct, frozen=True):
@@ -541,7 +541,7 @@ class FiredRuns(msgspec.Struct, frozen=True, gc=False):
 
 
 class ReadyPage(msgspec.Struct, frozen=True, gc=False):
-    """Some queues of ready jobs, and the place to go on at (None: no more). Only the store that gave a place understands it."""
+    """Some queues of ready jobs, and the place to continue at (None: no more). Only the store that gave it understands it."""
 
     queues: list[ReadyQueue]
     place: Any = None
@@ -557,7 +557,7 @@ class TurnNotes(msgspec.Struct, frozen=True, gc=False):
 
 
 class Page(msgspec.Struct, frozen=True):
-    """Some jobs, newest first, and the cursor to go on with (None: no more). A page may be short and still have a cursor."""
+    """Some jobs, newest first, and the cursor to continue with (None: no more). A page may be short and still have a cursor."""
 
     jobs: list[Job]
     cursor: str | None

@@ -117,7 +117,7 @@ class Dispatcher:
                 await self.http.idle.wait()
 
     def hurry(self) -> None:
-        """Cut the requests that still wait; the jobs go on at their nodes."""
+        """Cut the requests that still wait; the jobs continue at their nodes."""
         self.http.hurry()
 
     async def close(self) -> None:

@@ -5,7 +5,7 @@ A lost connection or a 5xx without an outcome leads to the next node, if the bod
 are nodes that cannot run this very job, which does not count against them. While a node works, it is asked for the status of the
 job: a node that does not answer for `silent_s` counts as dead.
 
-A run that was abandoned so may go on for nothing while another node gives the result. When its node answers again, the run is
+A run that was abandoned so may continue for nothing while another node gives the result. When its node answers again, the run is
 stopped if it is exactly the one that was seen there: this id, running, begun at the same moment. Anything else is left alone. The
 list is bounded and in memory: a run that is forgotten ends by itself, and costs a slot until then.
 """

@@ -25,7 +25,7 @@ nothing: `django.setup()` has to come first. The public names below are loaded w
     testing       helpers for the tests of a project
     node          the worker of a project, `manage.py tasuki_worker`
     node_door     its gRPC door
-    continuation  its questions whether runs may go on, when it was cut off or detached
+    continuation  its questions whether runs may continue, when it was cut off or detached
 """
 
 from importlib import import_module

@@ -1,6 +1,6 @@
 """The questions of a node whose worker was cut off or detached: drives `core/scheduler/continuation.py`.
 
-Runs that may go on keep their leases, by the word of the node that said so. Runs that may not are stopped, with all their
+Runs that may continue keep their leases, by the word of the node that said so. Runs that may not are stopped, with all their
 processes; then their leases are ended as losses, and the next attempt starts at once. A worker that a leader has detached, and
 that has no more runs, ends (`on_rejoin`), and its process comes back under another id.
 """

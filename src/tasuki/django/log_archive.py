@@ -43,7 +43,7 @@ from tasuki.wire.compression import ZSTD, decompress
 logger = logging.getLogger("tasuki.django")
 INTERVAL_S = 10.0
 STEP_RUNS = 16  # that are archived in one step
-STEP_PARTS = 2_000  # that one step looks at, the oldest first; the next one goes on where it stopped
+STEP_PARTS = 2_000  # that one step looks at, the oldest first; the next one continues where it stopped
 LOG_MAX_BYTES = 64 * 1024 * 1024  # of one run, in memory while it is archived or read; a longer log stays in the database
 RETRY_S = 2.0  # of one request to a bucket: a page waits for it
 RETRY_MAX_S = 300.0

@@ -2,7 +2,7 @@
 
 Old ones are in the archive (`log_archive`); those who read see no difference.
 
-A log never decides an outcome: what cannot be written is missing, and the job goes on.
+A log never decides an outcome: what cannot be written is missing, and the job continues.
 """
 
 from __future__ import annotations

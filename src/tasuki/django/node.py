@@ -221,7 +221,7 @@ class NodeWorker(Worker):
         return None if active is None else RunningJob(active.attempt.spec.job_id, active.attempt.attempt, "", None)
 
     def confirm_leases(self, lease_ids: tuple[str, ...], asked_at: float) -> None:
-        """Go on: somebody has renewed these leases after this time."""
+        """Continue: somebody has renewed these leases after this time."""
         self._apply(LeasesConfirmed(lease_ids, asked_at))
         self._runner.renewed()
         if self._function_processes is not None:

@@ -87,7 +87,7 @@ class NodeQuestions:
         return float(answer.led_ago_s) if answer.who.role == pb.ROLE_LEADER else None
 
     async def confirms(self, node: ServerInfo, run: RunningJob, renewed_ago_s: float, timeout_s: float) -> bool | None:
-        """Return whether the node says that a run may go on, and has renewed its lease; None: it cannot tell."""
+        """Return whether the node says that a run may continue, and has renewed its lease; None: it cannot tell."""
         asked = pb.ConfirmContinuationRequest(
             run=pb.JobRunRef(job_run_id=run.job_id, attempt=run.attempt), renewed_ago_s=renewed_ago_s
         )

@@ -274,7 +274,7 @@ def save_definition(definition: JobDefinition, *, actor: Actor, reason: str = ""
 
 
 def set_enabled(definition: JobDefinition, enabled: bool, *, actor: Actor, reason: str = "") -> None:
-    """Fire a definition by its schedule or events, or do so no more; runs that are stored go on."""
+    """Fire a definition by its schedule or events, or do so no more; runs that are stored continue."""
     with _noted(actor, DEFINE, "definition.enable" if enabled else "definition.disable", [definition.name], reason):
         definition.enabled = enabled
         definition.save(using=project_settings().database, update_fields=["enabled"])

@@ -8,7 +8,7 @@
 Fixtures for pytest with pytest-django, after `pytest_plugins = ["tasuki.django.testing"]` in conftest.py: `tasuki_jobs` has the
 functions above, `tasuki_immediate` runs each job of the test as soon as it is enqueued.
 
-A task that raises has FAILED, as with a worker, and the test goes on. Unlike with a worker the task shares the test's
+A task that raises has FAILED, as with a worker, and the test continues. Unlike with a worker the task shares the test's
 transaction: one that breaks it on PostgreSQL breaks the test's, too.
 """
 

@@ -301,7 +301,7 @@ class ServerCertificate:
         self._cert, self._key = cert, key
         self.context = self._current = server_tls(cert, key)
         # Called for every handshake, with or without a name. New files cannot be loaded into the old context: it keeps one
-        # certificate for each kind of key, and could go on showing the old one.
+        # certificate for each kind of key, and could continue showing the old one.
         self.context.sni_callback = self._choose
         self._warn()
 

@@ -161,7 +161,7 @@ class TcpLink(asyncio.Protocol):
         self._pauses.add(why)
 
     def resume_reading(self, why: object = None) -> None:
-        """Withdraw a reason; reading goes on when there is no other."""
+        """Withdraw a reason; reading continues when there is no other."""
         if why in self._pauses:
             self._pauses.remove(why)
             if self._undecoded:

@@ -1,6 +1,6 @@
 """Delivery of published messages to the connections of a server: in slices, and never faster than a subscriber reads.
 
-Messages are worth less than jobs. So the loop gives them SLICE_S of each of its turns while more wait, and whoever publishes
+Messages are worth less than jobs. So the loop gives them SLICE_S of each of its turns while more wait, and a publisher
 faster than that is not read from. A subscriber that reads too slowly loses messages: past SUBSCRIBER_MAX_BYTES unread they are
 dropped and counted, and the count is told with the next message, or when the subscriber has caught up.
 """

@@ -510,7 +510,7 @@ class Server:
         except TasukiError as error:
             self._refused(link, error)
             link.send(error_message(query.msg_id, error if query.identity.admin else discreet(error)))
-        except Exception:  # a defect of ours: whoever asked must not wait for ever
+        except Exception:  # a defect of ours: the caller must not wait for ever
             logger.exception("%s failed", query.verb)
             link.send(error_message(query.msg_id, discreet(InternalError(""))))
         else:

@@ -15,7 +15,7 @@ store; workers verify what they get in any case, so further reads at the same ti
 an upload, which was verified as it came.
 
 With presigned URLs the bytes travel between the peer and the bucket. The server signs the URLs, and moves a verified upload to
-its place. Verification takes as long as reading the blob; so it goes on by itself, and the peer asks again.
+its place. Verification takes as long as reading the blob; so it continues by itself, and the peer asks again.
 """
 
 from __future__ import annotations
@@ -427,7 +427,7 @@ class BlobTransfers:
             if fans_out:
                 self._fan_outs[key] = read
             if not verify:
-                self._just_written.remove(key)  # whoever asks again, because the bytes were wrong, is told which store it is
+                self._just_written.remove(key)  # a peer that asks again, because the bytes were wrong, is told which store it is
         try:
             while (some := await read.batch(peer, number)) != []:
                 if some is None:
@@ -587,7 +587,7 @@ class PresignedTransfers:
         return await self._on_thread(lambda: self._presign.upload(place.sha256, place.size_bytes, place.generation, owner))
 
     async def take(self, place: BlobPlace, owner: str, wait_s: float) -> bool:
-        """Verify an upload and move it to its place; False if that takes longer than `wait_s`, and goes on."""
+        """Verify an upload and move it to its place; False if that takes longer than `wait_s`, and continues."""
         upload = (place.sha256, place.generation, owner)
         verifying = self._verifying.get(upload)
         if verifying is None:

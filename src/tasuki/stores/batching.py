@@ -47,7 +47,7 @@ def execute_surely(store: Store, turn: Turn, pause: Pause) -> Answers:
     """Execute a turn, and repeat it while passing problems interrupt it: a restart of the database, a deadlock.
 
     A turn whose commit was interrupted is not repeated before it is known that it was not stored: if it was, the answers that
-    were computed in it are the answers. `pause` waits between tries, and says whether to go on.
+    were computed in it are the answers. `pause` waits between tries, and says whether to continue.
     """
     began = time.monotonic()
     retries: Retries | None = None

@@ -82,7 +82,7 @@ class FiringRecords(Protocol):
 
     def judge(self, runs: Sequence[PlannedRun], reassign_after_s: float | None) -> Sequence[FiredRun]:
         """Let runs start that were stored ahead; one with `waits_for` waits, one with an `end` is terminal. None: nobody can tell
-        their workers, and whoever is free takes them."""
+        their workers, and a free worker takes them."""
 
     def withdraw(self, job_ids: Collection[str]) -> None:
         """Delete runs that were stored ahead and are not judged yet."""

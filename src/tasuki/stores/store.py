@@ -96,7 +96,7 @@ class Reader(Protocol):
         """Return jobs by id, None for an unknown one."""
 
     def find(self, filter: Filter, *, limit: int = 50, cursor: str | None = None) -> Page:
-        """Return jobs by filter, newest first. Bounded work per call: go on with the cursor."""
+        """Return jobs by filter, newest first. Bounded work per call: continue with the cursor."""
 
     def incidents(self, job_id: str) -> list[JobIncident]:
         """Return the unusual events of a job, oldest first."""
@@ -111,7 +111,7 @@ class Reader(Protocol):
         """Return the highest priority of any ready job; None if no job is ready."""
 
     def ready_queues(self, place: Any = None, *, limit: int = 256) -> ReadyPage:
-        """Return queues with ready jobs, the highest priority first; a queue comes once for each priority. Go on with the place.
+        """Return queues with ready jobs, the highest priority first; a queue comes once for each priority. The place leads on.
 
         Bounded work per call. A queue that has ready jobs during a whole walk is in it; one that gets or loses its jobs meanwhile
         may be. Queues of paused subjects are left out, so a page may be short and still have a place.
@@ -199,7 +199,7 @@ class Store(Reader, Protocol):
         """Cancel jobs: waiting ones become CANCELED; leased ones get `cancel_requested`, which `renew` tells their worker."""
 
     def requeue(self, job_ids: Sequence[str], *, actor: str, reason: str = "", generation: int | None = None) -> list[Requeued]:
-        """Set terminal jobs going again: generation + 1, both budgets reset, attempt goes on, the old outcome is an incident.
+        """Set terminal jobs going again: generation + 1, both budgets reset, attempt continues, the old outcome is an incident.
         With `generation` only jobs that still have it: of several callers that read the same end, one sets the job going again.
 
         The spec's own `not_before` holds again, and its `not_after` unless that time is over: the caller wants the job run now.
@@ -220,7 +220,7 @@ class Store(Reader, Protocol):
 
         The work of a call is bounded, whatever waits: patterns without a wildcard are always looked for, a walk for the others
         ends after some hundred queues that it granted nothing from, and `notes().cut` names the requests whose walk was cut
-        short. Their next walk goes on where this one stopped.
+        short. Their next walk continues where this one stopped.
         """
 
     def held(self, holders: Sequence[tuple[str, str, str]]) -> list[list[Grant]]:
@@ -273,7 +273,7 @@ class Store(Reader, Protocol):
         """Grant jobs to chosen workers: ready ones, and runs that `fire` made ahead of their time and nobody has fetched. None
         where the job is neither.
 
-        Nothing is granted of a subject that is paused; a run that was assigned before goes on.
+        Nothing is granted of a subject that is paused; a run that was assigned before continues.
         Until its time a run that was made ahead may be assigned to another worker, which is a new attempt. Until its worker has
         fetched it (`held`), also after its time, it may be assigned to nobody: then None.
         """

@@ -179,7 +179,7 @@ class Wakeups(ABC, Generic[Connection]):
                     await serve(connection)
                 finally:
                     await self._disconnect(connection)
-            except Exception as error:  # noqa: BLE001 - whatever it is, the server goes on without hints, and connecting is tried again
+            except Exception as error:  # noqa: BLE001 - whatever it is, the server continues without hints, and connecting is tried again
                 self._is_down(role, error)
             if connected_at is not None and loop.time() - connected_at >= STEADY_S:
                 backoff.reset()

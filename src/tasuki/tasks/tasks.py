@@ -136,7 +136,7 @@ class Tasks:
             return self._client
 
     def close(self) -> None:
-        """Close the client. Jobs go on; the next use opens another one."""
+        """Close the client. Jobs continue; the next use opens another one."""
         with self._opening:
             client, self._client = self._client, None
         if client is not None and self._client_pid == os.getpid():

@@ -197,7 +197,7 @@ class FunctionProcesses:
     ) -> Outcome:
         """Run the function of that name on the job in a child. Unavailable if there is no template, and will be none.
 
-        `lease_deadline()` returns the boot time at which the attempt must be over; None: it goes on without a lease too.
+        `lease_deadline()` returns the boot time at which the attempt must be over; None: it continues without a lease too.
         A time limit, a stop or the lease's deadline is a SIGKILL to the child's session: a Python function that computes handles
         no other signal. A cancel waits for a function that asks for it.
         """

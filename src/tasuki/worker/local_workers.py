@@ -83,7 +83,7 @@ class LocalWorkers:
 def end_with_stdin(is_connected: Callable[[], bool], grace_s: float = ORPHAN_GRACE_S) -> None:
     """Have a thread drain this worker when stdin ends: the parent holds the other end, and is gone then, however it died.
 
-    Running jobs go on while a server answers (a new parent in the same folder, say); after `grace_s` without one they are
+    Running jobs continue while a server answers (a new parent in the same folder, say); after `grace_s` without one they are
     stopped.
     """
 

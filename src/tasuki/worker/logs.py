@@ -2,7 +2,7 @@
 
 A pipe would block the job when the worker hangs, and RLIMIT_FSIZE would hit its outputs too. So the job appends to a file
 (O_APPEND), whose size is checked every LOOK_S. The bytes between the head and the tail are given back to the disk by a hole in
-the file: nothing moves, the job goes on at the end, and a byte's position in the file is its offset in the stream. Where the
+the file: nothing moves, the job continues at the end, and a byte's position in the file is its offset in the stream. Where the
 file system has no holes the file is truncated to its head instead, and the tail is kept in memory; bytes that the job writes in
 the microseconds of that truncation are lost and not counted.
 

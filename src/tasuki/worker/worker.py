@@ -762,7 +762,7 @@ def disconnect_policy(
     """Return the checked policy of a worker that cannot renew: stop or keep its jobs, the grace before others get them, and the
     lease ttl (None: the server's).
 
-    Over HTTP the connection is what fails first: jobs go on, and leases are longer.
+    Over HTTP the connection is what fails first: jobs continue, and leases are longer.
     """
     usual = OnDisconnect.KEEP if over_http else OnDisconnect.STOP
     chosen = usual if on_disconnect is None else on_disconnect

@@ -184,7 +184,7 @@ class AsyncAgentsClient:
         await self.close()
 
     async def close(self) -> None:
-        """Close the client. Jobs go on; removals that are under way are finished first."""
+        """Close the client. Jobs continue; removals that are under way are finished first."""
         self._checks.cancel()
         await self._checks.wait()
         await self._removals.wait()
@@ -308,7 +308,7 @@ class AgentsClient:
         return self._thread.wait(self._async.ranking())
 
     def close(self) -> None:
-        """Close the client. Jobs go on; a call that waits for one raises."""
+        """Close the client. Jobs continue; a call that waits for one raises."""
         self._thread.close(cancel=True)
 
     def __enter__(self) -> Self:

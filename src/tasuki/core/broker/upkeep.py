@@ -55,7 +55,7 @@ DUTY_INTERVAL_S = 0.25  # reaping, skipping and promoting: three index seeks whe
 IDLE_DUTY_INTERVAL_S = 0.5  # when the last look found nothing, and no attempt runs at this server
 PRUNE_INTERVAL_S = 10.0
 PRUNE_BATCH = 256  # jobs deleted in one turn: small, so that pruning never stalls the hot path
-PRUNE_AGAIN = 128  # jobs pruned in one turn: then there may be many more, and the next turn goes on; fewer wait for the interval
+PRUNE_AGAIN = 128  # jobs pruned in one turn: there may be many more, and the next turn continues; fewer wait for the interval
 COLLECT_INTERVAL_S = 30.0
 SQUEEZED_GRACE_S = 300.0  # while the blobs are over their budget, one that was touched longer ago than this may go
 REAP_BATCH = 256
@@ -197,7 +197,7 @@ class Upkeep:
             self._has_lapsed = True
 
     def done(self, turn: Turn, answers: Answers, now: Now) -> list[Command]:
-        """Tell the peers concerned by a committed turn, and go on at once if there is more than one batch."""
+        """Tell the peers concerned by a committed turn, and continue at once if there is more than one batch."""
         if turn.take_over:
             return [TookOver(turn.epoch, answers.take_over)]
         if turn.epoch == self._state.epoch:

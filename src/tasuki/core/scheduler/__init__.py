@@ -5,7 +5,7 @@
     leader     runs that were stored ahead: which worker gets them, and who is told to start them
     orders     orders of a leader to workers: which of them are obeyed
     sub_leader who is taken to be dead, and who stands first for the leader's place
-    continuation   whether a worker that was cut off or detached may go on with its runs
+    continuation   whether a worker that was cut off or detached may continue its runs
     thresholds settings that are in force without a restart: defaults, ranges, combinations
 
 Stores call `firing` in the leader's turn (`stores/sql/fire.py`, `stores/memory`); `tasuki.django` checks and previews with it.

@@ -1,8 +1,8 @@
-"""The question of a worker that was cut off or detached, whether it may go on with its runs. Pure; one per worker.
+"""The question of a worker that was cut off or detached, whether it may continue its runs. Pure; one per worker.
 
 Theory of operation. Two things make a worker ask. Its leases near their deadlines, since no renewal was answered: it is cut off
 from the store. Or a leader has detached it: somebody believes that it is gone. It asks the leader and the sub-leaders, some
-times, and goes on if one of them has renewed the lease for it.
+times, and continues if one of them has renewed the lease for it.
 
     cut off      nobody says yes: the worker's own deadline ends the attempt, as ever, before the store gives the run to another
     detached     the run is CONFIRMING in the store from before the first question, which also extends its lease; if nobody says

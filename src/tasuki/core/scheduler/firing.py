@@ -52,7 +52,7 @@ DJANGO_EXEC = "django"
 SKIP_LATE_RUNS_AFTER_S = 300.0
 SKIP_LATE_RUNS_AFTER_MAX_S = 366 * 86400.0
 PROBLEM_RETRY_S = 60.0  # until a definition that cannot be fired is looked at again: it, or a package, may be in order then
-RUNS_AT_ONCE = 60  # of one definition in one turn; the next turn goes on with the rest
+RUNS_AT_ONCE = 60  # of one definition in one turn; the next turn continues with the rest
 RUNS_PER_TURN = 1024  # of all definitions and events; more wait for the next turn, which comes at once
 # Nominal times that a SKIPPED run counts, 16 µs each: after a long stop a turn counts those of 256 definitions, and a transaction
 # that computes for 5 s is ended by PostgreSQL.
@@ -79,7 +79,7 @@ class ConcurrencyPolicy(enum.StrEnum):
 
 
 def default_policy(definition_type: str) -> str:
-    """Return the rule that loses nothing: a time may be left out while a run goes on, another one comes; an event may not."""
+    """Return the rule that loses nothing: a time may be left out while a run continues, another one comes; an event may not."""
     return (ConcurrencyPolicy.ALLOW if definition_type == DefinitionType.EVENT else ConcurrencyPolicy.FORBID).value
 
 

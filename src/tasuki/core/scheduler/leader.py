@@ -7,7 +7,7 @@ not come to, or its successor does not know of, is in the next list.
     not due, nobody's               assigned to the least loaded worker that may take it
     not due, its worker is gone     assigned to another one, or to nobody
     due, assigned                   its worker is ordered to start it, at each look until it has fetched it
-    due, its worker is gone         taken back: it is ready, and whoever is free takes it
+    due, its worker is gone         taken back: it is ready, and a free worker takes it
 
 A run that nobody could be assigned to becomes ready at its time, and is pulled. An order is a hint: the store alone says what is
 assigned to whom, so that one that is lost, late or doubled does no harm. What a worker has fetched is not in the list: from then

@@ -18,7 +18,7 @@ class OrderEpochs:
     def problem(self, epoch: int, known: int, registered: int | None) -> str:
         """Return why an order under this epoch is refused; empty: it is obeyed, and from now on none below it.
 
-        `known` is the highest epoch that the node has heard of, `registered` the one that the store has; None: it did not answer.
+        `known` is the highest epoch that the node knows, `registered` the one that the store has; None: it did not answer.
         """
         known = max(known, registered or 0)
         highest = max(known, self.last_obeyed)

@@ -1,7 +1,7 @@
 """Sub-leaders: the members that are taken to be dead, and the one that stands first for the leader's place. Pure.
 
 A member is *suspected* when it was not seen for a time: a leader whose turns the store did not take, a worker without heartbeats.
-That alone proves nothing, since whoever looks may be the one that is cut off. So suspects are asked, and one that leaves several
+That alone proves nothing, since the observer may be the one that is cut off. So suspects are asked, and one that leaves several
 calls in a row unanswered is taken to be dead. Neither conclusion needs to be true: a leader that is deposed is fenced by the
 store, and a worker that is detached keeps its leases.
 """

@@ -1,6 +1,6 @@
 """The thresholds of a Django project's scheduler, as one row of its database has them: defaults, ranges, combinations. Pure.
 
-Nodes read the row each tick; whoever changes it needs no restart (`django/models.py`: SchedulerSettings).
+Nodes read the row each tick; a change needs no restart (`django/models.py`: SchedulerSettings).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Thresholds(msgspec.Struct, frozen=True, kw_only=True):
     """How long before its time a run is given to a worker."""
     heartbeat_interval_seconds: float = 1.0
     heartbeat_ttl_seconds: float = 5.0
-    """A process that was not heard of for so long is taken to be dead."""
+    """A process that was silent for so long is taken to be dead."""
     worker_detach_grace_seconds: float = 5.0
     """A worker that does not answer is detached no sooner."""
     leader_stale_seconds: float = 5.0
@@ -38,7 +38,7 @@ class Thresholds(msgspec.Struct, frozen=True, kw_only=True):
     max_jobs_per_worker: int = 0
     """No worker runs more at once, whatever its slots; 0: as many as it has slots."""
     continuation_retry_count: int = 3
-    """How often a worker that was cut off asks whether it may go on."""
+    """How often a worker that was cut off asks whether it may continue."""
     continuation_retry_interval_seconds: float = 0.3
     grpc_ping_timeout_seconds: float = 0.3
     grpc_ping_failures: int = 3
@@ -46,7 +46,7 @@ class Thresholds(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def questions_s(self) -> float:
-        """The time that all questions whether one run may go on take."""
+        """The time that all questions whether one run may continue take."""
         return self.continuation_retry_count * self.continuation_retry_interval_seconds + self.grpc_ping_timeout_seconds
 
 

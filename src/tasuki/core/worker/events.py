@@ -82,7 +82,7 @@ class LeasesConfirmed(msgspec.Struct, frozen=True):
 
 
 class LeasesDenied(msgspec.Struct, frozen=True):
-    """The worker may not go on with these attempts."""
+    """The worker may not continue with these attempts."""
 
     lease_ids: tuple[str, ...]
 

@@ -116,7 +116,7 @@ class Slots:
     def __init__(self, capacity: int, ahead_max: int = 0) -> None:
         self.asked = 0
         self.capacity = capacity
-        """May change: attempts that run go on, and what comes for credit that was given waits, or is given back."""
+        """May change: attempts that run continue, and what comes for credit that was given waits, or is given back."""
         self._ahead_max = ahead_max
         self._average_s = SHORT_S
         self._running: dict[str, float] = {}  # lease_id → start
@@ -435,7 +435,7 @@ class WorkerMachine:
                 self._started_due.append(held.claim)
 
     def lease_deadline(self, lease_id: str) -> float | None:
-        """Return when this attempt must be over if no later heartbeat is answered; None: it goes on without a lease too."""
+        """Return when this attempt must be over if no later heartbeat is answered; None: it continues without a lease too."""
         held = self.held.get(lease_id)
         return held.deadline if held is not None and self.identity.on_disconnect is OnDisconnect.STOP else None
 

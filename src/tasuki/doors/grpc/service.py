@@ -164,7 +164,7 @@ class WorkerService:
 
     @property
     def epoch_seen(self) -> int:
-        """The highest epoch that the node has heard of."""
+        """The highest epoch that the node knows."""
         broker = self._server.broker
         others = (info.epoch for info in broker.cluster.servers.values())
         return max(broker.epoch, self._epochs.last_obeyed, *others, 0)

@@ -260,7 +260,7 @@ class LimitedProtocol(H11Protocol):
 async def while_connected(receive: Receive, sending: Coroutine[Any, Any, None]) -> bool:
     """Send until everything is sent or the peer has left, and return if everything was sent.
 
-    uvicorn itself would go on sending to a peer that is gone. The rest of the request is discarded.
+    uvicorn itself would continue sending to a peer that is gone. The rest of the request is discarded.
     """
     work, leaving = asyncio.ensure_future(sending), asyncio.ensure_future(until_disconnected(receive))
     try:

@@ -84,7 +84,7 @@ class EventStreams:
                             self._hear(Reply(msg_id))
             except ResponseLost as error:
                 cut = error
-            except (InvalidInput, Forbidden, Overloaded) as error:  # of this subscription; others may go on
+            except (InvalidInput, Forbidden, Overloaded) as error:  # of this subscription; others may continue
                 self._hear(ErrorMessage(msg_id, error.code, error.message, error.details()))
                 return
             except TasukiError as error:

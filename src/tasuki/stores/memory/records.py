@@ -48,7 +48,7 @@ from tasuki.errors import CacheConflict, InvalidInput
 from tasuki.stores.common import is_wanted, judge_cache, judge_names, lowest_generation, stale_epoch
 from tasuki.stores.store import QUEUES_OF_SUBJECT_MAX, Clock
 
-FIND_SCAN_MAX = 10_000  # jobs that one find looks at; the caller goes on with the cursor
+FIND_SCAN_MAX = 10_000  # jobs that one find looks at; the caller continues with the cursor
 
 Entry = tuple[float, int, str]
 """Entry of a sorted index: sort key, seq, job_id."""

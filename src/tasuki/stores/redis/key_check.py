@@ -1,8 +1,8 @@
 """Check of the keys of a Redis store for what outsiders may have spoilt, for `tasuki doctor`. Reads only.
 
 It finds keys of a wrong type, leases that are in no index (nobody would take them from a lost worker), and jobs that wait in no
-queue (nobody would lease them). Servers go on beside it: a job is named only if it looks the same twice. The work is bounded, of
-each command and in all, whatever else is in the database.
+queue (nobody would lease them). Servers continue beside it: a job is named only if it looks the same twice. The work is
+bounded, of each command and in all, whatever else is in the database.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def check_keys(client: redis.Redis) -> KeyProblems:
 
 
 def _jobs_first(problems: list[str]) -> list[str]:
-    """Put the jobs that nobody goes on with before the keys that hurt nobody: a long list is cut off."""
+    """Put the jobs that nobody continues with before the keys that hurt nobody: a long list is cut off."""
     return sorted(problems, key=lambda problem: not problem.startswith("job "))
 
 

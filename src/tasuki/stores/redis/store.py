@@ -84,7 +84,7 @@ Item = TypeVar("Item")
 
 SCHEMA_VERSION = 3  # of the keys and their values
 RESULT_TTL_S = int((RETENTION_DAYS + 1) * 86_400)  # pruning comes first; this is for stores without a leader
-FIND_SCAN_MAX = 5_000  # jobs that one find looks at; the caller goes on with the cursor
+FIND_SCAN_MAX = 5_000  # jobs that one find looks at; the caller continues with the cursor
 FIND_WINDOW = 500  # jobs that one call looks at
 LEASE_PREFIX_BYTES = 12  # one worker's leases of one request share these; a number follows
 ASSIGN_LEASE_BYTES = 16

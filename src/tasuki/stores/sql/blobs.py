@@ -8,8 +8,8 @@ Collection takes several statements, because a statement sees the references as 
 ran beside, a transaction that writes a reference could find none and condemn all the same. So rows are locked first, skipping
 locked ones, and only the next statement, which sees what was committed before the lock was granted, looks for references.
 
-Whoever adds files to a cache, or removes it, locks its id first, and then judges by what the cache has: no key of the database
-says that `a` and `a/b` cannot both be there, or that all files have one target.
+A caller that adds files to a cache, or removes it, locks its id first, and then judges by what the cache has: no key of the
+database says that `a` and `a/b` cannot both be there, or that all files have one target.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from tasuki.errors import CacheConflict, InterruptCause, TurnInterrupted
 from tasuki.stores.common import judge_cache, judge_names, lowest_generation
 from tasuki.stores.sql.database import NOTHING_STORED, Transaction
 
-SCAN_MAX = 2_000  # rows that one call looks at, a few ms; the next one goes on where it stopped
+SCAN_MAX = 2_000  # rows that one call looks at, a few ms; the next one continues where it stopped
 
 
 def place_of(row: tuple[Any, ...]) -> BlobPlace:

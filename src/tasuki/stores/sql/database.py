@@ -5,7 +5,7 @@ and a `SqlSession` that runs statements by name on one connection. Where the fas
 a whole (insert a batch, claim ready jobs, record a batch of finishes), it is one call of the session.
 
 A store has one `Transaction` object. `with store.turn():` enters it, and every verb enters it again; only the outermost exit
-commits. Between transactions it keeps the hints that make scans go on where they stopped. Counters are added up and incidents
+commits. Between transactions it keeps the hints that make scans continue where they stopped. Counters are added up and incidents
 collected in Python, and written once at the end: a turn of 256 jobs changes a few counter rows, and its incidents are one
 statement. State changes that one verb decided are one statement too (`change_state` collects them, `write_state_changes` writes
 them).

@@ -15,10 +15,10 @@ from tasuki.stores.sql.database import LEADER_SCOPE, Transaction
 from tasuki.stores.sql.rows import JobRow, outcome_of
 
 LOCKED_LOOKS = 10  # for leases that others have locked, 50 ms apart; one that an application locks for longer ends at its time
-PRUNE_SCAN_MAX = 20_000  # rows that one prune looks at, some 20 ms; the next call goes on where it stopped
+PRUNE_SCAN_MAX = 20_000  # rows that one prune looks at, some 20 ms; the next call continues where it stopped
 _PRUNE_STEP = 1_000
 PRUNE_ROWS_MAX = 2_000  # of a project's events, and of rollups, that one prune looks at, the oldest first
-FOLD_MAX = 20_000  # counters that transactions of users left, added up by one prune, some 50 ms; the next call goes on
+FOLD_MAX = 20_000  # counters that transactions of users left, added up by one prune, some 50 ms; the next call continues
 DUE_SLACK_S = 5.0  # for turns of other servers that began earlier than the look that did not see them
 DUE_ALL_INTERVAL_S = 10.0  # for clocks that were set back, and locks that were held for longer
 _CLOCK_SLACK_S = 3_600.0  # ids follow the wall clock, except for the time by which it was set back

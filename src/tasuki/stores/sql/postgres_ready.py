@@ -9,7 +9,7 @@ a floor, or are committed late:
 - a job that this server brings back (retry, loss, release, requeue) lowers the floors at once (`came_back`);
 - a floor is raised RAISE_DELAY_S late, so that jobs whose ids were drawn earlier than their commit are seen;
 - what other servers bring back, or commit later than that, is found by `_look_below`: it looks at what lies below the floors, for
-  LOOK_MAX_S at most and LOOK_SHARE of the time, and goes on from there the next time.
+  LOOK_MAX_S at most and LOOK_SHARE of the time, and continues from there the next time.
 
 Floors are hints of one session: a rollback and a new connection forget them.
 """

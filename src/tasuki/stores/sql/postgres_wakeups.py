@@ -79,7 +79,7 @@ BUSY_S = 0.002
 class SharedWakeups(Wakeups["psycopg.Connection[tuple[Any, ...]]"]):
     """Hints over the connection that `shared` returns, which other threads use for quick statements, and close.
 
-    Whoever reads the socket takes what has come: a thread that waits for the answer to its statement, or the loop while the
+    The reader of the socket takes what has come: a thread that waits for the answer to its statement, or the loop while the
     connection rests.
     """
 

@@ -1,6 +1,6 @@
 """Files of a SQLite store: a consistent copy of one in use, the facts of a copy, its preparation for use; sizes, compaction.
 
-Taking a copy only reads, on a connection of its own: the server goes on writing. `begin_new_life` makes a copy safe to open:
+Taking a copy only reads, on a connection of its own: the server continues writing. `begin_new_life` makes a copy safe to open:
 workers, clients and servers from after the copy may still exist, and the leases and epochs that they show must be refused
 (docs/decisions/0024). Touches only the files that it is given.
 """

@@ -67,7 +67,7 @@ T = TypeVar("T")
 
 CREATED_SLACK_S = 60.0
 AFTER_ALL = 2**62  # a row id above all
-FIND_SCAN_MAX = 20_000  # rows that one find looks at, some 20 ms; the caller goes on with the cursor
+FIND_SCAN_MAX = 20_000  # rows that one find looks at, some 20 ms; the caller continues with the cursor
 
 
 class SqlReads:

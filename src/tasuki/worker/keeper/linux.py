@@ -47,7 +47,7 @@ READ_BYTES = 64 * 1024
 VMSTAT = Path("/proc/vmstat")
 PAGE_BYTES = 4096  # at most returned by one read of a list in /proc, unless an entry is larger
 MARK = b"TASUKI_MARK="
-SWEEP_S = 10.0  # a process that survives this long is stuck in the kernel (a dead disk); the start goes on without it
+SWEEP_S = 10.0  # a process that survives this long is stuck in the kernel (a dead disk); the start continues without it
 SWEEP_POLL_S = 0.02
 NOBODY = 0  # no job has this number; a stray that shows no sign and cannot be signalled (setuid) is not waited for
 
