@@ -43,6 +43,7 @@ pytestmark = pytest.mark.e2e
 POLLED_S = 1.0  # how often a server looks for what no hint told it
 AWAY_S = 2.0  # how long the database does not answer
 REVOKED_WITHIN_S = 2.0
+PATIENT_LEASE_S = 12.0  # a worker leaves a silent server after two thirds, and stops its job 2 s later: of 3 s too little is left
 MOVED_WITHIN_S = 20.0  # a client leaves a silent server after 12.5 s, if it knows another
 
 
@@ -335,35 +336,40 @@ def _answers(client: Client, subject: str) -> bool:
 
 
 def test_peers_of_a_frozen_server_go_on_at_another_before_their_leases_are_over(
-    pair: list[ServerProcess], ledger: Ledger, tmp_path: Path
+    tmp_path: Path, postgres_url: str, ledger: Ledger
 ) -> None:
     # given: a running job at one server
-    frozen, awake = pair
-    gate = tmp_path / "gate"
-    with frozen.client() as client, awake.client() as other, jobs_worker(frozen, ledger) as worker:
-        job = client.submit(subject="hold.1", payload=f"hold {gate}".encode(), job_id="kept")
-        run = ledger.wait_for("kept")
+    ttls = ("--lease-ttl", str(PATIENT_LEASE_S), "--lead-ttl", str(LEAD_TTL_S))
+    with start_servers(tmp_path, 2, *ttls, store=postgres_url) as servers:
+        wait_until_met(servers)
+        frozen, awake = servers
+        gate = tmp_path / "gate"
+        with frozen.client() as client, awake.client() as other, jobs_worker(frozen, ledger) as worker:
+            job = client.submit(subject="hold.1", payload=f"hold {gate}".encode(), job_id="kept")
+            run = ledger.wait_for("kept")
 
-        # when: it freezes for longer than the lease
-        frozen.signal(signal.SIGSTOP)
+            # when: it freezes for longer than the lease
+            lease_ends_at = _expiry(other, "kept")
+            frozen.signal(signal.SIGSTOP)
 
-        # then: the worker has moved on in time, and renews its lease there
-        until(lambda: len(_workers(other)) == 1, LOST_WITHIN_S, "the worker is at the other server")
-        expiry = _expiry(other, "kept")
-        until(lambda: _expiry(other, "kept") > expiry + 1.0, SOON_S, "the other server renews the lease")
+            # then: the worker has moved on in time, and renews its lease there
+            until(lambda: len(_workers(other)) == 1, MOVED_WITHIN_S, "the worker is at the other server")
+            expiry = _expiry(other, "kept")
+            until(lambda: _expiry(other, "kept") > expiry + 1.0, SOON_S, "the other server renews the lease")
 
-        # and: the client too, with the result of the only run
-        gate.touch()
-        assert job.result(MOVED_WITHIN_S) == b"1"
-        assert [found.pid for found in ledger.of("kept")] == [run.pid]
+            # and: the client too, with the result of the only run
+            gate.touch()
+            assert job.result(MOVED_WITHIN_S) == b"1"
+            assert [found.pid for found in ledger.of("kept")] == [run.pid]
 
-        # and: when the frozen one wakes up, it changes nothing
-        frozen.signal(signal.SIGCONT)
-        with frozen.client() as back:
-            assert back.status("kept").attempt == 1
-            assert_one_finish_each(back, ["kept"], "hold")
-        assert story(other, "kept") == []
-        assert worker.running
+            # and: when the frozen one wakes up, it changes nothing
+            until(lambda: time.time() > lease_ends_at, PATIENT_LEASE_S, "the lease is over that it knows of")
+            frozen.signal(signal.SIGCONT)
+            with frozen.client() as back:
+                assert back.status("kept").attempt == 1
+                assert_one_finish_each(back, ["kept"], "hold")
+            assert story(other, "kept") == []
+            assert worker.running
 
 
 def test_servers_that_are_restarted_one_after_the_other_under_load_cost_nothing(
