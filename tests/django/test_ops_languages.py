@@ -10,9 +10,10 @@ import re
 from django.utils import translation
 
 import tasuki.core.explain as core_explain
+from tasuki.core.explain import takers
 from tasuki.core.job import JobIncident, Outcome, State
 from tasuki.core.pauses import PausedPattern
-from tasuki.django.ops.reasons import CHOSEN, WHY, reasons
+from tasuki.django.ops.reasons import CHOSEN, TAKERS, WHY, reasons, taker_reason
 from tasuki.django.standalone import configure
 from tests.core.test_explain import NOW, job, lease, told, worker
 from tests.support.processes import SOURCE
@@ -76,8 +77,11 @@ def test_every_reason_of_a_state_is_told_in_japanese_from_its_facts() -> None:
     ]
     configure()
     with translation.override("ja"):
+        takes = [taker_reason(takers("render.eu.1", "", "token:a", [one])[0], one) for one in (worker(), worker("w2", "mail.*"))]
         shown = [reasons(case, {**VIEW, "state": case["state"]}, "tasuki worker") for case in cases]
 
+    assert set(re.findall(r'word, because = "([A-Z_]+)"', inspect.getsource(core_explain))) < TAKERS.keys()
+    assert takes == ["パターンが一致しています", "一致するパターンがありません: mail.*"]
     assert words <= WHY.keys() | CHOSEN.keys()
     assert all(re.search("[ぁ-んァ-ヶ一-龯]", line) for lines in shown for line in lines), shown
     assert shown[0][0] == "接続中のワーカーがいません。次で開始できます: tasuki worker"

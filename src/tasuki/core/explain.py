@@ -399,7 +399,7 @@ def why_not(pattern: str, subject: str) -> str:
 
 
 def takers(subject: str, exec_: str, submitter: str, workers: Sequence[Worker]) -> list[dict[str, Any]]:
-    """Return, of each worker, whether it would take a job of this subject, exec and submitter, and the reason."""
+    """Return, of each worker, whether it would take a job of this subject, exec and submitter, and why: a word, and a text."""
     kind = kind_of(exec_, submitter)
     named = any(exec_ in (worker.get("execs") or ()) for worker in workers) if exec_ else False
     last = subject.rpartition(".")[2]
@@ -407,24 +407,26 @@ def takers(subject: str, exec_: str, submitter: str, workers: Sequence[Worker]) 
     found = []
     for worker in workers:
         pattern = _pattern_of(worker, subject)
-        takes = False
         if pattern is None:
             nearest = sorted(worker["patterns"], key=lambda one: -_common(one, subject))[:SHOWN_MAX]
             because = "; ".join(f"{one!r}: {why_not(one, subject)}" for one in nearest) or "it subscribes to nothing"
+            word = "NO_PATTERN"
         elif only is not None and worker is not only:
-            because = f"the subject ends in {last}, so only that worker gets it"
+            word, because = "ADDRESSED", f"the subject ends in {last}, so only that worker gets it"
         elif not _offer_of(worker).fits(kind, exec_):
             offered = _offered_by(worker)
-            because = f"its pattern {pattern!r} matches, but it {offered if offered.startswith('takes') else 'offers ' + offered}"
+            offers = offered if offered.startswith("takes") else f"offers {offered}"
+            word, because = "OTHER_KIND", f"its pattern {pattern!r} matches, but it {offers}"
         elif named and exec_ not in (worker.get("execs") or ()):
-            because = f"it leaves the exec {exec_!r} to workers that name it"
+            word, because = "LEAVES_IT", f"it leaves the exec {exec_!r} to workers that name it"
         elif worker.get("detached"):
-            because = "it is detached"
+            word, because = "DETACHED", "it is detached"
+        elif worker["credit"] > 0:
+            word, because = "TAKES", f"its pattern {pattern!r} matches"
         else:
-            takes, because = True, f"its pattern {pattern!r} matches"
-            if worker["credit"] <= 0:
-                because += f", when one of its {worker['running']} running jobs has ended"
-        found.append({"worker_id": worker["worker_id"], "takes": takes, "because": because})
+            ended = f"when one of its {worker['running']} running jobs has ended"
+            word, because = "BUSY", f"its pattern {pattern!r} matches, {ended}"
+        found.append({"worker_id": worker["worker_id"], "takes": word in ("TAKES", "BUSY"), "why": word, "because": because})
     return found
 
 

@@ -50,6 +50,16 @@ CHOSEN = {
     "LEAST_LOAD": lazy("Others subscribe too; the worker with the smallest share of its places in use is asked first."),
 }
 """Why a worker has a job, by `facts["chosen_by"]`; other words are those of policies of routes."""
+TAKERS = {
+    "NO_PATTERN": lazy("no pattern of it matches: %(patterns)s"),
+    "ADDRESSED": lazy("the subject ends in the id of another worker, so only that one gets it"),
+    "OTHER_KIND": lazy("its pattern matches, but it runs other jobs: %(offers)s"),
+    "LEAVES_IT": lazy("it leaves this program to workers that name it"),
+    "DETACHED": lazy("it is detached"),
+    "TAKES": lazy("its pattern matches"),
+    "BUSY": lazy("its pattern matches, when one of its %(running)s running jobs has ended"),
+}
+"""Why a worker would take a subject or not, by the word of `takers`."""
 KINDS = {
     "failed": lazy("failed"),
     "lost": lazy("lost"),
@@ -80,6 +90,14 @@ def reasons(explained: View, view: View, start_worker: str) -> list[str]:
     if translation.get_language() == "en":
         return list(explained["because"])
     return [str(one) for one in (*_now(explained, view, start_worker), *_past(explained, view))]
+
+
+def taker_reason(found: View, worker: View) -> str:
+    """Return why a worker would take a subject or not."""
+    if translation.get_language() == "en":
+        return str(found["because"])
+    offers = _names(worker.get("execs") or [worker.get("takes", "any")])
+    return str(TAKERS[found["why"]] % {**worker, "patterns": _names(worker["patterns"]), "offers": offers})
 
 
 def _now(explained: View, view: View, start_worker: str) -> Iterator[str]:

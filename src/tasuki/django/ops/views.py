@@ -23,7 +23,7 @@ from tasuki.core.subject import check_pattern, check_subject
 from tasuki.django import operations
 from tasuki.django.ops.backend import Backend, View, backend_of
 from tasuki.django.ops.charts import SPANS, charts, shown_seconds, totals
-from tasuki.django.ops.reasons import KINDS, reasons
+from tasuki.django.ops.reasons import KINDS, reasons, taker_reason
 from tasuki.django.ops.screens import EXPORT_MAX, Button, Table, back, moment, number_of, screen
 from tasuki.errors import InvalidInput, NotFound, quoted
 from tasuki.stores.sql.store import FIND_SCAN_MAX
@@ -143,7 +143,9 @@ def subjects(request: HttpRequest) -> HttpResponse | dict[str, Any]:
     found: list[View] = []
     if wanted:
         check_subject(wanted)
-        found = takers(wanted, exec_, request.user.get_username(), backend.workers())
+        workers = backend.workers()
+        judged = zip(takers(wanted, exec_, request.user.get_username(), workers), workers, strict=True)
+        found = [{**one, "because": taker_reason(one, worker)} for one, worker in judged]
         found.sort(key=lambda one: (not one["takes"], one["worker_id"]))
     span = request.GET.get("span", "")
     span = span if span in SPANS else "1h"
