@@ -70,6 +70,7 @@ print(json.dumps([waiting, task, listed, of_queue, why, canceled, shown, again, 
     assert "state must be one of PENDING" in refused[1]
     assert "BAD  workers: none runs; start one with: python manage.py tasuki_worker" in doctor
     assert "commands for jobs: daily_report, probe" in doctor
+    assert "ok   tasks: those of default" in doctor
     assert re.search(r"waits for 36\d\d s", late)
     assert "oldest job" not in doctor  # a delayed job waits since its time
     *problems, number = problems

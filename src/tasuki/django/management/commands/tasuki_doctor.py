@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from django.conf import settings
 from django.core import checks
 from django.core.management.base import CommandError, CommandParser
+from django.utils.module_loading import import_string
 
 from tasuki.django import operations, standalone
 from tasuki.django.commands import allowed_commands
@@ -14,7 +16,7 @@ from tasuki.django.conf import project_settings
 from tasuki.django.enqueueing import project_store
 from tasuki.django.management.command_base import ActionCommand
 from tasuki.django.models import DefinitionState, Event
-from tasuki.errors import TasukiError
+from tasuki.errors import ConfigError, TasukiError
 
 LATE_S = 60.0  # a ready job that waits longer is worth a word
 
@@ -63,7 +65,18 @@ class Command(ActionCommand):
             text = f"of {refused.count()} a definition got no run, the latest is {latest.pk}: {latest.problem}; "
             text += "mend it, then: manage.py tasuki_events list --problems, tasuki_events retry ID"
             yield _finding("events", False, text)
+        backends = ", ".join(alias for alias, backend in getattr(settings, "TASKS", {}).items() if _is_ours(backend))
+        nowhere = "none come here: no entry of TASKS has the BACKEND tasuki.django.TasukiBackend"
+        yield _finding("tasks", True, f"those of {backends}" if backends else nowhere)
         yield _finding("commands for jobs", True, ", ".join(sorted(allowed_commands())) or "none")
+
+
+def _is_ours(backend: dict[str, Any]) -> bool:
+    try:
+        ours, found = import_string("tasuki.django.TasukiBackend"), import_string(backend.get("BACKEND", ""))
+    except (ImportError, ConfigError):  # Django 5.2 without django-tasks has no tasks
+        return False
+    return isinstance(found, type) and issubclass(found, ours)
 
 
 def _finding(what: str, ok: bool, text: str) -> dict[str, Any]:
