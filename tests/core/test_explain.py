@@ -282,6 +282,8 @@ def routed(policy: str, state: State, *, at: str = "w1", files: tuple[InputFile,
     running = state is not State.PENDING
     spec = JobSpec(job_id="a", subject="session.x", route_key="user-7", files=files)
     at_worker = {"lease": lease(at, f"{at}-1"), "attempt": 1} if running else {}
+    if state.terminal:
+        at_worker = {"assigned_worker_id": at, "attempt": 1}
     one = Job(spec=spec, state=state, submitter="token:alice", created_at=NOW, **at_worker)
     workers = [worker(name, credit=0 if name in full else 1, held=held.get(name, "")) for name in ("w1", "w2")]
     return told(one, *workers, routes=[SubjectRoute("session.>", Policy(policy))], route_wait_s=1.5, **around)
@@ -317,6 +319,14 @@ def test_the_reason_of_the_choice_itself_is_told_for_the_worker_that_was_chosen(
 
     assert known["because"][1].endswith("The route 'session.>' chooses by sticky. It was so.")
     assert f"belongs to {FIRST}: that one was full" in of_another["because"][1]
+
+
+def test_of_an_ended_job_the_policy_is_told_and_why_if_this_server_chose_its_worker() -> None:
+    known = routed("sticky", State.SUCCEEDED, at=SECOND, route_reason=(SECOND, "It was so."))
+    of_another = routed("sticky", State.SUCCEEDED, at=SECOND)
+
+    assert known["because"][1] == "The route 'session.>' chooses by sticky. It was so."
+    assert of_another["because"][1] == "The route 'session.>' chooses by sticky."
 
 
 @pytest.mark.parametrize(

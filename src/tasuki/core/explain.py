@@ -7,7 +7,7 @@ and do not.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -63,6 +63,7 @@ def explain(job: Job, incidents: Sequence[JobIncident], context: ExplainContext)
         why, because, facts = _waiting(job, context)
     elif job.state in TERMINAL:
         why, because, facts = _ended(job, context)
+        because.extend(_routed_before(job, context))
     else:
         why, because, facts = _held(job, context)
     if job.outcome is not None and isinstance(traceback := job.outcome.meta.get("traceback"), str):
@@ -354,6 +355,15 @@ def _ended(job: Job, context: ExplainContext) -> Explanation:
     reason = outcome.message or outcome.error_code if outcome is not None else "no reason was recorded"
     word = "TOO_LATE" if job.state is State.SKIPPED else str(job.state)
     return word, [f"It is {job.state}: {reason}. Set it going again with: {context.run_again} {job.job_id}"], facts
+
+
+def _routed_before(job: Job, context: ExplainContext) -> Iterator[str]:
+    """Say by which policy the worker of an ended job was chosen, and why, if this server chose it and still knows."""
+    subject, worker_id = job.spec.subject, job.assigned_worker_id
+    route = route_of(context.routes, subject)
+    if route is not None and worker_id and only_worker(subject) is None and subject.rpartition(".")[2] != worker_id:
+        chosen, reason = context.route_reason
+        yield f"The route {route.pattern!r} chooses by {route.policy}. {reason if chosen == worker_id else ''}".rstrip()
 
 
 def why_not_again(job_id: str, state: State | None, still_running: str | None) -> str:
