@@ -70,10 +70,11 @@ def plain_s(data: Path, source: Path) -> float:
 
 
 def made(path: Path, size_bytes: int) -> Path:
-    """A new file of random bytes."""
+    """A new file of random bytes, on the disk: its pages would be written while something else is measured."""
     with path.open("wb") as file:
         for start in range(0, size_bytes, 1 << 20):
             file.write(os.urandom(min(1 << 20, size_bytes - start)))
+        os.fsync(file.fileno())
     return path
 
 

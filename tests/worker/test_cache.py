@@ -239,7 +239,7 @@ def test_what_cannot_be_fetched_is_told_without_paths_and_the_rest_can_be_put_ag
         assert (told.status, told.message) == (CacheStatus.FAILED, "NOT_FOUND: no such blob")
         told = await stage.put(CacheEntry("large", "0" * 64, 1000))
         assert told.status is CacheStatus.FAILED
-        assert told.message.startswith("DISK_FULL: ")
+        assert told.message == "DISK_FULL: a file of 1000 bytes does not fit the cache of 100; raise --cache-max"
         assert str(folder.root) not in told.message
         assert (await stage.put(entry_of("a", b"abc"))).status in (CacheStatus.OK, CacheStatus.SKIPPED)
 

@@ -356,5 +356,5 @@ class InputCache:
 def _shown(error: BaseException) -> str:
     """Return code and words of an error without paths, which are the worker's own business."""
     if isinstance(error, TasukiError):
-        return f"{error.code}: {discreet(error).message}"
+        return f"{error.code}: {(error if isinstance(error, CacheFull) else discreet(error)).message}"
     return f"ERROR: {os.strerror(error.errno) if isinstance(error, OSError) and error.errno else type(error).__name__}"
