@@ -7,6 +7,7 @@ import hashlib
 import os
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,25 @@ def test_a_file_has_one_inode_under_all_its_names_and_in_the_job(folder: CacheFo
     assert oct((tmp_path / "in").stat().st_mode & 0o777) == "0o444"
 
 
+def test_one_file_gets_many_names_at_once_while_others_are_evicted(folder: CacheFolder) -> None:
+    ref = store(folder, b"same")
+    names = [f"{number % 7}/{number}" for number in range(400)]
+
+    def evict_again_and_again() -> None:
+        for number in range(40):
+            store(folder, b"%2d" % number, f"{number % 7}/gone/{number}")
+            folder._drop({(folder.root / ".blobs" / ref_of(b"%2d" % number).sha256).stat().st_ino})
+
+    with ThreadPoolExecutor(5) as threads:
+        evicting = threads.submit(evict_again_and_again)
+        list(threads.map(lambda name: folder.name("c", CacheEntry(name, ref.sha256, ref.size_bytes)), names))
+        evicting.result()
+
+    assert files(folder) == {f".blobs/{ref.sha256}", *(f"c/{name}" for name in names)}
+    assert {path.name for path in (folder.root / "c").iterdir()} == set("0123456")
+    assert not list((folder.root / "c").glob("*/gone"))
+
+
 def test_heartbeats_tell_the_files_that_are_here(folder: CacheFolder) -> None:
     assert folder.held() == b""
     first = store(folder, b"first", "a.bin")
@@ -110,7 +130,7 @@ def test_the_file_used_longest_ago_goes_first_and_never_one_of_a_running_job(fol
     assert [folder.has(ref) for ref in (old, used, new)] == [False, True, True]
     folder.make_room(70)
     assert [folder.has(ref) for ref in (used, new)] == [True, False]
-    with pytest.raises(DiskFull, match="running jobs use all"):
+    with pytest.raises(DiskFull, match="running jobs and downloads use all"):
         folder.make_room(71)
     with pytest.raises(DiskFull, match="--cache-max"):
         folder.make_room(101)
@@ -239,9 +259,26 @@ def test_what_cannot_be_fetched_is_told_without_paths_and_the_rest_can_be_put_ag
         assert (told.status, told.message) == (CacheStatus.FAILED, "NOT_FOUND: no such blob")
         told = await stage.put(CacheEntry("large", "0" * 64, 1000))
         assert told.status is CacheStatus.FAILED
-        assert told.message == "DISK_FULL: a file of 1000 bytes does not fit the cache of 100; raise --cache-max"
+        assert told.message == "DISK_FULL: files of 1000 bytes do not fit the cache of 100; raise --cache-max"
         assert str(folder.root) not in told.message
         assert (await stage.put(entry_of("a", b"abc"))).status in (CacheStatus.OK, CacheStatus.SKIPPED)
+
+    running(test())
+
+
+def test_files_that_come_at_once_stay_within_the_limit_and_a_put_that_does_not_fit_has_failed(folder: CacheFolder, tmp_path: Path, running: Any) -> None:
+    async def test() -> None:
+        stage = Stage(folder, b"a" * 40, b"b" * 40)
+        stage.transfers.may_come.set()
+        assert folder.link(store(folder, b"used" * 10), tmp_path / "of-a-running-job")
+
+        together = [entry_of("a", b"a" * 40), entry_of("b", b"b" * 40)]
+        told = await stage.put(*together)
+        assert (told.status, told.message[:11]) == (CacheStatus.FAILED, "DISK_FULL: ")
+        assert sum(path.stat().st_size for path in (folder.root / ".blobs").iterdir()) <= 100
+        (tmp_path / "of-a-running-job").unlink()
+        assert (await stage.put(*together)).status is CacheStatus.OK
+        assert (await stage.put(*together)).status is CacheStatus.SKIPPED
 
     running(test())
 

@@ -23,8 +23,9 @@ import logging
 import os
 import shutil
 import stat
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from weakref import WeakValueDictionary
 
@@ -44,6 +45,7 @@ from tasuki.worker.transfers import WorkerTransfers, close_part
 CACHE_FOLDER = "cache"  # of the data folder
 RECOUNT_S = 30.0  # how long the size of the folder is believed: other workers may use it too
 FETCHES_AT_ONCE = 4  # as many as a server sends on one connection
+NAME_TRIES = 10
 BUSY_S = 0.2  # pause while another worker of the folder fetches the same file
 _FICLONE = 0x40049409  # ioctl: the new file shares the blocks of the old one until one of them is written to
 _NO_LINK = frozenset({errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP})
@@ -74,7 +76,10 @@ class CacheFolder:
         self._blobs, self._incoming = root / ".blobs", root / ".incoming"
         self._max_bytes = max_bytes
         self._floor_free_bytes = floor_free_bytes
+        self._lock = threading.RLock()  # for the sizes, and while files are evicted
         self._size_bytes, self._counted_at = 0, -RECOUNT_S
+        self._coming: dict[str, int] = {}
+        """By sha256: sizes of the files for which room is kept."""
         self._told, self._told_at = b"", 0
 
     def make(self) -> None:
@@ -140,7 +145,9 @@ class CacheFolder:
         part.sync()
         part.publish(self._path(ref.sha256))
         sync_folder(self._blobs)
-        self._size_bytes += ref.size_bytes
+        with self._lock:
+            self._size_bytes += ref.size_bytes
+            self.came(ref.sha256)
 
     def _path(self, sha256: str) -> Path:
         return self._blobs / check_sha256(sha256)
@@ -148,16 +155,23 @@ class CacheFolder:
     # ------------------------------------------------------------------------------------------------ names
 
     def name(self, cache_id: str, entry: CacheEntry) -> None:
-        """Give a file of the cache its name for people. What had the name before, in a cache that was removed, loses it."""
+        """Give a file of the cache its name for people, unless it was evicted. What had the name before, in a cache that was
+        removed, loses it."""
         path, target = self._path(entry.sha256), self.root / check_name(cache_id, "cache_id") / check_file_name(entry.name)
         with contextlib.suppress(FileNotFoundError):
             if target.lstat().st_ino == path.lstat().st_ino:
                 return
-        target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        temporary = self._incoming / f"{entry.sha256}.{os.getpid()}.link"
+        temporary = self._incoming / f"{entry.sha256}.{os.getpid()}.{threading.get_ident()}.link"
         temporary.unlink(missing_ok=True)
-        os.link(path, temporary)
-        temporary.replace(target)
+        try:
+            os.link(path, temporary)
+        except FileNotFoundError:
+            return
+        for _ in range(NAME_TRIES):
+            target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with contextlib.suppress(FileNotFoundError):  # an eviction has just removed the folder, which was empty
+                temporary.replace(target)
+                break
         temporary.unlink(missing_ok=True)  # a rename between two links of one file leaves both
 
     def remove(self, cache_id: str) -> None:
@@ -173,23 +187,44 @@ class CacheFolder:
 
     # ------------------------------------------------------------------------------------------------ room
 
-    def make_room(self, needed_bytes: int) -> None:
-        """Evict files until so many bytes fit, those used longest ago first; CacheFull or DiskFull if they do not even so."""
+    def check_together(self, refs: Iterable[BlobRef]) -> None:
+        """Refuse files that do not fit the cache together."""
+        needed_bytes = sum(ref.size_bytes for ref in refs)
+        if needed_bytes > self._max_bytes:
+            raise CacheFull(f"files of {needed_bytes} bytes do not fit the cache of {self._max_bytes}; raise --cache-max")
+
+    def came(self, sha256: str) -> None:
+        """Keep no more room for a file that has come, or does not come."""
+        with self._lock:
+            self._coming.pop(sha256, None)
+
+    def make_room(self, needed_bytes: int, coming: str = "") -> None:
+        """Evict files until so many bytes fit, those used longest ago first; CacheFull or DiskFull if they do not even so.
+
+        The room is kept for the file `coming`, given by its sha256, until `keep` or `came`.
+        """
         self.make()
-        if time.monotonic() - self._counted_at > RECOUNT_S:
-            self._size_bytes = sum(found.st_size for _, found in _files(self._blobs))
-            self._counted_at = time.monotonic()
         if needed_bytes > self._max_bytes:
             raise CacheFull(f"a file of {needed_bytes} bytes does not fit the cache of {self._max_bytes}; raise --cache-max")
-        if self._size_bytes + needed_bytes > self._max_bytes:
-            self._evict(self._size_bytes + needed_bytes - self._max_bytes)
-            if self._size_bytes + needed_bytes > self._max_bytes:
-                raise CacheFull(f"running jobs use all of the cache of {self._max_bytes} bytes; raise --cache-max")
-        try:
-            check_free(self.root, needed_bytes, self._floor_free_bytes, DISK_FLOOR_INODES)
-        except DiskFull:
-            self._evict(needed_bytes)
-            check_free(self.root, needed_bytes, self._floor_free_bytes, DISK_FLOOR_INODES)
+        with self._lock:
+            if time.monotonic() - self._counted_at > RECOUNT_S:
+                self._size_bytes = sum(found.st_size for _, found in _files(self._blobs))
+                self._counted_at = time.monotonic()
+            if (over_bytes := self._over_bytes(needed_bytes)) > 0:
+                self._evict(over_bytes)
+                if self._over_bytes(needed_bytes) > 0:
+                    used = f"running jobs and downloads use all of the cache of {self._max_bytes} bytes"
+                    raise CacheFull(f"{used}; raise --cache-max")
+            try:
+                check_free(self.root, needed_bytes, self._floor_free_bytes, DISK_FLOOR_INODES)
+            except DiskFull:
+                self._evict(needed_bytes)
+                check_free(self.root, needed_bytes, self._floor_free_bytes, DISK_FLOOR_INODES)
+            if coming:
+                self._coming[coming] = needed_bytes
+
+    def _over_bytes(self, needed_bytes: int) -> int:
+        return self._size_bytes + sum(self._coming.values()) + needed_bytes - self._max_bytes
 
     def _evict(self, bytes_to_free: int) -> None:
         names: dict[int, int] = {}
@@ -206,11 +241,20 @@ class CacheFolder:
 
     def _drop(self, inodes: set[int]) -> None:
         """Remove these files under all names that they have here."""
-        for path, found in list(_files(self.root)):
-            if found.st_ino in inodes:
-                path.unlink(missing_ok=True)
-                if path.parent == self._blobs:
-                    self._size_bytes -= found.st_size
+        with self._lock:
+            for path, found in list(_files(self.root)):
+                if found.st_ino in inodes:
+                    path.unlink(missing_ok=True)
+                    if path.parent == self._blobs:
+                        self._size_bytes -= found.st_size
+                    elif path.parent != self._incoming:
+                        self._remove_empty(path.parent)
+
+    def _remove_empty(self, folder: Path) -> None:
+        with contextlib.suppress(OSError):  # not empty, or gone
+            while folder != self.root:
+                folder.rmdir()
+                folder = folder.parent
 
 
 def _files(folder: Path) -> Iterator[tuple[Path, os.stat_result]]:
@@ -281,13 +325,20 @@ class InputCache:
                     await asyncio.to_thread(target.chmod, READ_ONLY)
                     return
 
+    @contextlib.contextmanager
+    def _coming(self, ref: BlobRef) -> Iterator[None]:
+        try:
+            yield
+        finally:
+            self._folder.came(ref.sha256)
+
     async def _fetch(self, ref: BlobRef, source: str) -> bool:
         """Fetch a file, through the job or cache that has it; return False if it was here."""
         lock = self._fetching.setdefault(ref.sha256, asyncio.Lock())
         async with lock:
             while not await asyncio.to_thread(self._folder.has, ref):
-                with disk_full_as_error(self._folder.root):
-                    await asyncio.to_thread(self._folder.make_room, ref.size_bytes)
+                with disk_full_as_error(self._folder.root), self._coming(ref):
+                    await on_thread(self._folder.make_room, ref.size_bytes, ref.sha256)
                     part = await on_thread(self._folder.part, ref, release=close_part)
                     if part is not None:
                         with part:
@@ -332,8 +383,8 @@ class InputCache:
         return sum(self._folder.part_bytes(BlobRef(entry.sha256, entry.size_bytes)) for entry in entries)
 
     async def _take(self, put: CachePut) -> int:
-        """Fetch what is not here, and return how many files that were."""
-        added = 0
+        """Fetch what is not here, and return how many files that were; CacheFull if they cannot all be here at once."""
+        added, refs = 0, {BlobRef(entry.sha256, entry.size_bytes) for entry in put.entries}
 
         async def take(entry: CacheEntry) -> None:
             nonlocal added
@@ -344,9 +395,15 @@ class InputCache:
                 await asyncio.to_thread(self._folder.name, put.cache_id, entry)
 
         try:
+            self._folder.check_together(refs)
             async with asyncio.TaskGroup() as group:
                 for entry in put.entries:
                     group.create_task(take(entry))
+            if not await asyncio.to_thread(lambda: all(map(self._folder.has, refs))):
+                raise CacheFull("some of the files have been evicted for others; raise --cache-max, or let running jobs end")
+        except CacheFull as error:
+            logger.warning("files of cache %s could not be kept: %s", put.cache_id, error.message)
+            raise
         except ExceptionGroup as errors:
             logger.warning("files of cache %s could not be kept: %s", put.cache_id, errors.exceptions[0])
             raise errors.exceptions[0] from None
