@@ -266,7 +266,9 @@ def test_what_cannot_be_fetched_is_told_without_paths_and_the_rest_can_be_put_ag
     running(test())
 
 
-def test_files_that_come_at_once_stay_within_the_limit_and_a_put_that_does_not_fit_has_failed(folder: CacheFolder, tmp_path: Path, running: Any) -> None:
+def test_files_that_come_at_once_stay_within_the_limit_and_a_put_that_does_not_fit_has_failed(
+    folder: CacheFolder, tmp_path: Path, running: Any
+) -> None:
     async def test() -> None:
         stage = Stage(folder, b"a" * 40, b"b" * 40)
         stage.transfers.may_come.set()
