@@ -200,7 +200,7 @@ def test_the_server_gives_out_nothing_at_the_moment() -> None:
 
 def test_it_waits_for_a_time_that_its_submitter_named() -> None:
     waiting = job(not_before=NOW + 30, asked_not_before=NOW + 30)
-    assert "another 30s: its submitter said so" in because(waiting, worker())
+    assert "another 30s: its submitter asked for that" in because(waiting, worker())
     assert why(waiting, worker()) == "NOT_BEFORE"
 
 

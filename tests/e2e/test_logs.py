@@ -294,7 +294,7 @@ class TestWithOneWorker:
             return view.progress, view.progress_text
 
         until(lambda: told() == (0.25, "a quarter"), 3 * SOON_S, "its progress is stored")
-        assert "It says that it is 25% done (a quarter)." in shared_client.explain("progress").because
+        assert "It reports that it is 25% done (a quarter)." in shared_client.explain("progress").because
         (tmp_path / "go").touch()
         assert shared_client.job("progress").outcome(END_S).outcome.exit_code == 3
 

@@ -81,7 +81,7 @@ SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
         "restore": ("store.restore", "Restore a backup into a data folder."),
         "compact": ("store.compact", "Give unused space of a SQLite store back to the disk."),
         "completion": ("completion.completion", "Print the completion script of a shell."),
-        "sim": ("sim.sim", "Simulate whole systems under faults, and check the invariants."),
+        "sim": ("sim.sim", "Simulate systems under faults, and check the invariants."),
     },
 }
 """Words of each part of `tasuki --help`: word -> (module and name below tasuki.cli, first line of its help)"""

@@ -89,7 +89,7 @@ def _waiting(job: Job, context: ExplainContext) -> Explanation:
     why, because, facts = _why_waiting(job, context)
     facts = {"workers": len(context.workers), "fitting_workers": [], **facts, "ahead": context.ahead, "priority": job.priority}
     if job.state is State.ORPHANED and job.lease is not None:
-        silent = f"Worker {job.lease.worker_id} kept it and is silent. It may still finish it, and goes on with it"
+        silent = f"Worker {job.lease.worker_id} kept it and is silent. It may still finish it, and continues with it"
         because.append(f"{silent} if it is back before another one takes it.")
         facts["kept_by"] = job.lease.worker_id
     if job.not_after is not None:
@@ -170,7 +170,7 @@ def _delayed(job: Job, wait_s: float) -> Explanation:
     if job.job_definition_id is not None:
         words = "shortly before, the leader assigns it to a worker; if nobody has room, whoever is free takes it then"
         return "NOT_DUE", [f"It is due in {shown_duration(wait_s)}: {words}."], facts
-    asked = ": its submitter said so" if job.spec.not_before == job.not_before else ""
+    asked = ": its submitter asked for that" if job.spec.not_before == job.not_before else ""
     return "NOT_BEFORE", [f"It may not start for another {shown_duration(wait_s)}{asked}."], facts
 
 
@@ -281,7 +281,7 @@ def _held(job: Job, context: ExplainContext) -> Explanation:
     subject = job.spec.subject
     wait_s = (job.not_before or 0.0) - context.now_wall
     if job.state is State.ASSIGNED and wait_s > 0:
-        words = f"It is assigned to worker {lease.worker_id}, and due in {shown_duration(wait_s)}: it is told to start it then."
+        words = f"Worker {lease.worker_id} has it, due in {shown_duration(wait_s)}: the leader orders the start then."
         return "ASSIGNED_AHEAD", [words], {"worker_id": lease.worker_id, "not_before": job.not_before, "wait_s": round(wait_s, 3)}
     worker = next((w for w in workers if (w["worker_id"], w["incarnation"]) == (lease.worker_id, lease.incarnation)), None)
     word = "runs at" if job.state is State.RUNNING else "was given to"
@@ -302,7 +302,7 @@ def _held(job: Job, context: ExplainContext) -> Explanation:
         facts |= {"pattern": pattern, "chosen_by": chosen_by}
     if job.progress is not None:
         said = f" ({job.progress.text})" if job.progress.text else ""
-        because.append(f"It says that it is {job.progress.fraction:.0%} done{said}.")
+        because.append(f"It reports that it is {job.progress.fraction:.0%} done{said}.")
         facts |= {"progress": job.progress.fraction, "progress_text": job.progress.text}
     if worker is not None and worker.get("detached"):
         because.append("That worker is detached: it gets no more jobs.")
