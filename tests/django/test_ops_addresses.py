@@ -149,9 +149,12 @@ def test_a_link_that_is_opened_from_another_address_is_not_used_up(tmp_path: Pat
         up.wait_for_output("/v1/jobs")
         link = re.search(r"/ops/login/\?code=\S+", up.output())
         assert link is not None
+        assert f"http://127.0.0.1:{port}{link[0]}" in up.output(), "no address that is only good to listen on"
+        passed_on = httpx.get(f"http://127.0.0.1:{port}{link[0]}", headers={"Host": "control.example"}).status_code
         far = [httpx.get(f"http://{own}:{port}{link[0]}").status_code for _ in range(2)]
         near = [httpx.get(f"http://127.0.0.1:{port}{link[0]}").status_code for _ in range(2)]
 
+    assert passed_on == 401, "a proxy on this machine, which only tells by which name it was asked"
     assert far == [401, 401]
     assert near == [302, 401]
 

@@ -495,10 +495,12 @@ class RunningServer:
         self.server.reachable_at(tuple(map(str, listen.advertise or reachable)))
 
     def new_login_link(self) -> str | None:
-        """Return a link that opens the operations screens, once and on this machine; None if there are none."""
-        if self.http_address is None or isinstance(self._screens, str):
+        """Return a link that opens the operations screens, once and on this machine; None if there are none on loopback."""
+        if (address := self.http_address) is None or isinstance(self._screens, str):
             return None
-        return f"{self.http_address}{self._screens.new_link()}"
+        if not (address.loopback or address.reachable):  # a wildcard
+            address = msgspec.structs.replace(address, host="::1" if ":" in address.host else "127.0.0.1")
+        return f"{address}{self._screens.new_link()}" if address.loopback else None
 
     @property
     def all_addresses(self) -> list[Address]:

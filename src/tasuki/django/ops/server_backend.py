@@ -27,6 +27,7 @@ from tasuki.client.aio import AsyncClient
 from tasuki.client.logs import LogFollower
 from tasuki.config import DataFolder
 from tasuki.core.access import token_sha256
+from tasuki.core.address import Address
 from tasuki.core.explain import why_not_again
 from tasuki.core.job import State
 from tasuki.core.subject import DEFAULT_SUBJECT
@@ -457,8 +458,11 @@ async def _pieces(file: BinaryIO) -> AsyncIterator[bytes]:
 
 
 def _is_local(request: HttpRequest) -> bool:
-    """Return True for a request from this machine that no proxy has passed on."""
+    """Return True for a request from this machine, by a name of loopback, that no proxy has passed on."""
     if any(name in request.headers for name in ("X-Forwarded-For", "Forwarded", "X-Real-IP")):
+        return False
+    host, _, port = request.get_host().rpartition(":")
+    if not Address("http", (host if port.isdecimal() else request.get_host()).strip("[]")).loopback:
         return False
     try:
         return ip_address(str(request.META.get("REMOTE_ADDR"))).is_loopback
