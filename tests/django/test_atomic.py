@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
@@ -12,14 +13,16 @@ from tasuki.django import standalone
 
 standalone.configure()
 
+from django.conf import settings  # noqa: E402
 from django.db import connections, transaction  # noqa: E402
+from django.utils import timezone  # noqa: E402
 
 from tasuki.core.job import JobSpec, body_hash  # noqa: E402
 from tasuki.core.store_messages import LeaseRequest, Submission, Submitted  # noqa: E402
 from tasuki.django import enqueueing  # noqa: E402
 from tasuki.django.conf import ProjectSettings  # noqa: E402
 from tasuki.django.models import Incident, JobRun, Token  # noqa: E402
-from tasuki.errors import StaleEpoch  # noqa: E402
+from tasuki.errors import InvalidInput, StaleEpoch  # noqa: E402
 from tasuki.stores.sql.store import SqlStore  # noqa: E402
 
 
@@ -102,6 +105,17 @@ def test_a_verb_that_fails_leaves_the_users_block_usable(alias: str, store: SqlS
 
     assert Token.objects.using(alias).count() == JobRun.objects.using(alias).count() == 1
     assert not Incident.objects.using(alias).exists()
+
+
+def test_a_naive_time_is_of_the_current_zone_where_use_tz_is_off_and_else_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    new_year = datetime(2030, 1, 1)  # noqa: DTZ001
+    with pytest.raises(InvalidInput, match="not_before 2030-01-01 00:00:00 has no time zone"):
+        enqueueing.unix_time("not_before", new_year)
+    monkeypatch.setattr(settings, "USE_TZ", False)
+    with timezone.override("Asia/Tokyo"):
+        at = enqueueing.unix_time("not_before", new_year)
+
+    assert at == datetime(2029, 12, 31, 15, tzinfo=UTC).timestamp()
 
 
 def test_a_job_that_another_databases_transaction_would_not_hold_back_is_warned_of(
