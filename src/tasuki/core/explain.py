@@ -281,7 +281,7 @@ def _held(job: Job, context: ExplainContext) -> Explanation:
     subject = job.spec.subject
     wait_s = (job.not_before or 0.0) - context.now_wall
     if job.state is State.ASSIGNED and wait_s > 0:
-        words = f"Worker {lease.worker_id} has it, due in {shown_duration(wait_s)}: the leader orders the start then."
+        words = f"It is assigned to worker {lease.worker_id}, and due in {shown_duration(wait_s)}; the leader orders the start."
         return "ASSIGNED_AHEAD", [words], {"worker_id": lease.worker_id, "not_before": job.not_before, "wait_s": round(wait_s, 3)}
     worker = next((w for w in workers if (w["worker_id"], w["incarnation"]) == (lease.worker_id, lease.incarnation)), None)
     word = "runs at" if job.state is State.RUNNING else "was given to"
