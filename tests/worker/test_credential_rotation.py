@@ -417,7 +417,13 @@ def test_a_worker_that_is_killed_while_it_rotates_gets_in_at_its_next_start(
         live(killed, lambda: until_async(lambda: False, what="it is killed"))
 
     again = Worker(control, tmp_path)
-    live(again, lambda: settle(again))
+
+    async def rotated() -> None:
+        is_new = lambda: again.settled and again.kept.token.token_id != old.token_id  # noqa: E731 - the old one is due again
+        await until_async(is_new, what="the worker is let in, and its token is exchanged")
+
+    live(again, rotated)
 
     assert again.sent_away == ""
+    assert again.welcomes > 0
     assert again.kept.token.token_id in control.good.values()
