@@ -217,7 +217,7 @@ REFUSED = {
     "add.enqueue(float('nan'))": "argument 1 of task probes.tasks.add would become 'None', given 'nan'",
     "add.enqueue(10**5000)": "argument 1 of task probes.tasks.add is not JSON: Exceeds the limit (4300 digits)",
     "add.enqueue(nested(101))": "InvalidInput: an argument of task probes.tasks.add has lists or objects more than 100 deep",
-    "add.enqueue(nested(5000))": "WrongType: argument 1 of task probes.tasks.add is not JSON: maximum recursion depth",
+    "add.enqueue(nested(100_000))": "WrongType: argument 1 of task probes.tasks.add is not JSON: maximum recursion depth",
     "add.enqueue('x' * 70_000)": "TooLarge: the arguments of task probes.tasks.add have 70043 bytes as JSON, the limit is 65536",
     "add.get_result(None)": "TaskResultDoesNotExist: None",
     "add.get_result('a\\0')": "TaskResultDoesNotExist",
