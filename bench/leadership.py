@@ -2,11 +2,12 @@
 
     python bench/leadership.py                        # five kills and stops, with the settings' defaults; ticks
     python bench/leadership.py --quick
-    python bench/leadership.py --only takeover        # or tick; recorded beside the other
+    python bench/leadership.py --only database        # or redis, tick; each part is recorded beside the others when it ends
 
-takeover  Five nodes of a Django project on PostgreSQL, on three node ids, with the database as coordination and again with Redis.
-          Of ten definitions one is due each second, and its run is assigned ahead. SIGKILL and SIGTERM hit the node that leads
-          0.1 s before such a time. Recorded: seconds from the signal to the start of the first run that was due behind it.
+database  Five nodes of a Django project on PostgreSQL, on three node ids, with the database as coordination. Of ten definitions
+          one is due each second, and its run is assigned ahead. SIGKILL and SIGTERM hit the node that leads 0.1 s before such a
+          time. Recorded: seconds from the signal to the start of the first run that was due behind it.
+redis     The same with Redis as coordination.
 tick      Fifty nodes and 600 definitions that are due once a minute, ten of them at each second, all assigned ahead. Recorded:
           CPU time of the whole process that leads in each second, in which it looks once or twice at all definitions.
 """
@@ -20,12 +21,15 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from _common import RESULTS, percentile, record
+from _common import RESULTS, machine, percentile, record
 
 from tests.django.test_many_nodes import many_nodes
 from tests.support.django_nodes import NodeRig
@@ -60,21 +64,22 @@ def measured(rig: NodeRig, number: signal.Signals) -> float:
     return float(started_at) - ended_at
 
 
-def takeover(*, quick: bool) -> dict[str, dict[str, list[float]]]:
-    times: dict[str, dict[str, list[float]]] = {}
-    with PostgresService() as postgres, RedisService() as redis:
-        for coordination, url in (("database", ""), ("redis", redis.url())):
-            with tempfile.TemporaryDirectory() as folder, NodeRig(Path(folder), postgres, url, SITE_SECONDS="10") as rig:
-                for place, node_id in enumerate(NODE_IDS):
-                    rig.start(f"node-{place}", node_id)
-                rig.site.run(DEFINE)
-                for number in (signal.SIGKILL, signal.SIGTERM):
-                    found = [measured(rig, number) for _ in range(2 if quick else 5)]
-                    times.setdefault(coordination, {})[number.name] = [round(one, 2) for one in found]
-                    goal_s = GOALS[f"{number.name}_s"]
-                    shown = f"median {statistics.median(found):.2f} s, most {max(found):.2f} s, goal {goal_s:g} s"
-                    print(f"{coordination:10} {number.name}: {shown}", flush=True)
-    return times
+def takeover(*, quick: bool, in_redis: bool) -> dict[str, Any]:
+    times: dict[str, list[float]] = {}
+    with ExitStack() as stack:
+        postgres = stack.enter_context(PostgresService())
+        url = stack.enter_context(RedisService()).url() if in_redis else ""
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        rig = stack.enter_context(NodeRig(folder, postgres, url, SITE_SECONDS="10"))
+        for place, node_id in enumerate(NODE_IDS):
+            rig.start(f"node-{place}", node_id)
+        rig.site.run(DEFINE)
+        for number in (signal.SIGKILL, signal.SIGTERM):
+            found = times[number.name] = [round(measured(rig, number), 2) for _ in range(2 if quick else 5)]
+            goal_s = GOALS[f"{number.name}_s"]
+            shown = f"median {statistics.median(found):.2f} s, most {max(found):.2f} s, goal {goal_s:g} s"
+            print(f"{'redis' if in_redis else 'database':10} {number.name}: {shown}", flush=True)
+    return {"seconds": times}
 
 
 def tick(*, quick: bool) -> dict[str, Any]:
@@ -101,20 +106,26 @@ def _cpu_ms(pid: int) -> float:
     return sum(spent_ns) / 1e6
 
 
+PARTS: dict[str, Callable[..., dict[str, Any]]] = {
+    "database": partial(takeover, in_redis=False),
+    "redis": partial(takeover, in_redis=True),
+    "tick": tick,
+}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--only", choices=("takeover", "tick"))
+    parser.add_argument("--quick", action="store_true", help="a short run; nothing is recorded")
+    parser.add_argument("--only", choices=PARTS)
     options = parser.parse_args()
     recorded = RESULTS / "leadership.json"
-    figures: dict[str, Any] = json.loads(recorded.read_text()) if options.only and recorded.exists() else {}
-    figures |= {"goals": GOALS}
-    if options.only != "tick":
-        figures["seconds"] = takeover(quick=options.quick)
-    if options.only != "takeover":
-        figures["tick"] = tick(quick=options.quick)
-    figures.pop("machine", None)
-    record("leadership", figures, save=not options.quick)
+    figures: dict[str, Any] = json.loads(recorded.read_text()) if recorded.exists() else {}
+    figures = {"goals": GOALS, **{name: figures[name] for name in PARTS if name in figures}}
+    for name, part in PARTS.items():
+        if options.only in (None, name):
+            before = {key: value for key, value in machine().items() if key in ("commit", "load_before")}
+            figures[name] = {"measured": before, **part(quick=options.quick)}
+            record("leadership", figures, save=not options.quick)
 
 
 if __name__ == "__main__":

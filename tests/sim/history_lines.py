@@ -23,6 +23,8 @@ from tasuki.testing.sim.history import (
     BeganEvent,
     BusyEvent,
     CanceledEvent,
+    ConfirmedEvent,
+    DeniedEvent,
     EndedEvent,
     FaultEvent,
     GoneEvent,
@@ -174,6 +176,14 @@ def began(job_id: str = "j", attempt: int = 1, worker: str = "w1", **given: Any)
 def gone(job_id: str = "j", attempt: int = 1, worker: str = "w1", how: str = "ended", **given: Any) -> GoneEvent:
     usual = {"worker_id": worker, "incarnation": "life 1", "lease_id": lease_of(job_id, attempt)}
     return _line(GoneEvent, given, job_id=job_id, attempt=attempt, how=how, **usual)
+
+
+def promised(job_id: str = "j", attempt: int = 1, for_s: float = 1.0, **given: Any) -> ConfirmedEvent:
+    return _line(ConfirmedEvent, given, job_id=job_id, attempt=attempt, lease_id=lease_of(job_id, attempt), for_s=for_s)
+
+
+def denied(job_id: str = "j", attempt: int = 1, **given: Any) -> DeniedEvent:
+    return _line(DeniedEvent, given, job_id=job_id, attempt=attempt)
 
 
 def settled(job_id: str = "j", attempt: int = 1, worker: str = "w1", *, recorded: bool = True) -> SettledEvent:

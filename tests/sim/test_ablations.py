@@ -19,6 +19,7 @@ FIRST_SEEDS = {
     "choices_end": 10,
     "counts_from_before": 106,
     "credit_at_the_worker": 3,
+    "denied_stops": 59,
     "doubles_dropped": 16,
     "epoch_fence": 48,
     "fenced_is_not_told": 12,

@@ -19,6 +19,7 @@ from tests.sim.history_lines import (
     broken,
     busy,
     canceled,
+    denied,
     ended,
     failed,
     finished,
@@ -70,6 +71,10 @@ GOOD: dict[str, list[Story]] = {
         (granted(), began(), gone_first(), W1_DRIFTED, reaped(), *SECOND),
         (granted(), began(), gone_first(), process("crashed", "w1/keeper"), process("crashed"), reaped(), *SECOND),
         (granted(), began(), reaped(), *SECOND),
+    ],
+    "I21": [
+        (began(at=0.0), denied(at=1.0), gone(how="stopped", at=3.0)),
+        (began(at=0.0), denied(at=1.0), gone(at=1.5)),
     ],
     "I10": [
         (granted(), began(), process("crashed"), gone(how="killed"), *OVER),
@@ -143,6 +148,9 @@ BAD: dict[str, list[Story]] = {
         (granted(), granted("k"), gone_first(), reaped(), *SECOND, began()),
         (granted(), began(), gone_first(), DriftedEvent(at=UNSTAMPED, name="w2"), reaped(), *SECOND),
         (process("crashed", "w1/keeper"), granted(), began(), gone_first(), reaped(), *SECOND),
+    ],
+    "I21": [
+        (began(at=0.0), denied(at=1.0), gone(at=3.0)),
     ],
     "I10": [
         (granted(), began(), gone_first(), process("crashed"), *OVER),

@@ -24,6 +24,7 @@ from tests.sim.history_lines import (
     leading,
     led,
     process,
+    promised,
     reaped,
     removed,
     repeated,
@@ -151,6 +152,7 @@ GOOD: dict[str, list[Story]] = {
             shown("renew", at=2.0, confirm_s=0.0),
             reaped(at=3.0),
         ),
+        (granted(ttl_s=1.0, at=0.0), promised(for_s=3.0, at=1.0), reaped(at=4.0)),
     ],
     "I23": [
         (PausedEvent(at=0.0, pattern="a.>"), submitted(), granted(subject="b.a")),
@@ -309,6 +311,8 @@ BAD: dict[str, list[Story]] = {
     ],
     "I21": [
         (granted(ttl_s=1.0, at=0.0), shown("renew", at=1.0, confirm_s=3.0), reaped(at=3.9)),
+        (granted(ttl_s=1.0, at=0.0), promised(for_s=3.0, at=1.0), reaped(at=3.9)),
+        (granted(ttl_s=1.0, at=0.0), reaped(at=1.0), promised(at=2.0)),
     ],
     "I23": [
         (PausedEvent(at=0.0, pattern="a.>"), submitted(), granted(subject="a.b")),

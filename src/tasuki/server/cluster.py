@@ -35,6 +35,7 @@ from tasuki.core.broker.events import (
 )
 from tasuki.core.cluster_messages import Hint, RelayedPieces, RelayPiece, ServerInfo, decode, relay, split
 from tasuki.core.machine import Now, Ticked
+from tasuki.core.scheduler import continuation
 from tasuki.core.subject import group_of
 from tasuki.errors import TasukiError
 from tasuki.event_loop import BackgroundTasks
@@ -44,7 +45,6 @@ from tasuki.stores.wakeups import Wakeups
 logger = logging.getLogger("tasuki.cluster")
 LEAVE_TIMEOUT_S = 2.0  # for a coordination that does not answer: others notice the missing heartbeats as well
 SCOPE = "leader"
-RENEWED_SLACK_S = 1.0  # a question about a lease is on its way for less
 
 T = TypeVar("T")
 ClusterCommand = election.TookOver | election.EpochFenced | election.Lapsed | Publish | Relay | StartRuns | NoteAssigned
@@ -240,7 +240,7 @@ class Cluster:
         now on this server ends no lease without one, and the coordination says that there was none yet."""
         now = self._server.now().monotonic
         epoch = self._election.leads(now)
-        if not epoch or self._leads_since + renewed_ago_s + RENEWED_SLACK_S >= now:
+        if not continuation.may_promise(epoch, self._leads_since, renewed_ago_s, now):
             return False
         self._server.broker.upkeep.lapse()
         holds = await self.call(self.coordination.renew, SCOPE, self._server.server_id, epoch, self._lock_ttl_s)

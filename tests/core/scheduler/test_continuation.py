@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tasuki.core.lifecycle import LEASE_MARGIN_S
-from tasuki.core.scheduler.continuation import AskLeaders, Command, Confirming, Continuation, Deny
+from tasuki.core.scheduler.continuation import RENEWED_SLACK_S, AskLeaders, Command, Confirming, Continuation, Deny, may_promise
 from tasuki.core.scheduler.thresholds import QUESTIONS_SLACK_S
 
 ASKS_S = 3 * 0.3 + 0.3
@@ -84,3 +84,12 @@ def test_an_answer_that_another_attempt_is_the_current_one_stops_the_run_at_once
 
     assert machine.answered("a", False) == [Deny("a")]
     assert machine.answered("a", True) == [], "a late answer of another node changes nothing"
+
+
+def test_a_leader_without_the_store_promises_only_leases_that_were_renewed_since_it_leads() -> None:
+    since, now = 100.0, 106.0
+    on_its_way = now - since - RENEWED_SLACK_S
+
+    assert may_promise(7, since, renewed_ago_s=on_its_way - 0.1, now=now)
+    assert not may_promise(7, since, renewed_ago_s=on_its_way, now=now), "perhaps before it led"
+    assert not may_promise(0, since, renewed_ago_s=0.0, now=now), "it does not lead"

@@ -11,6 +11,10 @@ times, and continues if one of them has renewed the lease for it.
 A store that takes the mark late holds the questions up, but not beyond the time that they need before the deadline.
 
 A lease that was confirmed is asked for again only if its deadline nears again.
+
+Whoever is asked renews the lease, and says yes if the store took that. While the store is away for the leader too, the leader may
+promise it (`may_promise`) instead: nobody else can end leases before a takeover, which renews all, and this leader ends none any
+more under its epoch. The promise counts if the coordination says afterwards that the lock was held all along.
 """
 
 from __future__ import annotations
@@ -21,6 +25,14 @@ import msgspec
 
 from tasuki.core.lifecycle import LEASE_MARGIN_S
 from tasuki.core.scheduler.thresholds import QUESTIONS_SLACK_S, Thresholds
+
+RENEWED_SLACK_S = 1.0  # a question about a lease is on its way for less
+
+
+def may_promise(epoch: int, leads_since: float, renewed_ago_s: float, now: float) -> bool:
+    """Return whether a leader that cannot reach the store may say that a run goes on whose lease was renewed so long ago: if that
+    was since it leads. An older lease may be one that ended while nobody led, and that the takeover did not renew."""
+    return bool(epoch) and now - renewed_ago_s - RENEWED_SLACK_S > leads_since
 
 
 class Confirming(msgspec.Struct, frozen=True):

@@ -38,7 +38,7 @@ from tasuki.core.machine import Now, Send
 from tasuki.core.protocol import Accepted, HeartbeatAnswer, JobResult, JobsRecorded, SubmitJobs, Welcome
 from tasuki.core.reconnect import Redial
 from tasuki.core.store_messages import LeaseStatus, ReportAnswer, ReportStatus
-from tasuki.core.worker.events import WorkerIdentity
+from tasuki.core.worker.events import LeasesDenied, WorkerIdentity
 from tasuki.core.worker.machine import SeenLeases, Slots, WorkerMachine
 from tasuki.server.cluster import SCOPE
 from tasuki.stores.memory.store import MemoryStore
@@ -209,8 +209,18 @@ def _whoever_leads(_depose: Method) -> Method:
     return depose
 
 
+@around
+def _deaf_to_denials(apply: Method, machine: Any, event: Any, *rest: Any) -> Any:
+    return [] if isinstance(event, LeasesDenied) else apply(machine, event, *rest)
+
+
 CUT_OFF = replace(LONG, servers=3, kinds=("store_cut", "partition", "pause", "coordination_cut"))
 """Options under which workers are cut off from the store while they run, and leaders from it or from each other."""
+
+DETACHED = replace(
+    LONG, servers=3, kinds=("partition", "pause", "store_cut"), lease_ttl_s=6.0, lock_ttl_s=1.0, attempts_scale=10.0
+)
+"""Options under which workers are detached while their leases still last."""
 
 _OF_NODES = (
     Ablation(
@@ -219,6 +229,13 @@ _OF_NODES = (
         invariants=("I9", "I21", "lease", "I6"),
         patches=(Replacement(MemoryStore, "_renew", _extends_nothing),),
         options=CUT_OFF,
+    ),
+    Ablation(
+        "denied_stops",
+        "an attempt of a detached worker is stopped when nobody has said that it continues",
+        ("I21",),
+        (Replacement(WorkerMachine, "apply", _deaf_to_denials),),
+        DETACHED,
     ),
 )
 

@@ -221,6 +221,7 @@ class ClientJudge(Judge):
 
 _ENDS = ("crashed", "exited")
 KEEPER = "/keeper"
+STOPPED_WITHIN_S = 1.0  # an attempt may end by itself while it is stopped
 FOUND_AGAIN = 3  # times what it asks for: other servers may have had as much for it, which is found and delivered besides
 
 
@@ -238,11 +239,14 @@ class WorkerJudge(Judge):
         self._unkept: dict[str, int] = {}
         """worker → the line at which its keeper was killed: attempts may then outlive the worker until it starts again."""
         self._began_at: dict[tuple[str, int], int] = {}
+        self._denied: dict[tuple[str, int], float] = {}
+        """(job, attempt) → when it was denied to go on"""
 
     def handlers(self) -> dict[type[history.HistoryLine], Handler]:
         return {
             history.BeganEvent: self._began,
             history.GoneEvent: self._gone,
+            history.DeniedEvent: self._was_denied,
             history.BusyEvent: self._busy,
             history.ProcessEvent: self._process,
             history.DriftedEvent: self._drifted,
@@ -310,9 +314,17 @@ class WorkerJudge(Judge):
                 left = f"attempt {other.attempt} of {other.job_id}"
                 self.found("I10", f"{line.worker_id} runs {line.job_id} while {left} of an earlier life of it is not gone")
 
+    def _was_denied(self, line: history.DeniedEvent) -> None:
+        self._denied.setdefault((line.job_id, line.attempt), line.at)
+
     def _gone(self, line: history.GoneEvent) -> None:
         if line.how != "ended":
             self.evidence["I10"] += 1
+        if (denied_at := self._denied.pop((line.job_id, line.attempt), None)) is not None:
+            self.evidence["I21"] += 1
+            if line.how == "ended" and line.at > denied_at + STOPPED_WITHIN_S:
+                went_on = f"went on for {line.at - denied_at:g} s at {line.worker_id}"
+                self.found("I21", f"attempt {line.attempt} of {line.job_id} {went_on}, though nobody said that it may")
         self._by_job.get(line.job_id, {}).pop(line.attempt, None)
         self._by_worker.get(line.worker_id, {}).pop((line.job_id, line.attempt), None)
 

@@ -69,6 +69,8 @@ class GrantedLease(msgspec.Struct, eq=False):
     """Its worker may have it: it was not assigned ahead, or was fetched."""
     confirming_until: float = 0.0
     """The time until which its worker asks whether it may go on."""
+    promised_until: float = 0.0
+    """The time until which its attempt may run, as a leader said that could not reach the store."""
 
     def __str__(self) -> str:
         return f"lease {self.lease_id} (attempt {self.attempt}, {self.worker_id})"
@@ -235,6 +237,7 @@ class JobJudge(Judge):
             history.LedEvent: self._wrote,
             history.FetchedEvent: self._was_fetched,
             history.WithdrawnEvent: self._withdrawn,
+            history.ConfirmedEvent: self._promised,
         }
 
     # ------------------------------------------------------------------------------------------------ submitters
@@ -440,6 +443,15 @@ class JobJudge(Judge):
             self.evidence["I21"] += 1
             lease.confirming_until = line.at + line.confirm_s if line.confirm_s else 0.0
 
+    def _promised(self, line: history.ConfirmedEvent) -> None:
+        """Judge I21: what a leader says may go on has not been ended; nor is it, before its time (`_reaped`)."""
+        job = self.job(line.job_id)
+        self.evidence["I21"] += 1
+        if job.ends.get(line.attempt) in ("reaped", "orphaned"):
+            self.found("I21", f"attempt {line.attempt} of {line.job_id} was ended, and then a leader said that it goes on")
+        elif (lease := self._leases.get(line.lease_id)) is not None:
+            lease.promised_until = line.at + line.for_s
+
     def _reaped(self, line: history.ReapedEvent) -> None:
         """Judge I5: each lease ends once. I4: terminal absorbs. `lease`: it lasts its time from its latest renewal; the first
         takeover after that is one. I21: nor does it end before the worker that asks whether it may go on has heard.
@@ -459,6 +471,9 @@ class JobJudge(Judge):
             if self.findings.at < lease.confirming_until - EARLY_S:
                 left_s = lease.confirming_until - self.findings.at
                 self.found("I21", f"{lease} of {lease.job_id} was ended {left_s:g} s before its worker has to have heard")
+            if self.findings.at < lease.promised_until - EARLY_S and lease.worker_id not in self.findings.drifted:
+                left_s = lease.promised_until - self.findings.at
+                self.found("I21", f"{lease} of {lease.job_id} was ended {left_s:g} s before the time that a leader gave it")
             if line.epoch:
                 self._was_renewable(lease)
         if line.state != State.CANCELED:

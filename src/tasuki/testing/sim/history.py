@@ -318,6 +318,22 @@ class GoneEvent(AttemptLine, frozen=True):
     how: str
 
 
+class ConfirmedEvent(HistoryLine, frozen=True):
+    """A leader without the store said that an attempt goes on: it may run for so long without another word."""
+
+    job_id: str
+    attempt: int
+    lease_id: str
+    for_s: float
+
+
+class DeniedEvent(HistoryLine, frozen=True):
+    """Nobody said that an attempt of a detached worker goes on, or somebody that it does not."""
+
+    job_id: str
+    attempt: int
+
+
 class SettledEvent(HistoryLine, frozen=True):
     """A worker was told what became of its report: recorded, or fenced."""
 
@@ -407,7 +423,18 @@ StoreLine = (
     | FetchedEvent
     | WithdrawnEvent
 )
-PeerLine = OrderedEvent | AskedEvent | AnsweredEvent | ArrivedEvent | BeganEvent | GoneEvent | SettledEvent | BusyEvent
+PeerLine = (
+    OrderedEvent
+    | AskedEvent
+    | AnsweredEvent
+    | ArrivedEvent
+    | BeganEvent
+    | GoneEvent
+    | ConfirmedEvent
+    | DeniedEvent
+    | SettledEvent
+    | BusyEvent
+)
 WorldLine = ProcessEvent | FaultEvent | DriftedEvent | HealedEvent | LeadingEvent | WatchingEvent | EndedEvent
 AnyLine = StoreLine | PeerLine | WorldLine
 

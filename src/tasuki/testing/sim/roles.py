@@ -18,13 +18,15 @@ from msgspec.structs import replace
 from tasuki.coords.coordination import View
 from tasuki.core.cluster_messages import ServerInfo
 from tasuki.core.job import LEASED, Job, OnDisconnect
+from tasuki.core.scheduler import continuation
 from tasuki.core.scheduler.continuation import AskLeaders, Command, Confirming, Continuation, Deny
 from tasuki.core.scheduler.sub_leader import Suspects, deference_s
 from tasuki.core.scheduler.thresholds import Thresholds
 from tasuki.core.store_messages import HeldLease, LeaseStatus
 from tasuki.core.worker.events import LeasesConfirmed, LeasesDenied
+from tasuki.core.worker.machine import lease_deadline
 from tasuki.errors import TasukiError
-from tasuki.server.cluster import RENEWED_SLACK_S
+from tasuki.testing.sim.history import ConfirmedEvent, DeniedEvent
 from tasuki.testing.sim.network import Network
 from tasuki.testing.sim.world import SimProcess
 
@@ -140,10 +142,11 @@ class SimulatedRoles:
         """Renew the lease for a worker that asks, if the store still has it as the worker's; else, if the store is away, say yes
         while no other server can lead."""
         server = self._server
+        over_at = server.sim.at + TIMEOUT_S - CALL_S
 
         def found(jobs: list[Job | None] | TasukiError) -> None:
             if isinstance(jobs, TasukiError):
-                self._promise(renewed_ago_s, answer)
+                self._promise(claim, renewed_ago_s, over_at, answer)
                 return
             lease = jobs[0].lease if jobs[0] is not None and jobs[0].state in LEASED else None
             if lease is None or (lease.lease_id, lease.worker_id) != (claim.lease_id, claim.worker_id):
@@ -154,20 +157,33 @@ class SimulatedRoles:
                 "renew",
                 [replace(claim, owner=lease.owner)],
                 lambda statuses, _: answer(statuses[0] is not LeaseStatus.LOST),
-                lambda error, _: self._promise(renewed_ago_s, answer),
+                lambda error, _: self._promise(claim, renewed_ago_s, over_at, answer),
             )
             server.pump()
 
         server.storage.read(server, "a run", lambda store: store.get([claim.job_id]), found)
 
-    def _promise(self, renewed_ago_s: float, answer: Callable[[bool | None], None]) -> None:
+    def _promise(self, claim: HeldLease, renewed_ago_s: float, over_at: float, answer: Callable[[bool | None], None]) -> None:
         server, now = self._server, self._server.now().monotonic
         epoch = self._cluster.term.leads(now)
-        if not epoch or server.broker is None or self._leads_since + renewed_ago_s + RENEWED_SLACK_S >= now:
+        if server.broker is None or not continuation.may_promise(epoch, self._leads_since, renewed_ago_s, now):
             answer(None)
             return
         server.broker.upkeep.lapse()
-        self._cluster.hold(epoch, lambda holds: answer(True if holds and server.leads == epoch else None))
+
+        def held(holds: bool) -> None:
+            if not holds or server.leads != epoch or server.sim.at >= over_at:
+                answer(None)
+                return
+            server.sim.effects["promised"] += 1
+            for_s = lease_deadline(over_at - TIMEOUT_S, claim.ttl_s) - server.sim.at
+            line = ConfirmedEvent(
+                at=server.sim.at, job_id=claim.job_id, attempt=claim.attempt, lease_id=claim.lease_id, for_s=for_s
+            )
+            server.sim.tell(line)
+            answer(True)
+
+        self._cluster.hold(epoch, held)
 
 
 def _node_of(server_id: str) -> str:
@@ -215,6 +231,9 @@ class SimulatedContinuation:
                         self._ask(server, lease_id, 0.0)
                 case Deny(lease_id=lease_id):
                     self._worker.sim.effects["denied"] += 1
+                    if (held := self._worker.machine.held.get(lease_id)) is not None:
+                        about = {"job_id": held.claim.job_id, "attempt": held.claim.attempt}
+                        self._worker.sim.tell(DeniedEvent(at=self._worker.sim.at, **about))
                     self._worker.hear(LeasesDenied((lease_id,)))
 
     def _through_some_server(self, lease_id: str, for_s: float) -> None:
