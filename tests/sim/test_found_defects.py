@@ -89,7 +89,7 @@ def test_whoever_watches_a_job_that_retention_deletes_hears_that_it_is_gone() ->
     world.settle()
     clock.advance(2.0)
     with world.store.turn():
-        assert world.store.skip(epoch=world.store.epoch()[0]) == ["late"]
+        assert [job.job_id for job in world.store.skip(epoch=world.store.epoch()[0])] == ["late"]
     prune(world)
     # when
     world.run_for(10.0)
