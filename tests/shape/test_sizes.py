@@ -3,10 +3,12 @@
 import ast
 from collections.abc import Iterator
 
-from tests.shape.source import Module, length, modules, syntax_errors
+from tests.shape.source import ROOT, Module, length, modules, syntax_errors
 
 FILE_MAX_LINES = 800
 FILE_LONG_LINES = 500  # above this a reader wants to know why
+MAP_MAX_WORDS = 1200
+LINE_MAX_CHARS = 130
 FUNCTION_MAX_LINES = 60  # without the docstring
 NO_BEGINNINGS = {
     "What",
@@ -128,3 +130,12 @@ def test_the_limits_are_the_last_length_allowed() -> None:
     assert long_functions([Module("a.py", body(FUNCTION_MAX_LINES + 1))])
     assert not long_files([Module("a.py", "x = 1\n" * FILE_MAX_LINES)], FILE_MAX_LINES)
     assert long_files([Module("a.py", "x = 1\n" * (FILE_MAX_LINES + 1))], FILE_MAX_LINES)
+
+
+def test_the_map_is_short_enough_to_be_read() -> None:
+    """Prose of ARCHITECTURE.md, without its tables and its picture; lines of it and of the changelog."""
+    lines = (ROOT / "ARCHITECTURE.md").read_text().splitlines()
+    prose = [line for line in lines if not line.startswith(("|", " "))]
+
+    assert len(" ".join(prose).split()) <= MAP_MAX_WORDS
+    assert not [line for line in [*lines, *(ROOT / "CHANGELOG.md").read_text().splitlines()] if len(line) > LINE_MAX_CHARS]
