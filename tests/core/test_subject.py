@@ -175,6 +175,9 @@ def test_examples_of_matching(pattern: str, subject: str, expected: bool) -> Non
         ("x.job.assign.A", "x"),
         ("job.assign.job.assign.A", "job"),
         ("job.assign.job.submit.A", "job"),
+        ("render.@w1", "render"),
+        ("@w1", "@"),
+        ("job.assign.@w1", "@"),
     ],
 )
 def test_group_of_a_subject(subject: str, group: str) -> None:

@@ -111,13 +111,14 @@ def covers(wide: str, narrow: str) -> bool:
 def group_of(subject: str) -> str:
     """Return the group of the subject, which fairness and statistics count by.
 
-    The group is the token after `job.assign.` or `job.submit.`, else the first token.
+    The group is the token after `job.assign.` or `job.submit.`, else the first token. All that begin with `@`, for one worker
+    alone, are one group: a broadcast to all workers would make as many groups as there are workers.
     """
     for parent in (ASSIGN, SUBMIT):
         if subject.startswith(parent):
             subject = subject[len(parent) :]
             break
-    return subject.partition(".")[0]
+    return "@" if subject.startswith("@") else subject.partition(".")[0]
 
 
 def only_worker(subject: str) -> str | None:

@@ -109,6 +109,16 @@ class LeaseCases(StoreCase):
         assert ids(stage.lease("w1", limit=10, live_workers=live)) == ["for-w3", "for-w4"]
         assert ids(stage.lease("w2", limit=10, live_workers=live)) == ["for-w2"]
 
+    def test_jobs_for_one_worker_alone_reach_only_it_and_all_of_them_are_one_group(self, stage: Stage) -> None:
+        for name in ("w1", "w2"):
+            stage.add(f"any-{name}", subject=f"@{name}")
+            stage.add(f"assign-{name}", subject=f"job.assign.@{name}")
+
+        assert sorted(ids(stage.lease("w1", limit=10))) == ["any-w1", "assign-w1"]
+        assert ids(stage.lease("w2", limit=10, patterns=("@w2",))) == ["any-w2"]
+        assert ids(stage.lease("w2", limit=10, patterns=("job.assign.@w2",))) == ["assign-w2"]
+        assert [(group, counts.active) for group, counts in stage.store.counts().items()] == [("@", 4)]
+
     @pytest.mark.parametrize("pattern", ["a.x", "a.*", ">"])
     def test_a_worker_takes_only_kinds_and_programs_that_it_offers(self, stage: Stage, pattern: str) -> None:
         for number, exec_ in enumerate(["render", "price", "render", "", "other", ""]):

@@ -92,7 +92,8 @@ end
 
 local function group_of(subject)
   local rest = string.match(subject, '^job%.assign%.(.*)') or string.match(subject, '^job%.submit%.(.*)') or subject
-  return string.match(rest, '^[^.]*')
+  local group = string.match(rest, '^[^.]*')
+  return string.sub(group, 1, 1) == '@' and '@' or group
 end
 
 local OPEN = { ['job'] = true, ['job.assign'] = true, ['job.submit'] = true } -- the token that names the group comes later
