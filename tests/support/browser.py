@@ -12,7 +12,6 @@ While a browser is open, `asyncio.run` cannot be called in the same thread.
 from __future__ import annotations
 
 import contextlib
-import re
 import shutil
 import subprocess
 import tarfile
@@ -111,12 +110,14 @@ def look_at(page: Page, url: str, names: tuple[str, ...], picture: str) -> None:
     """Look at each screen at two widths: nothing that its policy refuses, nothing serious against accessibility, nothing wider
     than the page."""
     for name in names:
+        screen, _, one = name.partition("?")[0].strip("/").partition("/")
+        place = "-".join([picture, screen or "overview", *([one if one == "new" else "one"] if one else [])])
         page.set_viewport_size(WINDOW)
         page.goto(f"{url}/ops/{name}", wait_until="networkidle")
         assert refused_by_policy(page) == [], name
         assert violations(page) == [], name
         assert page.evaluate("document.documentElement.scrollWidth") <= WINDOW["width"], f"{name} scrolls"
-        keep_picture(page, f"{picture}-{re.sub(r'[^a-z].*', '', name) or 'overview'}")
+        keep_picture(page, place)
         page.set_viewport_size(PHONE)
         assert page.evaluate("document.documentElement.scrollWidth") <= PHONE["width"], f"{name} scrolls on a phone"
-        keep_picture(page, f"{picture}-{re.sub(r'[^a-z].*', '', name) or 'overview'}-phone")
+        keep_picture(page, f"{place}-phone")
