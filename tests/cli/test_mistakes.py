@@ -90,7 +90,7 @@ MISTAKES = [
     Mistake("worker --exec a=b --reconnect-grace 2h", 2, "at most 1h"),
     Mistake("up", 5, "connect to that server, or stop it first"),
     Mistake("up --data other --tcp 70000000", 2, "with a port from 0 to 65535"),
-    Mistake("server --data other --tcp 0.0.0.0:7000", 2, "give it, listen on 127.0.0.1, or say --insecure"),
+    Mistake("server --data other --tcp 0.0.0.0:7000", 2, "give it, listen on 127.0.0.1, or give --insecure"),
     Mistake("server --data other --tls-cert x", 2, "--tls-cert and --tls-key belong together; give both, or none"),
     Mistake("agent --registry redis://db/1 --lease-ttl 0.5", 2, "at least 1s and at most 1h"),
     Mistake("nodes", 2, "write --to agents:http://n1:7090,http://n2:7090"),

@@ -55,7 +55,7 @@ def test_an_input_is_removed_some_days_after_its_last_use(tmp_path: Path, caplog
             with caplog.at_level(logging.INFO, "tasuki.dispatcher"):
                 assert await turn_clock(stage, 7.1).clean() == 1
 
-            assert "removed 1 inputs, 6 bytes, that nobody has used for 7 days" in caplog.text
+            assert "removed 1 inputs, 6 bytes, unused for 7 days" in caplog.text
             assert code_of(await stage.http.post("/run/a", files=FORM)) == (404, "INPUT_NOT_FOUND")
             scraped = (await stage.http.get("/metrics")).text
             assert "tasuki_dispatcher_cleaned_inputs_total 1.0" in scraped

@@ -393,7 +393,7 @@ def test_without_its_registry_a_dispatcher_does_what_it_does_without_one(
 
             assert [answer.status_code for answer in answers] == [200, 200, 200]
             assert code_of(found) == (404, "NOT_FOUND")
-            told = [line.message for line in caplog.records if line.message.startswith("the registry is away")]
+            told = [line.message for line in caplog.records if line.message.startswith("the registry does not answer")]
             assert len(told) == 1
             service.resume()
             recording = stage.dispatcher._registry

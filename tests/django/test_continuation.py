@@ -104,7 +104,7 @@ def test_a_worker_that_is_cut_off_from_the_database_goes_on_by_the_word_of_the_l
     # When the worker is cut off from the database until its deadline nears
     rig.cut(worker, "sql")
     [(over_at,)] = rig.rows("SELECT lease_expires_at FROM tasuki_jobrun")
-    worker.process.wait_for_output("goes on, by the word of", SLOW_S)
+    worker.process.wait_for_output(" confirmed it", SLOW_S)
     [(renewed_to,)] = rig.rows("SELECT lease_expires_at FROM tasuki_jobrun")
     assert renewed_to > over_at, "the leader has renewed the lease"
     assert rig.run_state(job_id) == ("RUNNING", 1, worker.worker_id)
@@ -125,7 +125,7 @@ def test_a_detached_worker_goes_on_if_it_may_and_comes_back_under_another_id(rig
     rig.network.cut(rig.nodes["leads"].pid, "works")
     until(lambda: f"worker {first} of node n2 is detached" in rig.nodes["leads"].process.output(), SLOW_S)
     rig.network.heal()
-    worker.process.wait_for_output("goes on, by the word of", SLOW_S)
+    worker.process.wait_for_output(" confirmed it", SLOW_S)
     assert states(rig) == ["CONFIRMING", "NONE"]
     assert ended(rig, job_id) == ("SUCCEEDED", 1, first)
 
@@ -208,7 +208,7 @@ def outlast(rig: NodeRig) -> None:
     for node in rig.nodes.values():
         rig.cut(node, "sql")
     until(
-        lambda: all(node.process.output().count("goes on, by the word of") >= 4 for node in rig.nodes.values()),
+        lambda: all(node.process.output().count(" confirmed it") >= 4 for node in rig.nodes.values()),
         SLOW_S,
         "both were confirmed four times",
     )

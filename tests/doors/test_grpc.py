@@ -403,9 +403,9 @@ def test_without_a_proof_of_who_calls_nobody_listens_beyond_this_machine(host: s
         (6, 7, 7, 0, "is old"),
         (6, 5, 7, 0, "is old"),  # the store knows better
         (7, 6, 7, 8, "is old"),  # below one that was obeyed
-        (9, 7, 8, 7, "nobody is known to lead"),
+        (9, 7, 8, 7, "no leader is known"),
         (9, 7, None, 7, "does not answer"),
-        (10**18, 7, 7, 0, "nobody is known to lead"),
+        (10**18, 7, 7, 0, "no leader is known"),
     ],
 )
 def test_an_order_is_obeyed_only_under_the_epoch_of_the_leader(
