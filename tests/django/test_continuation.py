@@ -167,7 +167,7 @@ def test_nothing_of_a_run_is_left_that_nobody_confirmed_before_another_worker_st
     # When it is detached, and can ask nobody
     rig.cut(worker, "leads", "helps")
     rig.detach(first)
-    worker.process.wait_for_output("is stopped: nobody confirmed", SLOW_S)
+    worker.process.wait_for_output("is stopped: no leader confirmed", SLOW_S)
 
     # Then another one runs it, as the next attempt, after a loss
     runs_again(rig, job_id)
