@@ -263,6 +263,21 @@ def test_a_turn_that_was_answered_late_counts_from_when_it_was_planned() -> None
     assert not next_duty(stage).reap
 
 
+def test_a_leader_that_was_frozen_after_its_takeover_gives_the_epoch_up_before_it_ends_a_lease() -> None:
+    stage = BrokerStage(shared=True)
+    stage.apply(TakeOver(7))
+    takeover = next_duty(stage)
+    stage.apply(TurnDone(takeover, execute(stage.store, takeover)))
+    stage.apply(Elected(7))
+    stage.clock.advance(LEASE_TTL_S)
+
+    first = next_duty(stage)
+    stage.apply(TurnDone(first, execute(stage.store, first)))
+
+    assert not first.reap
+    assert stage.others == [TookOver(7, True), Lapsed(7)]
+
+
 def test_duties_have_caught_up_when_each_was_done_and_nothing_is_left() -> None:
     stage = BrokerStage(shared=True)
     stage.store.take_over("stage", 3)

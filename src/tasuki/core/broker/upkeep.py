@@ -96,7 +96,7 @@ class Upkeep:
         self._planned_at = 0.0
         """Time at which the last turn was planned."""
         self._reached_at: float | None = None
-        """Time at which the last turn that was committed under this epoch was planned; at first, that of the first look."""
+        """Time at which the last turn that was committed under this epoch was planned, its registration included."""
         self._has_lapsed = False
         self._found_nothing = False
         """The last look for leases that are over, late and delayed jobs found none."""
@@ -116,7 +116,9 @@ class Upkeep:
         self._duty_at = self._prune_at = self._collect_at = self._fire_at = 0.0
         self._deleting, self._deleted = False, []
         self._assignments = ()
-        self._reached_at, self._has_lapsed = None, False
+        self._has_lapsed = False
+        if not epoch:
+            self._reached_at = None
 
     def lapse(self) -> None:
         """End no lease under this epoch any more: the next turn that the store takes is the last one under it."""
@@ -158,6 +160,7 @@ class Upkeep:
         config, epoch = self._state.config, self._state.epoch
         if self._claim:
             claim, self._claim = self._claim, 0
+            self._planned_at = now.monotonic
             return Turn(epoch=claim, take_over=config.server_id)
         fire_at = self._fire_at if config.fires else math.inf
         if self._duty_at > now.monotonic + DUTY_INTERVAL_S and not self._state.is_idle:  # the last look was at idle
@@ -199,6 +202,7 @@ class Upkeep:
     def done(self, turn: Turn, answers: Answers, now: Now) -> list[Command]:
         """Tell the peers concerned by a committed turn, and continue at once if there is more than one batch."""
         if turn.take_over:
+            self._reached_at = self._planned_at
             return [TookOver(turn.epoch, answers.take_over)]
         if turn.epoch == self._state.epoch:
             self._reached_at = self._planned_at
@@ -307,6 +311,7 @@ class Upkeep:
         """Make everything in a failed turn due again, but firing only after its interval: what an application wrote must not keep
         leases from being ended. A stale epoch is final."""
         if turn.take_over:
+            self._reached_at = self._planned_at
             return [TookOver(turn.epoch, False)]
         if isinstance(error, StaleEpoch):
             return [EpochFenced(turn.epoch)]
