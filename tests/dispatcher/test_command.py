@@ -43,7 +43,7 @@ def logging_as_before() -> Iterator[None]:
         ([*AGENTS, "--keep-inputs", "-1"], "is not a duration"),
         ([*AGENTS, "--inputs", "ftp://u:secret@x"], "--inputs 'ftp://x' is not understood; use s3://bucket/prefix, a folder, or"),
         ([*AGENTS, "--results", "s3://b/p"], "--results is for those that share a registry; give --registry URL too"),
-        ([*AGENTS, "--listen", "nowhere:xx"], "address 'nowhere:xx' is not host:port"),
+        ([*AGENTS, "--listen", "nowhere:xx"], "address 'nowhere:…' is not host:port with a port"),
         ([*AGENTS, "--token-file", "/no/such/file"], "/no/such/file"),
     ],
 )

@@ -48,7 +48,7 @@ def test_an_encrypted_key_is_refused_instead_of_asked_for(authority: TestAuthori
         check=True, capture_output=True, timeout=20,
     )  # fmt: skip
 
-    with pytest.raises(ConfigError, match="is encrypted"):
+    with pytest.raises(ConfigError, match="needs a password, which a service cannot ask for"):
         server_tls(cert, str(locked))
 
 

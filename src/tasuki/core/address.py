@@ -149,7 +149,8 @@ def _host_port(scheme: str, text: str, url: str, default_port: int | None = None
         host, port = text, str(default_port or DEFAULT_PORTS[scheme])
     host = host.removeprefix("[").removesuffix("]")
     if not _HOST(host) or not (port.isascii() and port.isdigit()) or not 0 <= int(port) <= 65535:
-        which = repr(url) if text == url else f"{url!r}: {shown_address(text)!r}"
+        shown = shown_address(text)
+        which = repr(url) if url in (text, shown) else f"{url!r}: {shown!r}"
         raise ConfigError(f"address {which} is not host:port with a port from 0 to 65535")
     return Address(scheme, host, int(port))
 

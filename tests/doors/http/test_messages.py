@@ -59,7 +59,7 @@ def test_what_is_published_over_http_is_read_as_events_once_whatever_matches(sta
 def test_a_reader_is_told_what_it_lost_and_its_subscription_ends_with_it(stage: Stage) -> None:
     routes = stage.server.broker.messages
     with events(stage, stage.client, "slow.>") as read:
-        [conn] = routes.find("slow.x").conns
+        [conn] = routes.find("slow.x").places
         told = DeliverMessages([PublishedMessage("slow.x", b"1")], dropped=3)
         stage.server._loop.call_soon_threadsafe(stage.server._links[conn].deliver, told)
         assert [next(read)[0], next(read)] == ["message", ("dropped", {"dropped": 3})]
@@ -106,7 +106,7 @@ def test_a_client_over_http_publishes_and_subscribes_and_its_streams_end_with_it
     routes = stage.server.broker.messages
     with Client(stage.url, token=stage.client) as client, events(stage, stage.client, "lib.>") as read:
         with client.subscribe("lib.>") as messages, client.subscribe("lib.a", queue="g") as member:
-            assert len(routes.find("lib.a").conns) == 2
+            assert len(routes.find("lib.a").places) == 2
             for number in range(3):
                 client.publish("lib.a", b"%d" % number, headers={"n": str(number)})
 
@@ -117,4 +117,4 @@ def test_a_client_over_http_publishes_and_subscribes_and_its_streams_end_with_it
             stage.server._loop.call_soon_threadsafe(stage.server._links[conn].deliver, told)
             assert next(member).payload == b"3"
             until(lambda: (messages.dropped, member.dropped) == (0, 4), what="the member knows what it lost")
-        until(lambda: len(routes.find("lib.a").conns) == 1 and not routes.find("lib.a").queues, what="its streams end")
+        until(lambda: len(routes.find("lib.a").places) == 1 and not routes.find("lib.a").queues, what="its streams end")
