@@ -13,7 +13,7 @@ from tasuki.core.broker.broker import Broker
 from tasuki.core.broker.events import BrokerConfig, Elected
 from tasuki.core.cluster_messages import ServerInfo, WorkerInfo
 from tasuki.core.machine import Now
-from tasuki.core.scheduler.sub_leader import DEFERENCE_S, SAME_NODE_DEFERENCE_S
+from tasuki.core.scheduler.sub_leader import DEFERENCE_S
 from tasuki.core.scheduler.thresholds import Thresholds
 from tasuki.errors import TasukiError, Unavailable
 from tasuki.event_loop import BackgroundTasks
@@ -22,6 +22,7 @@ from tasuki.testing.clocks import FakeClock
 
 TERM = 7
 LEADING = ServerInfo(server_id="1", node_id="n1", epoch=TERM, grpc_address="n1:50051")
+WATCHING = ServerInfo(server_id="3", node_id="n3", sub_leads=True)
 WORKERS = (WorkerInfo("5", "5/1", ()), WorkerInfo("6", "6/1", ()))
 SILENT = ServerInfo(server_id="5", node_id="n5", grpc_address="n5:50051", workers=WORKERS)
 FAILURES = Thresholds().grpc_ping_failures
@@ -114,14 +115,14 @@ def run(scenario: Coroutine[Any, Any, None]) -> None:
 
 @pytest.mark.parametrize(
     ("node_id", "sub_leads", "deference_s"),
-    [("n2", True, 0.0), ("n1", True, SAME_NODE_DEFERENCE_S), ("n2", False, DEFERENCE_S)],
+    [("n2", True, 0.0), ("n1", True, DEFERENCE_S), ("n2", False, DEFERENCE_S)],
 )
 def test_a_sub_leader_of_another_node_than_the_leaders_stands_first(node_id: str, sub_leads: bool, deference_s: float) -> None:
     async def scenario() -> None:
         node = Node(None, node_id=node_id)
         if not sub_leads:
             node.coordination.acquire(f"subleader:{node_id}", "3", 50.0, 0)
-        node.met(LEADING, leader_seen_s=0.0)
+        node.met(LEADING, WATCHING, leader_seen_s=0.0)
         await node.tick(2)
 
         assert (node.roles.sub_leads, node.broker.sub_leads) == (sub_leads, sub_leads)
@@ -192,13 +193,13 @@ def test_nobody_is_deposed_by_a_node_that_the_store_does_not_tell_that_this_one_
     run(scenario())
 
 
-@pytest.mark.parametrize(("node_id", "deference_s"), [("n2", 0.0), ("n1", SAME_NODE_DEFERENCE_S)])
+@pytest.mark.parametrize(("node_id", "deference_s"), [("n2", 0.0), ("n1", DEFERENCE_S)])
 def test_who_has_deposed_the_leader_stands_after_sub_leaders_of_other_nodes_all_the_same(
     node_id: str, deference_s: float
 ) -> None:
     async def scenario() -> None:
         node = Node(Calls(Unavailable("no answer")), node_id=node_id)
-        node.met(LEADING, leader_seen_s=0.0)
+        node.met(LEADING, WATCHING, leader_seen_s=0.0)
         await node.tick(15)
 
         assert {deference for deference, now_free in node.stood if now_free} == {deference_s}

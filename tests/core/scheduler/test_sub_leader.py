@@ -4,15 +4,25 @@ from __future__ import annotations
 
 import pytest
 
-from tasuki.core.scheduler.sub_leader import DEFERENCE_S, SAME_NODE_DEFERENCE_S, Suspects, deference_s
+from tasuki.core.scheduler.sub_leader import DEFERENCE_S, Candidate, Suspects, deference_s
+
+
+ELSEWHERE, SAME_NODE, NO_SUB_LEADER = Candidate("n2", True), Candidate("n1", True), Candidate("n2", False)
 
 
 @pytest.mark.parametrize(
-    ("sub_leads", "node_id", "waits_s"),
-    [(True, "n2", 0.0), (True, "n1", SAME_NODE_DEFERENCE_S), (False, "n1", DEFERENCE_S), (False, "n2", DEFERENCE_S)],
+    ("own", "others", "waits"),
+    [
+        (ELSEWHERE, [ELSEWHERE, SAME_NODE, NO_SUB_LEADER], 0),
+        (SAME_NODE, [ELSEWHERE, ELSEWHERE, NO_SUB_LEADER], 1),
+        (NO_SUB_LEADER, [ELSEWHERE, SAME_NODE, NO_SUB_LEADER], 2),
+        (NO_SUB_LEADER, [SAME_NODE], 1),
+        (SAME_NODE, [NO_SUB_LEADER], 0),
+        (NO_SUB_LEADER, [], 0),
+    ],
 )
-def test_the_sub_leader_of_another_node_stands_first(sub_leads: bool, node_id: str, waits_s: float) -> None:
-    assert deference_s(sub_leads=sub_leads, node_id=node_id, leader_node="n1") == waits_s
+def test_a_member_waits_for_each_better_rank_that_somebody_has(own: Candidate, others: list[Candidate], waits: int) -> None:
+    assert deference_s("n1", own, others) == waits * DEFERENCE_S
 
 
 def test_a_member_is_dead_after_several_calls_in_a_row_without_an_answer() -> None:

@@ -9,18 +9,28 @@ store, and a worker that is detached keeps its leases.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
 
-SAME_NODE_DEFERENCE_S = 0.3
-DEFERENCE_S = 1.0
+class Candidate(NamedTuple):
+    """A member that may lead next."""
+
+    node_id: str
+    sub_leads: bool
 
 
-def deference_s(*, sub_leads: bool, node_id: str, leader_node: str) -> float:
-    """Return how long a node lets others ask first for the leader's lock: a sub-leader of another node than the leader's not at
-    all, since what ended the leader may have hit its whole node."""
-    if not sub_leads:
-        return DEFERENCE_S
-    return SAME_NODE_DEFERENCE_S if node_id == leader_node else 0.0
+DEFERENCE_S = 2.0  # more than the second within which each member asks for the leader's lock anyway
+
+
+def deference_s(leader_node: str, own: Candidate, others: Iterable[Candidate]) -> float:
+    """Return how long a member lets better candidates ask first for the leader's lock: DEFERENCE_S for each better rank that one
+    of the live others has. The best are sub-leaders of other nodes than the leader's, since what ended the leader may have hit its
+    whole node; then come those of its node, then all others."""
+
+    def rank(candidate: Candidate) -> int:
+        return 2 if not candidate.sub_leads else 1 if candidate.node_id == leader_node else 0
+
+    return DEFERENCE_S * len({rank(other) for other in others if rank(other) < rank(own)})
 
 
 class Suspects:

@@ -20,7 +20,7 @@ from tasuki.core.cluster_messages import ServerInfo
 from tasuki.core.job import LEASED, Job, OnDisconnect
 from tasuki.core.scheduler import continuation
 from tasuki.core.scheduler.continuation import AskLeaders, Command, Confirming, Continuation, Deny
-from tasuki.core.scheduler.sub_leader import Suspects, deference_s
+from tasuki.core.scheduler.sub_leader import Candidate, Suspects, deference_s
 from tasuki.core.scheduler.thresholds import Thresholds
 from tasuki.core.store_messages import HeldLease, LeaseStatus
 from tasuki.core.worker.events import LeasesConfirmed, LeasesDenied
@@ -90,7 +90,9 @@ class SimulatedRoles:
     def tick(self) -> None:
         leader, server = self._leader, self._server
         leader_node = _node_of(leader.server_id) if leader is not None else ""
-        self._cluster.stand_first(deference_s(sub_leads=self._sub_leads, node_id=_node_of(server.name), leader_node=leader_node))
+        own = Candidate(_node_of(server.name), self._sub_leads)
+        others = (Candidate(_node_of(name), name == self._first_of(_node_of(name))) for name in self._live - {server.name})
+        self._cluster.stand_first(deference_s(leader_node, own, others))
         if server.leads:
             self._watch_workers()
         if leader is None or server.leads or leader.server_id == server.name:
@@ -119,9 +121,10 @@ class SimulatedRoles:
     @property
     def _sub_leads(self) -> bool:
         """This server does not lead, and is the first such one of its node."""
-        name = self._server.name
-        node = {other for other in self._live if _node_of(other) == _node_of(name)}
-        return not self._server.leads and name == min(node | {name})
+        return not self._server.leads and self._server.name == self._first_of(_node_of(self._server.name))
+
+    def _first_of(self, node: str) -> str:
+        return min(name for name in self._live | {self._server.name} if _node_of(name) == node)
 
     def _watch_workers(self) -> None:
         """Call workers that no server has been connected to for long, and detach those that leave calls unanswered."""
