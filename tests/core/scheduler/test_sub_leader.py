@@ -6,7 +6,6 @@ import pytest
 
 from tasuki.core.scheduler.sub_leader import DEFERENCE_S, Candidate, Suspects, deference_s
 
-
 ELSEWHERE, SAME_NODE, NO_SUB_LEADER = Candidate("n2", True), Candidate("n1", True), Candidate("n2", False)
 
 

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
+
 class Candidate(NamedTuple):
     """A member that may lead next."""
 
@@ -24,8 +25,8 @@ DEFERENCE_S = 2.0  # more than the second within which each member asks for the 
 
 def deference_s(leader_node: str, own: Candidate, others: Iterable[Candidate]) -> float:
     """Return how long a member lets better candidates ask first for the leader's lock: DEFERENCE_S for each better rank that one
-    of the live others has. The best are sub-leaders of other nodes than the leader's, since what ended the leader may have hit its
-    whole node; then come those of its node, then all others."""
+    of the live others has. The best are sub-leaders of other nodes than the leader's, since what ended the leader may have hit
+    its whole node; then come those of its node, then all others."""
 
     def rank(candidate: Candidate) -> int:
         return 2 if not candidate.sub_leads else 1 if candidate.node_id == leader_node else 0
