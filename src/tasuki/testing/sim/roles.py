@@ -99,8 +99,7 @@ class SimulatedRoles:
             return
         unseen_s = server.now().monotonic - max(self._seen_at, self._leader_since)
         for _ in self._suspects.to_ask({f"{leader.server_id} {leader.epoch}": unseen_s}, self._cluster.term.ttl_s):
-            others = {one.name: one for one in self._cluster.node.servers}
-            callee = others[leader.server_id]
+            callee = next(one for one in self._cluster.node.servers if one.name == leader.server_id)
             call(server.network, server, callee, callee.say_led_ago, lambda said, one=leader: self._heard(one, said))
 
     def _heard(self, leader: ServerInfo, led_ago_s: float | None) -> None:
