@@ -95,11 +95,14 @@ def test_runs_start_on_the_workers_that_were_chosen_before_and_leave_those_that_
     settings(project, assign_ahead_seconds=AHEAD_S, reassign_after_seconds=30)
     define(project, DEFINITIONS)
 
-    # Given runs that are assigned before their time, to all workers but the leader's
-    at, chosen = ahead(project)
+    # Given runs that are assigned before their time, to all workers but the leader's, once the leader has heard all of them
+    def spread() -> tuple[float, dict[str, str]] | None:
+        at, chosen = ahead(project)
+        return (at, chosen) if len(set(chosen.values())) == NODES - 1 else None
+
+    at, chosen = until(spread, SLOW_S, "runs are assigned to all workers but the leader's")
     leader = leading_worker(project)
     assert leader not in chosen.values()
-    assert len(set(chosen.values())) == NODES - 1
     # Then each starts there, at its time
     done = ended(project, at)
     assert {job_id: worker_id for job_id, (worker_id, *_) in done.items()} == chosen

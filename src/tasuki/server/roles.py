@@ -23,7 +23,7 @@ from tasuki.core.broker.broker import Broker
 from tasuki.core.broker.events import Event
 from tasuki.core.cluster_messages import ServerInfo
 from tasuki.core.machine import Now, Ticked
-from tasuki.core.scheduler.sub_leader import Candidate, Suspects, deference_s
+from tasuki.core.scheduler.sub_leader import LeaderCandidate, Suspects, deference_s
 from tasuki.core.scheduler.thresholds import Thresholds
 from tasuki.errors import TasukiError
 from tasuki.server.statistics import Statistics
@@ -176,8 +176,8 @@ class Roles:
     def _deference_s(self) -> float:
         leader_node = self._leader.node_id if self._leader is not None else ""
         others = (self._nodes[name] for name in self._live & self._nodes.keys())
-        own = Candidate(self.node_id, self.sub_leads)
-        return deference_s(leader_node, own, (Candidate(node.node_id, node.sub_leads) for node in others))
+        own = LeaderCandidate(self.node_id, self.sub_leads)
+        return deference_s(leader_node, own, (LeaderCandidate(node.node_id, node.sub_leads) for node in others))
 
     async def _works(self, leader: ServerInfo) -> bool:
         if self.caller is None or not leader.grpc_address:

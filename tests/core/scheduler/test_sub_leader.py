@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from tasuki.core.scheduler.sub_leader import DEFERENCE_S, Candidate, Suspects, deference_s
+from tasuki.core.scheduler.sub_leader import DEFERENCE_S, LeaderCandidate, Suspects, deference_s
 
-ELSEWHERE, SAME_NODE, NO_SUB_LEADER = Candidate("n2", True), Candidate("n1", True), Candidate("n2", False)
+ELSEWHERE, SAME_NODE, NO_SUB_LEADER = LeaderCandidate("n2", True), LeaderCandidate("n1", True), LeaderCandidate("n2", False)
 
 
 @pytest.mark.parametrize(
@@ -20,7 +20,9 @@ ELSEWHERE, SAME_NODE, NO_SUB_LEADER = Candidate("n2", True), Candidate("n1", Tru
         (NO_SUB_LEADER, [], 0),
     ],
 )
-def test_a_member_waits_for_each_better_rank_that_somebody_has(own: Candidate, others: list[Candidate], waits: int) -> None:
+def test_a_member_waits_for_each_better_rank_that_somebody_has(
+    own: LeaderCandidate, others: list[LeaderCandidate], waits: int
+) -> None:
     assert deference_s("n1", own, others) == waits * DEFERENCE_S
 
 

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 
-class Candidate(NamedTuple):
+class LeaderCandidate(NamedTuple):
     """A member that may lead next."""
 
     node_id: str
@@ -23,12 +23,12 @@ class Candidate(NamedTuple):
 DEFERENCE_S = 2.0  # more than the second within which each member asks for the leader's lock anyway
 
 
-def deference_s(leader_node: str, own: Candidate, others: Iterable[Candidate]) -> float:
+def deference_s(leader_node: str, own: LeaderCandidate, others: Iterable[LeaderCandidate]) -> float:
     """Return how long a member lets better candidates ask first for the leader's lock: DEFERENCE_S for each better rank that one
     of the live others has. The best are sub-leaders of other nodes than the leader's, since what ended the leader may have hit
     its whole node; then come those of its node, then all others."""
 
-    def rank(candidate: Candidate) -> int:
+    def rank(candidate: LeaderCandidate) -> int:
         return 2 if not candidate.sub_leads else 1 if candidate.node_id == leader_node else 0
 
     return DEFERENCE_S * len({rank(other) for other in others if rank(other) < rank(own)})

@@ -20,7 +20,7 @@ from tasuki.core.cluster_messages import ServerInfo
 from tasuki.core.job import LEASED, Job, OnDisconnect
 from tasuki.core.scheduler import continuation
 from tasuki.core.scheduler.continuation import AskLeaders, Command, Confirming, Continuation, Deny
-from tasuki.core.scheduler.sub_leader import Candidate, Suspects, deference_s
+from tasuki.core.scheduler.sub_leader import LeaderCandidate, Suspects, deference_s
 from tasuki.core.scheduler.thresholds import Thresholds
 from tasuki.core.store_messages import HeldLease, LeaseStatus
 from tasuki.core.worker.events import LeasesConfirmed, LeasesDenied
@@ -90,8 +90,8 @@ class SimulatedRoles:
     def tick(self) -> None:
         leader, server = self._leader, self._server
         leader_node = _node_of(leader.server_id) if leader is not None else ""
-        own = Candidate(_node_of(server.name), self._sub_leads)
-        others = (Candidate(_node_of(name), name == self._first_of(_node_of(name))) for name in self._live - {server.name})
+        own = LeaderCandidate(_node_of(server.name), self._sub_leads)
+        others = (LeaderCandidate(_node_of(name), name == self._first_of(_node_of(name))) for name in self._live - {server.name})
         self._cluster.stand_first(deference_s(leader_node, own, others))
         if server.leads:
             self._watch_workers()
