@@ -41,7 +41,8 @@ class Command(ActionCommand):
         if self.json:
             self.show_json(found)
             return
-        self.stdout.write(f"leader: {found['leader'] or 'none'}, epoch {found['epoch']}")
+        epoch = "" if found["epoch"] is None else f", epoch {found['epoch']}"
+        self.stdout.write(f"leader: {found['leader'] or 'none'}{epoch}")
         columns = ("worker_id", "node_id", "role", "load", "slots", "detached", "heartbeat_age_s", "grpc")
         shown = [{**worker, "heartbeat_age_s": f"{worker.get('heartbeat_age_s', 0):g} s"} for worker in found["workers"]]
         self.show_table(columns, shown)
