@@ -114,6 +114,24 @@ def test_a_worker_that_is_cut_off_from_the_database_goes_on_by_the_word_of_the_l
     assert ended(rig, job_id) == ("SUCCEEDED", 1, worker.worker_id)
 
 
+@pytest.mark.soak
+def test_a_cancel_reaches_a_worker_that_is_cut_off_from_the_database(rig: NodeRig) -> None:
+    rig.start("leads", "n1", "--queue", "nothing")
+    rig.leader()
+    worker = rig.start("works", "n2")
+    job_id = begun(rig)
+
+    # When the run is canceled while its worker can only be called
+    rig.cut(worker, "sql")
+    rig.site.manage("tasuki_runs", "cancel", job_id)
+
+    # Then the run is stopped, and ends as canceled, although the worker could not say so
+    worker.process.wait_for_output(f"job {job_id} is stopped", SLOW_S)
+    until(lambda: is_gone(rig), SLOW_S, "nothing of the run is left")
+    until(lambda: rig.run_state(job_id)[:2] == ("CANCELED", 1), SLOW_S, "its lease is over")
+    assert "confirmed it" not in worker.process.output()
+
+
 def test_a_detached_worker_goes_on_if_it_may_and_comes_back_under_another_id(rig: NodeRig) -> None:
     rig.start("leads", "n1", "--queue", "nothing")
     rig.leader()

@@ -18,21 +18,24 @@ LEADER = ServerInfo(server_id="1", node_id="n1", epoch=7, grpc_address="n1:50051
 
 
 class DetachedWorker:
-    """A worker with one run, and around it the store, whose turns wait for `turns`, and a leader that says yes."""
+    """A worker with one run, and around it the store, whose turns wait for `turns`, and a leader that says `may_continue`."""
 
     worker_id, incarnation = "2", "2/1"
 
-    def __init__(self, deadline_in_s: float) -> None:
+    def __init__(self, deadline_in_s: float, *, is_expelled: bool = True, may_continue: bool = True) -> None:
+        self.may_continue = may_continue
         self.deadline = now().monotonic + deadline_in_s
         self.turns = asyncio.Event()
         self.shown: list[float] = []
         """Values of `confirm_s` in the order in which the store took them."""
         self.answered: list[str] = []
         self.denied: list[str] = []
+        self.told: list[Any] = []
+        self.looks_at_nothing = 0
         session = SimpleNamespace(owner="node:host:0")
         broker = SimpleNamespace(cluster=SimpleNamespace(servers={"1": LEADER}), epoch=0, workers={"2": session})
-        server: Any = SimpleNamespace(broker=broker, renew=self.renew)
-        cluster: Any = SimpleNamespace(is_expelled=True)
+        server: Any = SimpleNamespace(broker=broker, renew=self.renew, tell=self.told.append)
+        cluster: Any = SimpleNamespace(is_expelled=is_expelled)
         self.continuation = NodeContinuation(self, server, cluster, lambda: None)
         self.continuation.questions = self
 
@@ -45,13 +48,14 @@ class DetachedWorker:
     async def confirms(self, node: ServerInfo, run: RunningJob, renewed_ago_s: float, timeout_s: float) -> bool | None:
         self.shown.append(0.0)  # whoever says yes has renewed the lease so
         self.answered.append(node.server_id)
-        return True
+        return self.may_continue
 
     def renewed_at(self, lease_id: str) -> float:
         return self.deadline - 13.0
 
     def deadlines(self) -> dict[str, float]:
-        return {"lease": self.deadline}
+        self.looks_at_nothing += bool(self.denied)
+        return {} if self.denied else {"lease": self.deadline}
 
     def run_of(self, lease_id: str) -> RunningJob | None:
         return RunningJob("job", 1, "", None)
@@ -99,6 +103,19 @@ def test_a_store_that_does_not_answer_holds_no_question_up_until_the_deadline_an
         worker.turns.set()
         await until_async(lambda: max(worker.shown) > 0 == worker.shown[-1], what="the late mark was taken away")
         assert (len(worker.answered), worker.denied) == (asked, [])
+        await _end(task)
+
+    asyncio.run(scenario())
+
+
+def test_a_run_that_must_stop_costs_a_worker_that_is_only_cut_off_no_other_lease() -> None:
+    async def scenario() -> None:
+        worker = DetachedWorker(deadline_in_s=1.0, is_expelled=False, may_continue=False)
+        task = asyncio.ensure_future(worker.continuation.run())
+        await until_async(lambda: worker.looks_at_nothing >= 4, what="it has stopped the run, and looked again")
+
+        assert worker.denied == ["lease"]
+        assert worker.told == [], "its leases are not ended"
         await _end(task)
 
     asyncio.run(scenario())

@@ -485,6 +485,25 @@ def test_the_leader_says_whether_a_run_goes_on_and_others_say_whom_to_ask(tmp_pa
     run(scenario())
 
 
+def test_a_worker_that_asks_about_a_run_that_was_canceled_is_told_to_stop_it(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with opened(tmp_path) as door:
+            ours = pb.Caller(node_id="n2", worker_id="2")
+            asked = pb.ConfirmContinuationRequest(caller=ours, run=door.node.assigned("a"))
+            door.node.role = pb.ROLE_LEADER
+            [job] = door.node.store.get(["a"])
+            assert job is not None
+            assert job.lease is not None
+            shown = HeldLease("a", "2", "2/1", job.lease.lease_id, job.lease.attempt)
+            assert door.node.store.start([shown]) == [LeaseStatus.GO_ON]
+
+            door.node.store.cancel(["a"], actor="me")
+
+            assert (await door.call(asked)).continuation == pb.CONTINUATION_STOP
+
+    run(scenario())
+
+
 def test_while_the_database_is_away_the_leader_lets_runs_go_on_that_were_renewed_since_it_leads(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with opened(tmp_path) as door:

@@ -1,8 +1,9 @@
 """The questions of a node whose worker was cut off or detached: drives `core/scheduler/continuation.py`.
 
-Runs that may continue keep their leases, by the word of the node that said so. Runs that may not are stopped, with all their
-processes; then their leases are ended as losses, and the next attempt starts at once. A worker that a leader has detached, and
-that has no more runs, ends (`on_rejoin`), and its process comes back under another id.
+Runs that may continue keep their leases: the node that said so has renewed them. Runs that may not are stopped, with all their
+processes. If the worker was detached, their leases are then ended as losses, and the next attempt starts at once; else they run
+out: that of a canceled job ends as CANCELED. A worker that a leader has detached, and that has no more runs, ends (`on_rejoin`),
+and its process comes back under another id.
 """
 
 from __future__ import annotations
@@ -88,7 +89,7 @@ class NodeContinuation:
                 case Deny(lease_id=lease_id):
                     run = self._worker.run_of(lease_id)
                     logger.warning("job %s is stopped: no leader confirmed that it may continue", run.job_id if run else lease_id)
-                    self._denied = True
+                    self._denied = self._denied or self._cluster.is_expelled
                     self._worker.deny_leases((lease_id,))
 
     async def _mark(self, lease_id: str, for_s: float) -> None:

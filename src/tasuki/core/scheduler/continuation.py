@@ -115,7 +115,8 @@ class Continuation:
         return []
 
     def answered(self, lease_id: str, may_go_on: bool) -> list[Command]:
-        """Take the answer of a leader or a sub-leader: it has renewed the lease, or the store has another attempt by now."""
+        """Take the answer of a leader or a sub-leader: it has renewed the lease, or the attempt must stop, since the store has
+        another one by now, or the job was canceled."""
         question = self._questions.pop(lease_id, None)
         if question is None:
             return []

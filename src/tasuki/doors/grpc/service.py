@@ -287,7 +287,8 @@ class WorkerService:
     # ------------------------------------------------------------------------------------------------ continuation
 
     async def confirm_continuation(self, request: pb.ConfirmContinuationRequest, address: str) -> pb.ConfirmContinuationResponse:
-        """Renew the lease of the run for the caller, if the database still has it as the caller's, and say so."""
+        """Renew the lease of the run for the caller, if the database still has it as the caller's, and say so. A run that is to
+        be canceled must stop."""
         self._check_worker(request.caller)
         others = self._server.broker.cluster.servers.values()
         leaders = [info.grpc_address for info in others if (info.epoch or info.sub_leads) and info.grpc_address]
@@ -315,7 +316,7 @@ class WorkerService:
                 return False
             shown = (run.job_run_id, lease.worker_id, lease.incarnation, lease.lease_id, lease.attempt)
             [status] = await self._server.renew([HeldLease(*shown, owner=lease.owner, confirm_s=0.0)])
-            return status is not LeaseStatus.LOST
+            return status is LeaseStatus.GO_ON
 
 
 Answer = Callable[[WorkerService, Any, str], Awaitable[Message]]

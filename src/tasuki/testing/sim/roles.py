@@ -141,8 +141,8 @@ class SimulatedRoles:
 
     # -- workers ask ----------------------------------------------------------------------------------------------------
     def confirm(self, claim: HeldLease, renewed_ago_s: float, answer: Callable[[bool | None], None]) -> None:
-        """Renew the lease for a worker that asks, if the store still has it as the worker's; else, if the store is away, say yes
-        while no other server can lead."""
+        """Renew the lease for a worker that asks, if the store still has it as the worker's and the job is not canceled; if the
+        store is away, say yes while no other server can lead."""
         server = self._server
         over_at = server.sim.at + TIMEOUT_S - CALL_S
 
@@ -158,7 +158,7 @@ class SimulatedRoles:
             server.broker.builder.ask(
                 "renew",
                 [replace(claim, owner=lease.owner)],
-                lambda statuses, _: answer(statuses[0] is not LeaseStatus.LOST),
+                lambda statuses, _: answer(statuses[0] is LeaseStatus.GO_ON),
                 lambda error, _: self._promise(claim, renewed_ago_s, over_at, answer),
             )
             server.pump()
