@@ -18,6 +18,7 @@ standalone.configure()
 
 from django.core.exceptions import ValidationError  # noqa: E402
 from django.db import connections, transaction  # noqa: E402
+from django.test.utils import CaptureQueriesContext  # noqa: E402
 
 from tasuki.django.commands import is_own  # noqa: E402
 from tasuki.django.definitions import apply, emit, process_again, read_file, run_now, scheduler_settings  # noqa: E402
@@ -168,6 +169,18 @@ def test_an_event_is_part_of_the_callers_transaction_and_its_key_counts_once(ali
 
     assert first.pk == second.pk
     assert list(Event.objects.using(alias).values_list("event_type", "payload_json")) == [("order.paid", {"order": 17})]
+
+
+def test_an_event_with_a_key_is_one_statement(alias: str) -> None:
+    with transaction.atomic(using=alias), CaptureQueriesContext(connections[alias]) as statements:
+        event = emit("order.paid", {"order": 17}, dedupe_key="order-17", using=alias)
+
+    assert len(statements) == 1
+    stored = Event.objects.using(alias).get(pk=event.pk)
+    assert (stored.event_type, stored.payload_json, stored.created_at) == (event.event_type, {"order": 17}, event.created_at)
+    event.problem = "seen"
+    event.save()  # as one that was read
+    assert Event.objects.using(alias).get().problem == "seen"
 
 
 def test_the_payload_of_an_event_is_stored_as_the_command_will_see_it(alias: str) -> None:

@@ -23,7 +23,7 @@ from typing import Any
 import msgspec
 from django.conf import settings
 from django.core.exceptions import ValidationError
-from django.db import transaction
+from django.db import connections, transaction
 
 from tasuki.core.cluster_messages import Hint
 from tasuki.core.job import check_text, event_run_id, type_name
@@ -149,13 +149,34 @@ def emit(event_type: str, payload: Any = None, *, dedupe_key: str | None = None,
     if dedupe_key is not None and not 0 < len(check_text("dedupe_key", dedupe_key)) <= DEDUPE_KEY_MAX_CHARS:
         raise InvalidInput(f"dedupe_key {quoted(dedupe_key)} must have 1 to {DEDUPE_KEY_MAX_CHARS} characters")
     alias = using or project_settings().database
-    events = Event.objects.using(alias)
+    event = Event(event_type=event_type, payload_json=payload, dedupe_key=dedupe_key)
     if dedupe_key is None:
-        event = events.create(event_type=event_type, payload_json=payload)
-    else:
-        event, _ = events.get_or_create(dedupe_key=dedupe_key, defaults={"event_type": event_type, "payload_json": payload})
+        event.save(using=alias)
+    elif not _insert_if_new(event, alias):
+        return Event.objects.using(alias).get(dedupe_key=dedupe_key)
     hint_after_commit(alias, Hint(everything=True))
     return event
+
+
+def _insert_if_new(event: Event, alias: str) -> bool:
+    """Insert an event in one statement unless there is one with its key, and return whether it was inserted."""
+    connection = connections[alias]
+    columns = {
+        str(field.column): field.get_db_prep_save(field.pre_save(event, True), connection)
+        for field in Event._meta.concrete_fields
+        if not field.primary_key
+    }
+    statement = (
+        f"INSERT INTO {Event._meta.db_table} ({', '.join(columns)}) VALUES ({', '.join(['%s'] * len(columns))}) "  # noqa: S608
+        "ON CONFLICT (dedupe_key) DO NOTHING RETURNING id"
+    )
+    with connection.cursor() as cursor:
+        cursor.execute(statement, list(columns.values()))
+        row = cursor.fetchone()
+    if row is None:
+        return False
+    event.pk, event._state.db, event._state.adding = row[0], alias, False
+    return True
 
 
 def process_again(event_ids: Sequence[int], *, using: str | None = None) -> None:
