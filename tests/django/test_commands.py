@@ -156,6 +156,30 @@ print(json.dumps([refused, JobRun.objects.count() - before]))
     assert kept == 0
 
 
+def test_a_parser_is_built_once_and_anew_before_arguments_are_refused(site: DjangoSite) -> None:
+    built = site.ask(
+        IMPORTS
+        + """
+from django.core.management.base import BaseCommand
+built, create_parser = [], BaseCommand.create_parser
+def counted(self, *names, **options):
+    built.append(names[1])
+    return create_parser(self, *names, **options)
+BaseCommand.create_parser = counted
+with transaction.atomic():
+    for minimum in ("1", "2", "many", "3"):
+        try:
+            enqueue_command("daily_report", f"--minimum={minimum}")
+        except TasukiError:
+            pass
+    transaction.set_rollback(True)
+print(json.dumps(built))
+"""
+    )
+
+    assert built == ["daily_report"] * 2
+
+
 def test_a_row_that_names_another_command_or_settings_is_refused_by_the_node(site: DjangoSite, worker: ChildProcess) -> None:
     found = site.ask(
         IMPORTS

@@ -12,7 +12,7 @@ import sys
 import sysconfig
 from collections.abc import Mapping, Sequence
 from datetime import datetime
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -121,10 +121,26 @@ def check_arguments(name: str, arguments: Sequence[str]) -> BaseCommand:
 
     Options of manage.py itself that say which code is imported are refused: the settings and paths of a job are its node's.
     """
-    command: BaseCommand = load_command_class(check_command(name), name)
+    app = check_command(name)
+    try:
+        return _checked(app, name, arguments)
+    except InvalidInput:  # its arguments may have changed: a parser's choices can be rows
+        _loaded.cache_clear()
+        return _checked(app, name, arguments)
+
+
+@lru_cache(256)
+def _loaded(app: str, name: str) -> tuple[BaseCommand, Any]:
+    """Return a command and its parser: to build one takes longer than all the rest."""
+    command = load_command_class(app, name)
     parser: Any = command.create_parser("manage.py", name)
-    command.create_parser = lambda *_, **__: parser  # type: ignore[method-assign]  # to build one takes as long as all the rest
-    parser._print_message = lambda *_: None  # --help and --version are refused below
+    command.create_parser = lambda *_, **__: parser  # type: ignore[method-assign]
+    parser._print_message = lambda *_: None  # --help and --version are refused
+    return command, parser
+
+
+def _checked(app: str, name: str, arguments: Sequence[str]) -> BaseCommand:
+    command, parser = _loaded(app, name)
     try:
         found = parser.parse_args(arguments)
     except CommandError as error:
