@@ -240,6 +240,28 @@ def test_strangers_are_refused_with_the_reason_counted_and_logged(
     run(scenario())
 
 
+def test_a_list_of_revoked_certificates_that_has_expired_lets_nobody_in_until_it_is_replaced_and_is_warned_of(
+    authority: TestAuthority, shared: TlsFiles, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    revoked = copied(authority, tmp_path / "revoked", SHARED, ends_days=20)
+    authority.revoke(revoked.cert, Path(shared.revoked), ends_days=-1)
+
+    async def scenario() -> None:
+        tls = NodeTls(shared)
+        async with opened(tmp_path, Callers(tls, SHARED)) as door:
+            for _ in range(2):
+                assert (await door.refusal(pb.PingRequest(), shared))[0] == "UNAVAILABLE"
+            await until_async(lambda: door.refused["CERTIFICATE"] >= 2, what=str(door.refused))
+            warnings = [record.message for record in caplog.records if record.levelno == logging.WARNING]
+            assert warnings == [f"all callers are refused until the list {shared.revoked} is replaced: CRL has expired"]
+
+            authority.revoke(revoked.cert, Path(shared.revoked))
+            await until_async(lambda: tls.loaded == 2, what="the new list is loaded")
+            assert (await door.call(pb.PingRequest(), shared)).worker_id == "2"
+
+    run(scenario())
+
+
 def test_a_certificate_of_its_own_lets_a_node_speak_for_itself_alone(authority: TestAuthority, tmp_path: Path) -> None:
     own, other = copied(authority, tmp_path / "n2", "n2"), copied(authority, tmp_path / "n1", "n1")
     outsider = copied(authority, tmp_path / "web", "web.lab")

@@ -45,16 +45,19 @@ class TestAuthority:
             self._authority.issue(files, names or ("127.0.0.1",), begins, ends, for_nodes=for_nodes)
         return str(files.cert), str(files.key)
 
-    def revoke(self, cert: str, path: Path) -> None:
-        """Write a list of revoked certificates that has this one."""
+    def revoke(self, cert: str, path: Path, *, ends_days: float = 30) -> None:
+        """Write a list of revoked certificates that has this one, and that ends so many days from now."""
         with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-            settings = ("database = issued", "crlnumber = number", "default_md = sha256", "default_crl_days = 30")
+            settings = ("database = issued", "crlnumber = number", "default_md = sha256")
             Path(folder, "config").write_text("\n".join(("[ca]", "default_ca = here", "[here]", *settings, "")))
             Path(folder, "issued").touch()
             Path(folder, "number").write_text("01\n")
             files = self._files
             signer = ("openssl", "ca", "-config", "config", "-cert", files.ca.resolve(), "-keyfile", files.ca_key.resolve())
-            for arguments in (("-revoke", Path(cert).resolve()), ("-gencrl", "-out", "list")):
+            now = datetime.now(UTC)
+            times = [f"{now + days * DAY:%Y%m%d%H%M%SZ}" for days in (min(0, ends_days - 1), ends_days)]
+            listed = ("-gencrl", "-crl_lastupdate", times[0], "-crl_nextupdate", times[1], "-out", "list")
+            for arguments in (("-revoke", Path(cert).resolve()), listed):
                 subprocess.run([*signer, *arguments], cwd=folder, check=True, capture_output=True)
             Path(folder, "list").replace(path)
 

@@ -27,6 +27,8 @@ from tasuki.errors import ConfigError
 from tasuki.event_loop import BackgroundTasks
 
 RELOAD_S = 1.0
+NO_USABLE_CRL = (3, 8, 11, 12)
+"""OpenSSL's codes for a list of revoked certificates that is of another CA, forged, not valid yet, or has expired."""
 ALPN = ["h2"]  # without it gRPC's clients hang up
 logger = logging.getLogger("tasuki.grpc")
 
@@ -211,6 +213,7 @@ class NodeListener:
         self._loop = asyncio.get_running_loop()
         connections = Connections(lambda address: on_refused(address, "OVERLOADED", "there are too many connections"))
         context = tls.context if tls is not None else None
+        self._warned_at = 0
         self._listening = ListeningSocket(sock, connections, self._accepted, context, on_failed=self._not_made)
         if tls is not None:
             self._revoked = _state_of(tls.files.revoked)
@@ -235,10 +238,18 @@ class NodeListener:
     def _not_made(self, address: str, error: OSError) -> None:
         if isinstance(error, ssl.SSLCertVerificationError):
             self._on_refused(address, "CERTIFICATE", f"its certificate was refused: {error.verify_message}")
+            self._warn_of_list(error)
         elif isinstance(error, ssl.SSLError):
             self._on_refused(address, "TLS", f"there is no TLS with it: {error.reason or error}")
         elif not isinstance(error, ConnectionResetError):  # whoever hangs up was not refused: probes of the port do
             self._on_refused(address, "TLS", f"the connection ended in the handshake: {error or type(error).__name__}")
+
+    def _warn_of_list(self, error: ssl.SSLCertVerificationError) -> None:
+        """Warn once of each list of revoked certificates by which nobody is let in."""
+        if (tls := self._tls) is not None and error.verify_code in NO_USABLE_CRL and self._warned_at != tls.loaded:
+            self._warned_at = tls.loaded
+            path = tls.files.revoked
+            logger.warning("all callers are refused until the list %s is replaced: %s", path, error.verify_message)
 
     def _accepted(self, sock: AcceptedSocket) -> asyncio.Protocol:
         peer = PeerConnection(sock)
