@@ -489,7 +489,7 @@ def test_the_leader_says_whether_a_run_goes_on_and_others_say_whom_to_ask(tmp_pa
     async def scenario() -> None:
         async with opened(tmp_path) as door:
             ours = pb.Caller(node_id="n2", worker_id="2")
-            asked = pb.ConfirmContinuationRequest(caller=ours, leader_epoch=EPOCH, run=door.node.assigned("a"))
+            asked = pb.ConfirmContinuationRequest(caller=ours, run=door.node.assigned("a"))
 
             answer = await door.call(asked)
             assert (answer.continuation, list(answer.addresses)) == (pb.CONTINUATION_ASK_ELSEWHERE, ["n1:50051"])
@@ -530,9 +530,7 @@ def test_while_the_database_is_away_the_leader_lets_runs_go_on_that_were_renewed
     async def scenario() -> None:
         async with opened(tmp_path) as door:
             ours = pb.Caller(node_id="n2", worker_id="2")
-            asked = pb.ConfirmContinuationRequest(
-                caller=ours, leader_epoch=EPOCH, run=door.node.assigned("a"), renewed_ago_s=12.0
-            )
+            asked = pb.ConfirmContinuationRequest(caller=ours, run=door.node.assigned("a"), renewed_ago_s=12.0)
             door.node.role, door.node.is_away = pb.ROLE_LEADER, True
 
             assert (await door.call(asked)).continuation == pb.CONTINUATION_CONTINUE

@@ -59,12 +59,10 @@ class Caller(_message.Message):
     def __init__(self, node_id: _Optional[str] = ..., worker_id: _Optional[str] = ...) -> None: ...
 
 class PingRequest(_message.Message):
-    __slots__ = ("caller", "leader_epoch")
+    __slots__ = ("caller",)
     CALLER_FIELD_NUMBER: _ClassVar[int]
-    LEADER_EPOCH_FIELD_NUMBER: _ClassVar[int]
     caller: Caller
-    leader_epoch: int
-    def __init__(self, caller: _Optional[_Union[Caller, _Mapping]] = ..., leader_epoch: _Optional[int] = ...) -> None: ...
+    def __init__(self, caller: _Optional[_Union[Caller, _Mapping]] = ...) -> None: ...
 
 class PingResponse(_message.Message):
     __slots__ = ("worker_id", "node_id", "incarnation", "role", "epoch_seen")
@@ -81,12 +79,10 @@ class PingResponse(_message.Message):
     def __init__(self, worker_id: _Optional[str] = ..., node_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., epoch_seen: _Optional[int] = ...) -> None: ...
 
 class GetStatusRequest(_message.Message):
-    __slots__ = ("caller", "leader_epoch")
+    __slots__ = ("caller",)
     CALLER_FIELD_NUMBER: _ClassVar[int]
-    LEADER_EPOCH_FIELD_NUMBER: _ClassVar[int]
     caller: Caller
-    leader_epoch: int
-    def __init__(self, caller: _Optional[_Union[Caller, _Mapping]] = ..., leader_epoch: _Optional[int] = ...) -> None: ...
+    def __init__(self, caller: _Optional[_Union[Caller, _Mapping]] = ...) -> None: ...
 
 class GetStatusResponse(_message.Message):
     __slots__ = ("who", "load", "max_jobs", "current_job_run_ids", "detached", "draining", "last_seen_ts", "version", "schema_version", "refused", "led_ago_s")
@@ -194,16 +190,14 @@ class DrainResponse(_message.Message):
     def __init__(self, status: _Optional[_Union[OrderStatus, str]] = ..., epoch_seen: _Optional[int] = ...) -> None: ...
 
 class ConfirmContinuationRequest(_message.Message):
-    __slots__ = ("caller", "leader_epoch", "run", "renewed_ago_s")
+    __slots__ = ("caller", "run", "renewed_ago_s")
     CALLER_FIELD_NUMBER: _ClassVar[int]
-    LEADER_EPOCH_FIELD_NUMBER: _ClassVar[int]
     RUN_FIELD_NUMBER: _ClassVar[int]
     RENEWED_AGO_S_FIELD_NUMBER: _ClassVar[int]
     caller: Caller
-    leader_epoch: int
     run: JobRunRef
     renewed_ago_s: float
-    def __init__(self, caller: _Optional[_Union[Caller, _Mapping]] = ..., leader_epoch: _Optional[int] = ..., run: _Optional[_Union[JobRunRef, _Mapping]] = ..., renewed_ago_s: _Optional[float] = ...) -> None: ...
+    def __init__(self, caller: _Optional[_Union[Caller, _Mapping]] = ..., run: _Optional[_Union[JobRunRef, _Mapping]] = ..., renewed_ago_s: _Optional[float] = ...) -> None: ...
 
 class ConfirmContinuationResponse(_message.Message):
     __slots__ = ("continuation", "addresses", "epoch_seen")
