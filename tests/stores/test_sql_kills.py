@@ -49,7 +49,7 @@ print("acked 2", flush=True)
 """
 
 
-@pytest.mark.parametrize("point", [point for point in FAULT_POINTS if point != "fire.written"])
+@pytest.mark.parametrize("point", [point for point in FAULT_POINTS if not point.startswith("fire.")])
 @pytest.mark.parametrize("vendor", ["sqlite", "postgresql"])
 def test_a_kill_leaves_whole_turns_only(vendor: str, point: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     path = with_tables(tmp_path / "tasuki.sqlite3")
@@ -130,3 +130,80 @@ def test_a_leader_killed_while_it_fires_leaves_all_runs_or_none(
     assert runs.count("e1-2") == 1
     assert len(by_time) == len(set(by_time)) == len(runs) - 1
     assert 1 <= len(by_time) <= 2  # a minute may have begun meanwhile
+
+
+# Stores a run ahead of its time, assigns it, judges it at its time, and has its worker fetch it; killed at the armed point of one
+# of these turns, or not at all.
+AHEAD_VICTIM = """
+import os, pathlib, signal, sys
+from tasuki.core.store_messages import Assignment
+from tasuki.stores.sql.store import SqlStore
+from tasuki.testing.clocks import FakeClock
+
+vendor, place, *armed = sys.argv[1:]
+turn, at = "", 1_800_000_000.0
+def fault(passed):
+    if [turn, passed] == armed:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+clock = FakeClock(wall=at - 10.0)
+if vendor == "sqlite":
+    store = SqlStore.open_sqlite(pathlib.Path(place), clock=clock, fault=fault)
+else:
+    store = SqlStore.open_postgresql(place, clock=clock, fault=fault)
+from tasuki.django.models import JobDefinition
+known = JobDefinition.objects.using(store._database._alias)
+if not known.exists():
+    JobDefinition(name="tick", command_name="c", schedule_type="every_n_minutes", schedule_value="1").save(using=known.db)
+    known.update(changed_at=at - 20.0)
+epoch = store.epoch()[0] + 1
+store.take_over("leader", epoch)
+
+def look():
+    return store.fire(epoch=epoch, ahead_s=30.0, reassign_after_s=20.0)
+
+turn = "stored"
+free = [run.job_id for run in look().ahead if not run.worker_id]
+turn = "assigned"
+store.assign([Assignment(job_id=job_id, worker_id="w1", incarnation="w1/1") for job_id in free], epoch=epoch)
+clock.advance(10.5)
+turn = "judged"
+look()
+turn = "fetched"
+[grants] = store.held([("w1", "w1/1", "")])
+turn = ""
+print(*((grant.job_id, grant.attempt) for grant in grants), flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("turn", "point"),
+    [
+        ("stored", "fire.written"),
+        ("stored", "turn.committed"),
+        ("assigned", "turn.before_commit"),
+        ("assigned", "turn.committed"),
+        ("judged", "fire.judged"),
+        ("judged", "turn.committed"),
+        ("fetched", "turn.before_commit"),
+        ("fetched", "turn.committed"),
+    ],
+)
+@pytest.mark.parametrize("vendor", ["sqlite", "postgresql"])
+def test_a_leader_killed_at_any_step_of_a_run_that_is_assigned_ahead_leaves_one_attempt_of_it_to_its_worker(
+    vendor: str, turn: str, point: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    path = with_tables(tmp_path / "tasuki.sqlite3")
+    place = str(path) if vendor == "sqlite" else request.getfixturevalue("postgres_url")
+
+    def lead(*armed: str) -> subprocess.CompletedProcess[str]:
+        return nursery.run([sys.executable, "-c", AHEAD_VICTIM, vendor, place, *armed])
+
+    killed = lead(turn, point)
+    assert (killed.returncode, killed.stdout) == (-9, ""), killed.stderr
+    again = lead("never", "")
+
+    assert again.stdout == "('d1-1800000000', 1)\n", again.stderr
+    store = SqlStore.open_sqlite(path) if vendor == "sqlite" else SqlStore.open_postgresql(place)
+    assert [job.job_id for job in store.find(Filter()).jobs] == ["d1-1800000000"]
+    store.close()

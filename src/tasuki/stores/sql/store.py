@@ -312,6 +312,7 @@ FAULT_POINTS = (
     "finish.written",
     "fail.written",
     "fire.written",
+    "fire.judged",
     "turn.before_commit",
     "turn.committed",
 )
