@@ -21,7 +21,7 @@ from tests.support.processes import SOURCE
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(400)]
 
-PLACE = ROOT / ".venv" / "newer-django"
+PLACES = {">=6.1": ROOT / ".venv" / "newer-django", "~=6.0.2": ROOT / ".venv" / "newer-django-6.0"}
 NAMES = ("python3.14", "python3.13", "python3.12")
 USABLE = "import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 12))"
 
@@ -40,19 +40,20 @@ def newer_python() -> str | None:
     return None
 
 
-@pytest.fixture(scope="module")
-def python(require: Require) -> str:
+@pytest.fixture(scope="module", params=[">=6.1", pytest.param("~=6.0.2", marks=pytest.mark.soak)])
+def python(request: pytest.FixtureRequest, require: Require) -> str:
     """A Python with Django 6 and what tasuki needs of others, made once."""
+    place = PLACES[request.param]
     found = newer_python()
     require("Python 3.12", found is not None, "Django 6 needs it; install one, or pyenv install 3.13")
     assert found is not None
     project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
-    wanted = "\n".join([*project["dependencies"], *project["optional-dependencies"]["django"], "Django>=6.1"])
-    made = PLACE / "made-for"
-    program = os.fspath(PLACE / "bin" / "python")
+    wanted = "\n".join([*project["dependencies"], *project["optional-dependencies"]["django"], f"Django{request.param}"])
+    made = place / "made-for"
+    program = os.fspath(place / "bin" / "python")
     if not made.exists() or made.read_text("utf-8") != wanted:
-        shutil.rmtree(PLACE, ignore_errors=True)
-        subprocess.run([found, "-m", "venv", "--without-pip", PLACE], check=True)
+        shutil.rmtree(place, ignore_errors=True)
+        subprocess.run([found, "-m", "venv", "--without-pip", place], check=True)
         install = [sys.executable, "-m", "pip", "--python", program, "install", "--quiet"]
         subprocess.run([*install, *wanted.split("\n")], check=True)
         subprocess.run([program, "-m", "compileall", "-q", SOURCE], check=True)  # else each process of the tests does it
