@@ -20,9 +20,10 @@ from django.core.exceptions import ValidationError  # noqa: E402
 from django.db import connections, transaction  # noqa: E402
 from django.test.utils import CaptureQueriesContext  # noqa: E402
 
+from tasuki.core.scheduler.thresholds import RANGES, Thresholds  # noqa: E402
 from tasuki.django.commands import is_own  # noqa: E402
 from tasuki.django.definitions import apply, emit, process_again, read_file, run_now, scheduler_settings  # noqa: E402
-from tasuki.django.models import Event, JobDefinition  # noqa: E402
+from tasuki.django.models import Event, JobDefinition, SchedulerSettings  # noqa: E402
 from tasuki.errors import ConfigError, InvalidInput, NotFound, TooLarge, WrongType  # noqa: E402
 from tasuki.stores.common import SystemClock  # noqa: E402
 from tasuki.stores.sql.store import SqlStore  # noqa: E402
@@ -304,6 +305,19 @@ def test_the_settings_of_the_project_are_the_first_values(alias: str, monkeypatc
     assert scheduler_settings(alias).skip_late_runs_after_seconds == 60
     monkeypatch.setattr(settings, "SCHEDULER_SKIP_LATE_RUNS_AFTER_SECONDS", 90)
     assert scheduler_settings(alias).skip_late_runs_after_seconds == 60
+
+
+def test_each_setting_is_a_column_with_its_default_and_a_range(alias: str) -> None:
+    row = scheduler_settings(alias)
+    assert [field.name for field in SchedulerSettings._meta.concrete_fields] == ["id", *Thresholds.__struct_fields__]
+    assert row.thresholds() == Thresholds()
+
+    for name, (least, most) in RANGES.items():
+        for value in (least - 1, most + 1):
+            row = SchedulerSettings(**{name: value})
+            with pytest.raises(ValidationError) as refused:
+                row.full_clean(validate_unique=False)
+            assert f"{value:g} is not between {least:g} and {most:g}" in refused.value.message_dict[name][0]
 
 
 @pytest.mark.parametrize("wrong", [-1, math.inf, math.nan])
