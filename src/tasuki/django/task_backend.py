@@ -14,7 +14,7 @@ import logging
 import os
 import traceback
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import lru_cache
 from importlib import import_module
@@ -103,6 +103,13 @@ class TasukiTask(_base.Task):
 class TasukiResult(_base.TaskResult):
     """The result of a task, whose arguments came out of JSON: to normalize them again takes longer than all else here."""
 
+    enqueued_at: datetime | None = None
+    started_at: datetime | None = None
+    last_attempted_at: datetime | None = None
+    finished_at: datetime | None = None
+    errors: list[Any] = field(default_factory=list)
+    worker_ids: list[str] = field(default_factory=list)
+
     def __post_init__(self) -> None:
         pass
 
@@ -166,14 +173,9 @@ class TasukiBackend(_backends.BaseTaskBackend):
             id=job_id,
             status=Status.READY,
             enqueued_at=datetime.now(UTC),
-            started_at=None,
-            last_attempted_at=None,
-            finished_at=None,
             args=call.args,
             kwargs=call.kwargs,
             backend=self.alias,
-            errors=[],
-            worker_ids=[],
         )
 
         def stored() -> None:
@@ -360,14 +362,11 @@ def _begun(job: HandlerJob) -> Any:
         task=_task_of(job.spec, call),
         id=job.job_id,
         status=Status.RUNNING,
-        enqueued_at=None,
         started_at=now,
         last_attempted_at=now,
-        finished_at=None,
         args=call.args,
         kwargs=call.kwargs,
         backend=call.backend,
-        errors=[],
         worker_ids=[f"pid-{os.getpid()}"] * (job.attempt % ATTEMPT_STEP),
     )
     _signals.task_started.send_robust(type(result.task.get_backend()), task_result=result)
