@@ -70,11 +70,11 @@ print(json.dumps([waiting, task, listed, of_queue, why, canceled, shown, again, 
     assert "state must be one of PENDING" in refused[1]
     assert "BAD  workers: none runs; start one with: python manage.py tasuki_worker" in doctor
     assert "commands for jobs: daily_report, probe" in doctor
-    assert "ok   tasks: those of default" in doctor
+    assert "ok   tasks: of the entries default" in doctor
     assert re.search(r"waits for 36\d\d s", late)
     assert "oldest job" not in doctor  # a delayed job waits since its time
     *problems, number = problems
-    assert f"BAD  events: of 1 a definition got no run, the latest is {number}: definition mail: it is wrong; mend it" in doctor
+    assert f"BAD  events: 1 with a definition that could not be run; the latest is {number}: definition mail: it is" in doctor
     assert problems[:2] == [[number], f"event {number} will be processed again\n"]
     assert f"CommandError: events without a problem: {number}" in problems[2]
     assert problems[3] is None

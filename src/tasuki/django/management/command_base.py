@@ -4,39 +4,34 @@ from __future__ import annotations
 
 import getpass
 import json
+from argparse import ArgumentParser
 from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
-from django.core.management.base import BaseCommand, CommandError, CommandParser
+from django.core.management.base import BaseCommand, CommandError
 from django.utils.timezone import localtime
 
 from tasuki.errors import TasukiError
 
 
-class ActionCommand(BaseCommand):
-    """A command whose actions are methods: `manage.py tasuki_runs show ID` calls `do_show(job_id=ID)`."""
+class JsonCommand(BaseCommand):
+    """A command with `--json`, whose errors are one line. Its work is `act`."""
 
     requires_migrations_checks = False
-    actions: dict[str, tuple[str, dict[str, dict[str, Any]]]] = {}
-    """Help and arguments of each action: those of `add_argument`, by name or flag."""
 
-    def add_arguments(self, parser: CommandParser) -> None:
-        chosen = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
-        for name, (text, arguments) in self.actions.items():
-            sub = chosen.add_parser(name, help=text, description=text)
-            sub.add_argument("--json", action="store_true", help="Print JSON for programs.")
-            for argument, settings in arguments.items():
-                sub.add_argument(*argument.split(", "), **settings)
+    def add_arguments(self, parser: ArgumentParser) -> None:
+        parser.add_argument("--json", action="store_true", help="Print JSON for programs.")
 
     def handle(self, *_arguments: Any, **options: Any) -> None:
         self.json = options["json"]
-        _help, arguments = self.actions[options["action"]]
-        names = [argument.split(", ")[-1].lstrip("-").replace("-", "_") for argument in arguments]
         try:
-            getattr(self, f"do_{options['action'].replace('-', '_')}")(**{name: options[name] for name in names})
+            self.act(options)
         except TasukiError as error:
             raise CommandError(error.message) from error
+
+    def act(self, options: dict[str, Any]) -> None:
+        raise NotImplementedError
 
     def show_table(self, columns: Sequence[str], rows: Iterable[dict[str, Any]]) -> None:
         """Print rows: as JSON, or these columns side by side."""
@@ -55,6 +50,26 @@ class ActionCommand(BaseCommand):
     def say(self, value: dict[str, Any], line: str) -> None:
         """Print what was done."""
         self.show_json(value) if self.json else self.stdout.write(line)
+
+
+class ActionCommand(JsonCommand):
+    """A command whose actions are methods: `manage.py tasuki_runs show ID` calls `do_show(job_id=ID)`."""
+
+    actions: dict[str, tuple[str, dict[str, dict[str, Any]]]] = {}
+    """Help and arguments of each action: those of `add_argument`, by name or flag."""
+
+    def add_arguments(self, parser: ArgumentParser) -> None:
+        chosen = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
+        for name, (text, arguments) in self.actions.items():
+            sub = chosen.add_parser(name, help=text, description=text)
+            super().add_arguments(sub)
+            for argument, settings in arguments.items():
+                sub.add_argument(*argument.split(", "), **settings)
+
+    def act(self, options: dict[str, Any]) -> None:
+        _help, arguments = self.actions[options["action"]]
+        names = [argument.split(", ")[-1].lstrip("-").replace("-", "_") for argument in arguments]
+        getattr(self, f"do_{options['action'].replace('-', '_')}")(**{name: options[name] for name in names})
 
 
 def _plain(value: Any) -> Any:

@@ -7,28 +7,24 @@ from typing import Any
 
 from django.conf import settings
 from django.core import checks
-from django.core.management.base import CommandError, CommandParser
+from django.core.management.base import CommandError
 from django.utils.module_loading import import_string
 
 from tasuki.django import operations, standalone
 from tasuki.django.commands import allowed_commands
 from tasuki.django.conf import project_settings
 from tasuki.django.enqueueing import project_store
-from tasuki.django.management.command_base import ActionCommand
+from tasuki.django.management.command_base import JsonCommand
 from tasuki.django.models import DefinitionState, Event
 from tasuki.errors import ConfigError, TasukiError
 
 LATE_S = 60.0  # a ready job that waits longer is worth a word
 
 
-class Command(ActionCommand):
+class Command(JsonCommand):
     help = "Check the settings, the tables, the workers and the queues of this project. Exit code 1 if something is wrong."
 
-    def add_arguments(self, parser: CommandParser) -> None:
-        parser.add_argument("--json", action="store_true", help="Print JSON for programs.")
-
-    def handle(self, *_arguments: Any, **options: Any) -> None:
-        self.json = options["json"]
+    def act(self, options: dict[str, Any]) -> None:
         found: list[dict[str, Any]] = []
         try:
             found += self._findings()
@@ -62,12 +58,12 @@ class Command(ActionCommand):
             yield _finding(f"definition {state.definition.name}", False, state.problem)
         refused = Event.objects.using(project.database).exclude(problem="").order_by("-id")
         if (latest := refused.first()) is not None:
-            text = f"of {refused.count()} a definition got no run, the latest is {latest.pk}: {latest.problem}; "
-            text += "mend it, then: manage.py tasuki_events list --problems, tasuki_events retry ID"
+            text = f"{refused.count()} with a definition that could not be run; the latest is {latest.pk}: {latest.problem}; "
+            text += "correct it, then: manage.py tasuki_events list --problems, tasuki_events retry ID"
             yield _finding("events", False, text)
         backends = ", ".join(alias for alias, backend in getattr(settings, "TASKS", {}).items() if _is_ours(backend))
-        nowhere = "none come here: no entry of TASKS has the BACKEND tasuki.django.TasukiBackend"
-        yield _finding("tasks", True, f"those of {backends}" if backends else nowhere)
+        nowhere = "not of tasuki: no entry of TASKS has the BACKEND tasuki.django.TasukiBackend"
+        yield _finding("tasks", True, f"of the entries {backends} of TASKS" if backends else nowhere)
         yield _finding("commands for jobs", True, ", ".join(sorted(allowed_commands())) or "none")
 
 
