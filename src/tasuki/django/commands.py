@@ -21,7 +21,7 @@ from django.apps import apps
 from django.core.management import get_commands, load_command_class
 from django.core.management.base import BaseCommand, CommandError
 
-from tasuki.core.job import JobSpec, check_spec, check_specs, check_text, type_name
+from tasuki.core.job import JobSpec, Outcome, check_spec, check_specs, check_text, type_name
 from tasuki.core.scheduler.firing import DJANGO_EXEC
 from tasuki.django.conf import APP_LABEL, project_settings
 from tasuki.django.enqueueing import DEFAULT_QUEUE, command_subject, enqueue_job, new_id, unix_time
@@ -67,6 +67,15 @@ def check_command(name: str) -> str:
         known = ", ".join(sorted(allowed)) or "none"
         raise InvalidInput(f"command {quoted(name)} is not a management command of this project; allowed are {known}")
     raise InvalidInput(f'command {quoted(name)} may not be run by jobs; add it to TASUKI["commands"] in the settings to allow it')
+
+
+def refused_command(name: str) -> Outcome | None:
+    """Return the outcome of a job whose command jobs may not run; None: they may."""
+    try:
+        check_command(name)
+    except InvalidInput as error:
+        return Outcome(error_code="COMMAND_NOT_ALLOWED", message=error.message, permanent=True)
+    return None
 
 
 def enqueue_command(

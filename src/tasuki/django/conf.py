@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
@@ -141,6 +142,11 @@ def _check(given: object) -> ProjectSettings:
 def node_id() -> str:
     """Return the name of this node."""
     return project_settings().node_id or node_name()
+
+
+def file_of(alias: str) -> Path:
+    """Return the file of a SQLite database of the project."""
+    return Path(str(connections.databases[alias]["NAME"])).resolve()
 
 
 class TasukiRouter:

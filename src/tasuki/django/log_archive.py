@@ -34,7 +34,7 @@ from tasuki.core.backoff import Backoff
 from tasuki.core.job import BlobRef, State
 from tasuki.core.lifecycle import BLOB_GRACE_S
 from tasuki.core.store_messages import BlobClaim, CondemnOrder
-from tasuki.django.conf import project_settings
+from tasuki.django.conf import file_of, project_settings
 from tasuki.django.models import Blob, JobBlob, JobRun, LogChunk
 from tasuki.errors import Corrupt, NotFound, StaleEpoch, TasukiError, TooLarge
 from tasuki.stores.sql.store import SqlStore
@@ -93,8 +93,7 @@ def archive_place() -> str:
     project = project_settings()
     if project.blobs or project.log_archive:
         return project.blobs or project.log_archive
-    database = connections.databases[project.database]
-    beside = Path(str(database["NAME"])).resolve().parent if "sqlite" in database["ENGINE"] else None
+    beside = file_of(project.database).parent if connections[project.database].vendor == "sqlite" else None
     return str((beside or Path(getattr(settings, "BASE_DIR", "."))).resolve() / FOLDER)
 
 

@@ -37,8 +37,8 @@ from tasuki.core.store_messages import FireOrder
 from tasuki.core.worker.events import LeasesConfirmed, LeasesDenied
 from tasuki.django import standalone
 from tasuki.django.alerts import AlertLoop
-from tasuki.django.commands import check_command, command_exec, python_path
-from tasuki.django.conf import ProjectSettings, node_id, project_settings
+from tasuki.django.commands import command_exec, python_path, refused_command
+from tasuki.django.conf import ProjectSettings, file_of, node_id, project_settings
 from tasuki.django.continuation import NodeContinuation
 from tasuki.django.definitions import scheduler_settings
 from tasuki.django.enqueueing import patterns_of
@@ -47,7 +47,7 @@ from tasuki.django.logs import HEAD_BYTES, TAIL_BYTES, KeptLogFollow, LogWriter
 from tasuki.django.models import ScopeEpoch
 from tasuki.django.operations import keep_detached
 from tasuki.doors.guest import open_guest
-from tasuki.errors import ConfigError, InvalidInput, TasukiError, Unavailable
+from tasuki.errors import ConfigError, TasukiError, Unavailable
 from tasuki.event_loop import break_connections_after
 from tasuki.server.assembly import BLOB_MAX_BYTES, NoBlobs, StorageLocations, make_node_guest, open_scheduler_coordination
 from tasuki.server.cluster import Cluster
@@ -239,11 +239,8 @@ class NodeWorker(Worker):
     # ------------------------------------------------------------------------------------------------ management commands
 
     async def _run_command(self, active: ActiveAttempt, stop: asyncio.Future[StopReason]) -> None:
-        name = next(iter(active.attempt.spec.args), "")
-        try:
-            check_command(name)
-        except InvalidInput as error:
-            self._end(active, Outcome(error_code="COMMAND_NOT_ALLOWED", message=error.message, permanent=True))
+        if (refused := refused_command(next(iter(active.attempt.spec.args), ""))) is not None:
+            self._end(active, refused)
             return
         self._job_log.started(active.attempt.spec, active.attempt.attempt, time.time())
         try:
@@ -288,7 +285,7 @@ class NodeWorker(Worker):
                 continue
             if problems := problems_of(found):
                 if found != self._refused:
-                    logger.warning("settings that cannot work are not in force: %s", problems)
+                    logger.warning("the changed settings are ignored, since they cannot work: %s", problems)
                 self._refused = found
                 continue
             self._thresholds = found
@@ -441,11 +438,6 @@ def writing_alias(alias: str) -> str:
     given = connections.databases[alias]
     options = {"timeout": 20, **given.get("OPTIONS", {}), "transaction_mode": "IMMEDIATE"}
     return standalone.register_copy(alias, {**given, "OPTIONS": options, "CONN_MAX_AGE": None})
-
-
-def file_of(alias: str) -> Path:
-    """Return the file of a SQLite database of the project."""
-    return Path(str(connections.databases[alias]["NAME"])).resolve()
 
 
 async def _watch_file(server: Server, file: Path) -> None:

@@ -30,7 +30,7 @@ from tasuki.core.store_messages import Filter, Page
 from tasuki.core.subject import check_pattern
 from tasuki.django import definitions
 from tasuki.django.commands import enqueue_command
-from tasuki.django.conf import project_settings
+from tasuki.django.conf import file_of, project_settings
 from tasuki.django.definitions import scheduler_settings
 from tasuki.django.enqueueing import DEFAULT_QUEUE, hint_after_commit, new_id, patterns_of, project_store
 from tasuki.django.log_archive import LogArchive
@@ -182,7 +182,7 @@ def live_workers() -> list[tuple[str, WorkerInfo]]:
     """Return the live workers with the ids of their servers."""
     alias = project_settings().database
     if connections[alias].vendor == "sqlite":
-        owner = _owner_of(Path(str(connections[alias].settings_dict["NAME"])).resolve())
+        owner = _owner_of(file_of(alias))
         return [*owner, *_workers_with_jobs(alias, owner[0][0])] if owner else []
     return [(server.server_id, worker) for server, _ in live_servers() for worker in server.workers]
 

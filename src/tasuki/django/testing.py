@@ -28,7 +28,7 @@ from django.core.management import CommandError, call_command
 from tasuki.core.job import READY, Job, Outcome
 from tasuki.core.scheduler.firing import DJANGO_EXEC
 from tasuki.core.store_messages import Filter, Grant, LeaseRequest, Report
-from tasuki.django.commands import USAGE_EXIT_CODE, check_arguments, check_command
+from tasuki.django.commands import USAGE_EXIT_CODE, check_arguments, refused_command
 from tasuki.django.conf import project_settings
 from tasuki.django.enqueueing import is_task, on_enqueued, project_store
 from tasuki.django.logs import write_log
@@ -151,10 +151,8 @@ def _run_command(job: Job, grant: Grant) -> Outcome:
     out, err = io.StringIO(), io.StringIO()
     variables = {**job.spec.env, "TASUKI_JOB_ID": job.job_id, "TASUKI_ATTEMPT": str(grant.attempt)}
     name, *words = job.spec.args or ("",)
-    try:
-        check_command(name)
-    except InvalidInput as error:
-        return Outcome(error_code="COMMAND_NOT_ALLOWED", message=error.message, permanent=True)
+    if (refused := refused_command(name)) is not None:
+        return refused
     code = 0
     try:
         check_arguments(name, words)

@@ -25,7 +25,7 @@ from tasuki.core.job import State
 from tasuki.core.statistics import describe_periods, periods
 from tasuki.django import operations
 from tasuki.django.commands import allowed_commands
-from tasuki.django.conf import project_settings
+from tasuki.django.conf import file_of, project_settings
 from tasuki.django.definitions import scheduler_settings
 from tasuki.django.enqueueing import project_store
 from tasuki.django.logs import ERRORS, log_bytes, log_tail
@@ -262,7 +262,7 @@ def _disk_problems(alias: str) -> Iterator[tuple[str, str]]:
             (server.server_id, server.blob_problem) for server, _age_s in operations.live_servers() if server.blob_problem
         )
         return
-    file = Path(str(connections[alias].settings_dict["NAME"]))
+    file = file_of(alias)
     try:
         check_free(file.parent, 0, DISK_FLOOR_BYTES, DISK_FLOOR_INODES)
     except DiskFull as error:
