@@ -154,7 +154,7 @@ def test_a_detached_worker_goes_on_if_it_may_and_comes_back_under_another_id(rig
 
     # And ends when it is told to while it comes back once more
     rig.detach(worker.worker_id)
-    worker.process.wait_for_output(f"worker {worker.worker_id} was detached; comes back", SLOW_S)
+    worker.process.wait_for_output(f"worker {worker.worker_id} was detached; it starts again", SLOW_S)
     worker.process.signal(signal.SIGTERM)
     assert worker.process.wait(SLOW_S) in (0, -signal.SIGTERM)
 

@@ -76,7 +76,7 @@ class NodeContinuation:
             self._denied = False
             self._server.tell(WorkerDetached(self._worker.worker_id))
         elif is_expelled and not len(self._server.broker.builder) and not self._server.broker.store_problem:
-            logger.warning("worker %s was detached; comes back under another id", self._worker.worker_id)
+            logger.warning("worker %s was detached; it starts again under another id", self._worker.worker_id)
             self._on_rejoin()
 
     def _carry_out(self, commands: list[Command]) -> None:

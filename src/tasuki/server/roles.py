@@ -169,7 +169,7 @@ class Roles:
             return
         was_held = await self._cluster.call(self._cluster.coordination.release, LEADER_SCOPE, leader.server_id, leader.epoch)
         if was_held:
-            logger.warning("deposed the leader %s (epoch %d): it does not work", leader.server_id, leader.epoch)
+            logger.warning("deposed the leader %s (epoch %d): the store takes no turns of it", leader.server_id, leader.epoch)
         self._cluster.stand_first(self._deference_s, now_free=True)
 
     @property

@@ -71,7 +71,7 @@ class Command(BaseCommand):
         for place, listed in wanted.items():
             authority.issue(files[place], all_names(listed), begins, ends, for_nodes=True)
             self.stdout.write(f"{files[place].cert}  until {ends:%Y-%m-%d}, for {', '.join(all_names(listed))}")
-        self.stdout.write(f"CA: {folder / 'ca.crt'}; keep {folder / 'ca.key'} to yourself: with it anybody can be a node")
+        self.stdout.write(f"CA: {folder / 'ca.crt'}; keep {folder / 'ca.key'} secret: it signs certificates of nodes")
 
 
 def _files(folder: Path, place: Path) -> CertificateFiles:
