@@ -718,7 +718,7 @@ print(json.dumps([policies, [answers[name].status_code for name in asked],
     policies, statuses, says, is_foreign = found
 
     assert {name for name, has_policy in policies.items() if not has_policy} == set()
-    assert statuses == [404, 403, 403, 403, 400, 200, 400]
+    assert statuses == [404, 403, 403, 403, 400, 400, 400]
     assert says == [True, False, False]
     assert not is_foreign
 

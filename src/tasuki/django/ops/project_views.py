@@ -342,7 +342,7 @@ def _payload(request: HttpRequest) -> Any:
         raise InvalidInput(_("the payload is not JSON: %s") % error) from error
 
 
-@screen("events", change=operations.OPERATE, needs="events")
+@screen("events", change=operations.OPERATE, needs="events", filters=("event_type",))
 def events(request: HttpRequest) -> HttpResponse | dict[str, Any]:
     """List events, the newest first; tell which definitions match a type; emit one to try definitions."""
     if request.method == "POST":

@@ -9,7 +9,7 @@ import csv
 import functools
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from itertools import islice
@@ -96,11 +96,13 @@ class Table:
 Screen = Callable[..., HttpResponseBase | dict[str, Any]]
 
 
-def screen(template: str, *, change: str = "", needs: str = "") -> Callable[[Screen], Callable[..., HttpResponseBase]]:
+def screen(
+    template: str, *, change: str = "", needs: str = "", filters: Collection[str] = ()
+) -> Callable[[Screen], Callable[..., HttpResponseBase]]:
     """Make a screen of a function that returns the values of its template, or a response.
 
     GET needs the permission VIEW, POST the permission `change`; without one a screen takes no POST. `needs` names the screen that
-    not every backend has.
+    not every backend has; `filters` are the fields of a query that an export of its lists may have.
     """
 
     def wrap(function: Screen) -> Callable[..., HttpResponseBase]:
@@ -122,8 +124,10 @@ def screen(template: str, *, change: str = "", needs: str = "") -> Callable[[Scr
             try:
                 if needs and needs not in _optional_screens(backend_of(request)):
                     raise NotFound(f"there is no screen of {needs} here")
-                _check_fields(request)
+                _check_fields(request, filters)
                 found = function(request, **arguments)
+                if "format" in request.GET and isinstance(found, dict):
+                    return _exported(request, found, function.__name__)
             except Unauthorized:  # the token of the session was revoked, or has expired
                 backend_of(request).log_out(request)
                 return _to_login(request)
@@ -134,8 +138,6 @@ def screen(template: str, *, change: str = "", needs: str = "") -> Callable[[Scr
                 return render(request, "problem", values, 403 if isinstance(error, Forbidden) else 400)
             if isinstance(found, HttpResponseBase):
                 return found
-            if (kind := request.GET.get("format")) and isinstance(table := found.get(request.GET.get("list", "table")), Table):
-                return _exported(table, kind, request.GET.get("list", function.__name__))
             return render(request, template, {"may": bool(change) and user.has_perm(change), **found})
 
         return answer
@@ -187,10 +189,13 @@ def not_found(request: HttpRequest, exception: Exception) -> HttpResponseBase:
     return render(request, "problem", values, 404)
 
 
-def _check_fields(request: HttpRequest) -> None:
+def _check_fields(request: HttpRequest, filters: Collection[str]) -> None:
     for name, values in (*request.GET.lists(), *request.POST.lists()):
         if any("\0" in value for value in values):  # PostgreSQL has no such text
             raise InvalidInput(f"{quoted(name)} has a NUL character; leave it out")
+    if "format" in request.GET and (unknown := sorted(request.GET.keys() - {*filters, "format", "list", "cursor", "done"})):
+        known = ", ".join(filters) or "none"  # an unknown one that is ignored would export everything
+        raise InvalidInput(f"this list has no filter {', '.join(map(quoted, unknown))}; there are: {known}")
 
 
 def _question(request: HttpRequest) -> str:
@@ -276,14 +281,18 @@ def _forbidden(request: HttpRequest, permission: str) -> HttpResponseBase:
     return _with_headers(HttpResponseForbidden(text, content_type="text/plain; charset=utf-8"))
 
 
-def _exported(table: Table, kind: str, name: str) -> HttpResponse:
+def _exported(request: HttpRequest, found: dict[str, Any], name: str) -> HttpResponse:
+    """Return the rows of one list of a page as a file."""
+    kind, wanted = request.GET["format"], request.GET.get("list", "table")
+    if kind not in ("csv", "json"):
+        raise InvalidInput(f"format must be one of csv, json, got {quoted(kind)}")
+    if not isinstance(table := found.get(wanted), Table):
+        known = ", ".join(key for key, value in found.items() if isinstance(value, Table)) or "none"
+        raise InvalidInput(f"this page has no list {quoted(wanted)}; there are: {known}")
     rows = list(islice(table.rows, table.export_max))
     if kind == "json":
         return HttpResponse(json.dumps(rows, default=_plain, ensure_ascii=False), content_type="application/json")
-    if kind != "csv":
-        text = f"format must be one of csv, json, got {quoted(kind)}"
-        return HttpResponse(text, status=400, content_type="text/plain; charset=utf-8")
-    headers = {"Content-Disposition": f'attachment; filename="{name}.csv"'}
+    headers = {"Content-Disposition": f'attachment; filename="{request.GET.get("list", name)}.csv"'}
     response = HttpResponse(content_type="text/csv; charset=utf-8", headers=headers)
     writer = csv.writer(response)
     keys: Sequence[str] = list(rows[0]) if rows else list(table.columns)
@@ -306,7 +315,9 @@ def _cell_text(value: Any) -> str:
 def number_of(request: HttpRequest) -> int | None:
     """Return the number of the row before which the wanted page begins; None: the newest page."""
     text = request.GET.get("cursor", "")
-    return int(text) if text.isdecimal() and len(text) <= NUMBER_MAX_CHARS else None
+    if text and not (text.isdecimal() and len(text) <= NUMBER_MAX_CHARS):
+        raise InvalidInput(f"cursor must be the number in the address of an older page, got {quoted(text)}")
+    return int(text) if text else None
 
 
 def moment(at: float | None) -> datetime | None:

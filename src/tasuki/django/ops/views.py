@@ -64,7 +64,7 @@ def job_row(view: View) -> View:
 # ---------------------------------------------------------------------------------------------------- overview, subjects
 
 
-@screen("overview")
+@screen("overview", filters=("span",))
 def overview(request: HttpRequest) -> dict[str, Any]:
     """Show the queues, the leader, and what needs somebody's attention."""
     backend = backend_of(request)
@@ -72,8 +72,7 @@ def overview(request: HttpRequest) -> dict[str, Any]:
     queues: list[View] = [{"queue": queue, **numbers} for queue, numbers in sorted(counts.items())]
     leader, epoch = backend.leader()
     subleaders = sorted(worker["worker_id"] for worker in workers if worker.get("role") == "subleader")
-    span = request.GET.get("span", "")
-    span = span if span in SPANS else "1h"
+    span = _span_of(request, "span") or "1h"
     failed = sum(one["failed"] + one["timed_out"] for one in queues)
     return {
         "title": _("Overview"),
@@ -133,7 +132,7 @@ def _may_operate(request: Any) -> bool:
     return bool(request.user.has_perm(operations.OPERATE))
 
 
-@screen("subjects", change=operations.MANAGE)
+@screen("subjects", change=operations.MANAGE, filters=("span", "subject", "exec"))
 def subjects(request: HttpRequest) -> HttpResponse | dict[str, Any]:
     """Show the groups of subjects; tell which workers would take a subject, and why not the others; pause and resume subjects."""
     backend = backend_of(request)
@@ -147,8 +146,7 @@ def subjects(request: HttpRequest) -> HttpResponse | dict[str, Any]:
         judged = zip(takers(wanted, exec_, request.user.get_username(), workers), workers, strict=True)
         found = [{**one, "because": taker_reason(one, worker)} for one, worker in judged]
         found.sort(key=lambda one: (not one["takes"], one["worker_id"]))
-    span = request.GET.get("span", "")
-    span = span if span in SPANS else "1h"
+    span = _span_of(request, "span") or "1h"
     columns = {
         "queue": _("Queue"),
         "pending": _("Waiting"),
@@ -320,6 +318,14 @@ def agents(request: HttpRequest) -> dict[str, Any]:
 _JOB_FILTERS = ("state", "subject", "definition", "worker", "text", "within", "from", "until", "zone")
 
 
+def _span_of(request: HttpRequest, name: str) -> str:
+    """Return the key of SPANS that was chosen, or ""."""
+    span = request.GET.get(name, "")
+    if span and span not in SPANS:
+        raise InvalidInput(f"{name} must be one of {', '.join(SPANS)}, got {quoted(span)}")
+    return span
+
+
 def _moment_of(request: HttpRequest, name: str) -> float | None:
     """Return the Unix time of a field for date and time; it is of the viewer's zone, which the script adds to the form."""
     text = request.GET.get(name, "").strip()
@@ -333,7 +339,7 @@ def _moment_of(request: HttpRequest, name: str) -> float | None:
     return (found if found.tzinfo is not None else found.replace(tzinfo=zone)).timestamp()
 
 
-@screen("jobs", change=operations.OPERATE)
+@screen("jobs", change=operations.OPERATE, filters=_JOB_FILTERS)
 def jobs(request: HttpRequest) -> HttpResponse | dict[str, Any]:
     """List jobs, the newest first; cancel those that were chosen, or run them again."""
     if request.method == "POST":
@@ -342,17 +348,18 @@ def jobs(request: HttpRequest) -> HttpResponse | dict[str, Any]:
     wanted = {name: request.GET.get(name, "").strip() for name in _JOB_FILTERS}
     if wanted["state"] and wanted["state"] not in State.__members__:
         raise InvalidInput(f"state must be one of {', '.join(State.__members__)}, got {quoted(wanted['state'])}")
+    within = _span_of(request, "within")
     filters: dict[str, Any] = {
         "states": [wanted["state"]] if wanted["state"] else [],
         "subject": wanted["subject"] or None,
         "worker_id": wanted["worker"] or None,
         "text": wanted["text"] or None,
         "definition": wanted["definition"] or None,
-        "created_from": time.time() - SPANS[wanted["within"]][0] if wanted["within"] in SPANS else _moment_of(request, "from"),
+        "created_from": time.time() - SPANS[within][0] if within else _moment_of(request, "from"),
         "created_until": _moment_of(request, "until"),
     }
     if "format" in request.GET:
-        return {"table": Table(job_columns(), _all_found(backend, EXPORT_MAX, filters))}
+        return {"table": Table(job_columns(), _all_found(backend, EXPORT_MAX, filters, request.GET.get("cursor") or None))}
     page, cursor = backend.find(**filters, limit=PAGE, cursor=request.GET.get("cursor") or None)
     empty = _("None among the %s jobs looked at; go on with older ones.") % f"{FIND_SCAN_MAX:,}" if cursor else _("No such job.")
     table = Table(job_columns(), [job_row(view) for view in page], {"job_id": "job"}, cursor, empty=empty)
@@ -366,8 +373,8 @@ def jobs(request: HttpRequest) -> HttpResponse | dict[str, Any]:
     }
 
 
-def _all_found(backend: Backend, limit: int, filters: dict[str, Any]) -> Iterator[View]:
-    cursor, found = None, 0
+def _all_found(backend: Backend, limit: int, filters: dict[str, Any], cursor: str | None = None) -> Iterator[View]:
+    found = 0
     while found < limit:
         page, cursor = backend.find(**filters, limit=min(FIND_STEP, limit - found), cursor=cursor)
         yield from page
@@ -555,10 +562,13 @@ def run(request: HttpRequest) -> HttpResponse | dict[str, Any]:
 # ---------------------------------------------------------------------------------------------------- audit
 
 
-@screen("audit")
+_AUDIT_FILTERS = ("actor", "action", "target", "from", "until", "zone")
+
+
+@screen("audit", filters=_AUDIT_FILTERS)
 def audit(request: HttpRequest) -> dict[str, Any]:
     """List what people did, the newest first."""
-    wanted = {name: request.GET.get(name, "").strip() for name in ("actor", "action", "target", "from", "until", "zone")}
+    wanted = {name: request.GET.get(name, "").strip() for name in _AUDIT_FILTERS}
     since, until = _moment_of(request, "from"), _moment_of(request, "until")
     is_filtered = any(wanted[name] for name in wanted if name != "zone")
 
