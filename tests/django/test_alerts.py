@@ -20,6 +20,8 @@ import psycopg
 import pytest
 
 from tasuki.django.conf import AlertSettings
+from tasuki.django.standalone import configure
+from tasuki.errors import Forbidden
 from tests.cli.commands import User
 from tests.support.certificates import TestAuthority
 from tests.support.django_site import DjangoSite
@@ -353,6 +355,42 @@ print(json.dumps([codes, state()]))
     assert found[0] == ["FORBIDDEN"] * len(hosts)
     assert "not public" in found[1][0][4]
     assert receiver.got == []
+
+
+@pytest.mark.parametrize(
+    ("public", "address"),
+    [
+        (True, "93.184.216.34"),
+        (True, "2606:2800:220:1::1"),
+        (True, "::ffff:8.8.8.8"),
+        (True, "64:ff9b::8.8.8.8"),
+        (True, "2002:808:808::1"),
+        (False, "100.64.0.1"),
+        (False, "224.0.0.1"),
+        (False, "::ffff:10.0.0.1"),
+        (False, "::10.0.0.1"),
+        (False, "::ffff:0:10.0.0.1"),
+        (False, "64:ff9b::127.0.0.1"),
+        (False, "64:ff9b::169.254.169.254"),
+        (False, "64:ff9b:1::8.8.8.8"),
+        (False, "2002:7f00:1::1"),
+        (False, "2002:c0a8:1::1"),
+        (False, "2001:0:4136:e378:8000:63bf:3fff:fdd2"),
+        (False, "fd00::1"),
+        (False, "fec0::1"),
+        (False, "ff02::1"),
+    ],
+)
+def test_an_ipv6_address_that_leads_to_a_private_ipv4_one_is_as_private(public: bool, address: str) -> None:
+    configure()
+    from tasuki.django.alerts import checked_address
+
+    if public:
+        assert checked_address(address, 443, allow_private=False)
+    else:
+        with pytest.raises(Forbidden, match="not public"):
+            checked_address(address, 443, allow_private=False)
+    assert checked_address(address, 443, allow_private=True)
 
 
 # ---------------------------------------------------------------------------------------------------- servers

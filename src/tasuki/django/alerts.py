@@ -53,6 +53,8 @@ SCOPE = "alerts"
 """Row of ScopeEpoch whose epoch is the id of the last incident that is settled."""
 BACKOFF = Backoff(5.0, 3_600.0)
 SIGNATURE = "Tasuki-Signature"
+NAT64 = ipaddress.ip_network("64:ff9b::/96")  # RFC 6052: the last 32 bits are the IPv4 address
+GLOBAL_UNICAST = ipaddress.ip_network("2000::/3")
 _KINDS = {"failed": "failure", "dead_lettered": "dead_letter"}
 
 
@@ -217,12 +219,22 @@ def checked_address(host: str, port: int, *, allow_private: bool) -> str:
     """Return the address of a host; Forbidden unless all that it has are public ones, or others are allowed."""
     found = [str(one[4][0]) for one in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)]
     for text in found:
-        address = ipaddress.ip_address(text.partition("%")[0])
-        known = getattr(address, "ipv4_mapped", None) or address
-        if not allow_private and (not known.is_global or known.is_multicast):
+        if not allow_private and not _is_public(ipaddress.ip_address(text.partition("%")[0])):
             meant = "for a private receiver set allow_private (--webhook-private)"
             raise Forbidden(f"{host} has the address {text}, which is not public; {meant}")
     return found[0]
+
+
+def _is_public(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> bool:
+    """Return whether an address is public; one that a gateway or the kernel turns into an IPv4 address is judged as that."""
+    if isinstance(address, ipaddress.IPv6Address):
+        if (inner := address.ipv4_mapped or address.sixtofour) is not None:
+            return _is_public(inner)
+        if address in NAT64:
+            return _is_public(ipaddress.IPv4Address(address.packed[-4:]))
+        if address not in GLOBAL_UNICAST:  # is_global says yes to some that are local, as fec0::/10
+            return False
+    return address.is_global and not address.is_multicast
 
 
 def server_alias(file: Path, store_url: str) -> str:
