@@ -31,3 +31,85 @@ print(json.dumps([[(place, page.status_code, 'class="problem" role="alert"' in p
 
     assert [(status, says) for _, status, says in found[0]] == [(400, True)] * 28, found[0]
     assert found[1] == [200] * 3
+
+
+# ---------------------------------------------------------------------------------------------------- login
+
+LOG_IN = """
+from django.test import override_settings
+override_settings(PASSWORD_HASHERS=["django.contrib.auth.hashers.MD5PasswordHasher"]).enable()
+user("guessed", "view_jobrun")
+
+def log_in(password, username="guessed", address="192.0.2.1", **values):
+    values = {"username": username, "password": password, **values}
+    return Client(REMOTE_ADDR=address).post("/ops/login/", values)
+"""
+
+
+def test_a_login_needs_the_password_goes_where_it_was_asked_and_is_slowed_down(tmp_path: Path) -> None:
+    site = DjangoSite(tmp_path)
+    site.migrate()
+    found = ask(
+        site,
+        LOG_IN
+        + """
+right = [log_in("a long password", next=place).headers["Location"] for place in ("/ops/jobs/", "https://evil.example/", "") * 5]
+wrong = [log_in("wrong").status_code for _ in range(12)]
+blocked = log_in("a long password").status_code
+elsewhere = log_in("a long password", address="192.0.2.2").status_code
+print(json.dumps([right, wrong, blocked, elsewhere, viewer.get("/ops/logout/").status_code,
+                  post(viewer, "/ops/logout/").status_code, viewer.get("/ops/").status_code]))
+""",
+    )
+
+    assert found[0] == ["/ops/jobs/", "/ops/", "/ops/"] * 5, "logins that succeed are not counted"
+    assert found[1] == [401] * 10 + [429] * 2
+    assert found[2:] == [429, 302, 405, 302, 302]
+
+
+def test_guesses_of_one_name_from_many_addresses_are_slowed_down(tmp_path: Path) -> None:
+    site = DjangoSite(tmp_path)
+    site.migrate()
+    found = ask(
+        site,
+        LOG_IN
+        + """
+guesses = [log_in("wrong", name, f"198.51.100.{n % 8}").status_code for n, name in enumerate(["guessed", "Guessed "] * 16)]
+user("calm", "view_jobrun")
+there = [log_in("a long password", name, "192.0.2.9").status_code for name in ("guessed", "calm")]
+print(json.dumps([guesses, there]))
+""",
+    )
+
+    assert found == [[401] * 30 + [429] * 2, [429, 302]]
+
+
+def test_logins_are_slowed_down_where_the_cache_of_the_project_keeps_nothing(tmp_path: Path) -> None:
+    site = DjangoSite(tmp_path)
+    site.migrate()
+    found = ask(
+        site,
+        LOG_IN
+        + """
+override_settings(CACHES={"default": {"BACKEND": "django.core.cache.backends.dummy.DummyCache"}}).enable()
+print(json.dumps([log_in("wrong").status_code for _ in range(12)]))
+""",
+    )
+
+    assert found == [401] * 10 + [429] * 2
+
+
+def test_a_link_logs_nobody_in_to_a_project_and_locks_nobody_out(tmp_path: Path) -> None:
+    site = DjangoSite(tmp_path)
+    site.migrate()
+    found = ask(
+        site,
+        LOG_IN
+        + """
+stranger = Client(REMOTE_ADDR="192.0.2.1")
+links = {stranger.get("/ops/login/?code=x&username=guessed&password=a+long+password").status_code for _ in range(20)}
+print(json.dumps([sorted(links), stranger.get("/ops/").status_code, log_in("a long password").status_code]))
+""",
+    )
+
+    assert found == [[200], 302, 302]

@@ -14,6 +14,10 @@ from typing import Any, Protocol
 
 import msgspec
 from django.contrib import auth
+from django.core.cache import DEFAULT_CACHE_ALIAS, caches
+from django.core.cache.backends.base import BaseCache
+from django.core.cache.backends.dummy import DummyCache
+from django.core.cache.backends.locmem import LocMemCache
 from django.db import connections
 from django.http import HttpRequest
 from django.utils.translation import gettext as _
@@ -275,6 +279,12 @@ def _actions(row: View) -> list[str]:
         return []
     takes_orders = ["drain", "undrain"] if row["grpc"] and row["server_id"] == row["worker_id"] else []
     return ["attach" if row["detached"] else "detach", *takes_orders, *(["degrade"] if row["role"] == "leader" else [])]
+
+
+def screen_cache() -> BaseCache:
+    """Return the project's cache, or one of this process where the project's keeps nothing: logins are counted in it."""
+    found = caches[DEFAULT_CACHE_ALIAS]
+    return LocMemCache("tasuki-ops", {}) if isinstance(found, DummyCache) else found
 
 
 PROJECT = ProjectBackend()

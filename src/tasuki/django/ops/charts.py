@@ -6,13 +6,12 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from django.core.cache import cache
 from django.utils.html import format_html, format_html_join
 from django.utils.safestring import SafeString
 from django.utils.translation import gettext as _
 
 from tasuki.core.statistics import ROLLUP_S, current_minute
-from tasuki.django.ops.backend import Backend, View
+from tasuki.django.ops.backend import Backend, View, screen_cache
 
 SPANS = {"1h": (3_600, ROLLUP_S), "24h": (86_400, 20 * ROLLUP_S), "7d": (7 * 86_400, 120 * ROLLUP_S)}
 """Length and step of each choice, in seconds."""
@@ -58,11 +57,11 @@ def totals(backend: Backend, span: str) -> dict[str, View]:
     """Return the sums of each group over the last hour, day or week; of a day or a week up to a step of its chart old."""
     length_s, step_s = SPANS[span]
     key = f"tasuki-ops-totals:{span}"
-    found: dict[str, View] | None = cache.get(key)
+    found: dict[str, View] | None = screen_cache().get(key)
     if found is None:
         until = current_minute(time.time()) + ROLLUP_S
         found = next((period["groups"] for period in backend.statistics(until - length_s, until, length_s, GROUPS)), {})
-        cache.set(key, found, ASK_INTERVAL_S if span == "1h" else step_s)
+        screen_cache().set(key, found, ASK_INTERVAL_S if span == "1h" else step_s)
     return found
 
 
@@ -70,7 +69,7 @@ def _periods(backend: Backend, since: int, until: int, step_s: int) -> dict[int,
     """Return the sums of each step by its time. Steps that are over do not change: a week is added up once, half a day at each
     look, so that no look takes long; the chart fills from its right."""
     key, now = f"tasuki-ops-charts:{step_s}", time.time()
-    asked_at, oldest, known = cache.get(key) or (0.0, until, {})
+    asked_at, oldest, known = screen_cache().get(key) or (0.0, until, {})
     if now - asked_at > ASK_INTERVAL_S or oldest > since:
         known = {at: period for at, period in known.items() if at >= since}
         newest = max(known, default=until - AT_ONCE_S + step_s)
@@ -81,7 +80,7 @@ def _periods(backend: Backend, since: int, until: int, step_s: int) -> dict[int,
         for first, end in asked:
             known |= {period["at"]: period for period in backend.statistics(first, end, step_s, GROUPS)}
             oldest = min(oldest, first)
-        cache.set(key, (now, oldest, known), KEPT_S)
+        screen_cache().set(key, (now, oldest, known), KEPT_S)
     return known
 
 

@@ -9,7 +9,9 @@ import csv
 import functools
 import hashlib
 import json
+import unicodedata
 from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from itertools import islice
@@ -19,7 +21,6 @@ from urllib.parse import urlencode
 
 import django_htmx
 from django.core import signing
-from django.core.cache import cache
 from django.http import Http404, HttpRequest, HttpResponse, HttpResponseForbidden, HttpResponseRedirect
 from django.http.response import HttpResponseBase
 from django.middleware.csrf import get_token
@@ -31,7 +32,7 @@ from django.utils.translation import gettext as _
 from django.views.decorators.csrf import csrf_exempt, csrf_protect
 from django.views.decorators.http import require_POST
 
-from tasuki.django.ops.backend import Backend, backend_of, has_agents
+from tasuki.django.ops.backend import Backend, backend_of, has_agents, screen_cache
 from tasuki.errors import Forbidden, InvalidInput, NotFound, TasukiError, Unauthorized, quoted
 
 VIEW = "tasuki.view_jobrun"
@@ -40,7 +41,8 @@ VIEW = "tasuki.view_jobrun"
 LANGUAGES = {"en": "English", "ja": "日本語"}
 LANGUAGE_COOKIE = "tasuki_ops_language"
 LANGUAGE_KEPT_S = 365 * 86_400
-LOGIN_FAILURES_MAX = 10
+LOGIN_FAILURES_MAX = 10  # of one address
+NAME_FAILURES_MAX = 30  # of one name, from all addresses
 LOGIN_PAUSE_S = 300
 ASSET_KEPT_S = 30 * 86_400  # an address has the hash of its file, which an upgrade changes
 EXPORT_MAX = 10_000
@@ -337,21 +339,44 @@ def back(name: str, *arguments: Any, done: str = "") -> HttpResponse:
 @_protected
 @_translated
 def login(request: HttpRequest) -> HttpResponseBase:
-    """Ask for the name and password of a user of the project, or for a token of the server; too many failures make an address
-    wait. A link with a code, which `tasuki up` prints, logs in without a form."""
+    """Ask for the name and password of a user of the project, or for a token of the server; too many failures make an address,
+    or a name, wait. A link with a code, which `tasuki up` prints, logs in without a form."""
     target = _where_to(request)
     backend = backend_of(request)
-    key = "tasuki-ops-login:" + hashlib.sha256(str(request.META.get("REMOTE_ADDR")).encode()).hexdigest()
     problem, status = "", 200
-    if request.method == "POST" or (request.method == "GET" and "code" in request.GET):
-        if (cache.get_or_set(key, 0, LOGIN_PAUSE_S) or 0) >= LOGIN_FAILURES_MAX:
-            problem, status = _("Too many failures; try again in %d minutes.") % (LOGIN_PAUSE_S // 60), 429
-        elif backend.log_in(request):
+    # The code of a link cannot be guessed, so it is not counted: pages of others cannot lock anybody out with links. A project
+    # has no such links.
+    has_code = request.method == "GET" and "code" in request.GET and bool(backend.token_file)
+    counted = _count_login(request) if request.method == "POST" else []
+    if counted is None:
+        problem, status = _("Too many failures; try again in %d minutes.") % (LOGIN_PAUSE_S // 60), 429
+    elif has_code or request.method == "POST":
+        if backend.log_in(request):
+            for key in counted:
+                with suppress(ValueError):  # it has ended since
+                    screen_cache().decr(key)
             return _with_headers(HttpResponseRedirect(target))
-        else:
-            cache.incr(key)
-            problem, status = backend.login_problem(request), 401
+        problem, status = backend.login_problem(request), 401
     return render(request, "login", {"next": target, "problem": problem}, status)
+
+
+def _count_login(request: HttpRequest) -> list[str] | None:
+    """Count an attempt to log in before it is made, so that many at once gain nothing, and return the keys of its counters; None
+    if there were too many. One address alone cannot make a name wait."""
+    name = unicodedata.normalize("NFKC", request.POST.get("username", "")).strip().casefold()
+    limits = [(f"address:{request.META.get('REMOTE_ADDR')}", LOGIN_FAILURES_MAX)]
+    if name:
+        limits.append((f"name:{name}", NAME_FAILURES_MAX))
+    counters, keys = screen_cache(), list[str]()
+    for text, most in limits:
+        key = "tasuki-ops-login:" + hashlib.sha256(text.encode("utf-8", "replace")).hexdigest()
+        keys.append(key)
+        if counters.add(key, 1, LOGIN_PAUSE_S):
+            continue
+        with suppress(ValueError):  # it has ended since
+            if counters.incr(key) > most:
+                return None
+    return keys
 
 
 def _where_to(request: HttpRequest) -> str:
