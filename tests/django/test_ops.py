@@ -272,9 +272,20 @@ page = manager.get("/ops/workers/").content.decode()
 did = [post(manager, "/ops/workers/", action=action, id=worker["worker_id"]).status_code
        for action in ("drain", "undrain", "detach", "attach", "degrade", "erase")]
 refused = post(operator, "/ops/workers/", action="detach", id=worker["worker_id"]).status_code
+from tasuki.django import node_door
+from tasuki.django.models import AdminActionLog
+from tasuki.errors import Unavailable
+noted = []
+async def order_drain(*_order):
+    noted.append([connection.in_atomic_block, await AdminActionLog.objects.acount()])
+    raise Unavailable("the node does not answer")
+node_door.order_drain, count = order_drain, AdminActionLog.objects.count()
+unanswered = post(manager, "/ops/workers/", action="drain", id=worker["worker_id"], reason="disk").status_code
+noted = [unanswered, noted[0][0], noted[0][1] - count, AdminActionLog.objects.latest("id").detail]
 log = json.loads(manager.get("/ops/audit/?format=json").content)
 print(json.dumps([[f'value="{action}"' in page for action in ("drain", "undrain", "detach", "attach", "degrade")], did, refused,
-                  [(one["actor"], one["action"]) for one in log], sorted(Group.objects.values_list("name", flat=True))]))
+                  [(one["actor"], one["action"]) for one in log], sorted(Group.objects.values_list("name", flat=True)),
+                  noted]))
 """,
         )
     postgres.drop(url)
@@ -282,9 +293,11 @@ print(json.dumps([[f'value="{action}"' in page for action in ("drain", "undrain"
     assert found[0] == [True, True, True, False, True]
     assert found[1:3] == [[302, 302, 302, 302, 302, 400], 403]
     assert found[3] == [
-        ["manager", action] for action in ("leader.degrade", "worker.attach", "worker.detach", "worker.undrain", "worker.drain")
+        ["manager", action]
+        for action in ("worker.drain", "leader.degrade", "worker.attach", "worker.detach", "worker.undrain", "worker.drain")
     ]
     assert found[4] == ["tasuki admin", "tasuki operator", "tasuki viewer"]
+    assert found[5] == [400, False, 1, "not confirmed (the node does not answer): disk"], "noted before and after"
 
 
 # ---------------------------------------------------------------------------------------------------- the overview

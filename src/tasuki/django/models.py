@@ -414,7 +414,7 @@ class Audit(Row):
 
 
 class AdminActionLog(Audit):
-    """An act of a person on a worker, run or setting, with time and reason (`detail`); written in the transaction of the act."""
+    """An act of a person on a worker, run or setting, with time and reason (`detail`); see `operations`."""
 
     class Meta:
         proxy = True

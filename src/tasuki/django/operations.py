@@ -2,7 +2,7 @@
 
 Each works on the project's database with the calling thread's connection; a worker need not be there. `actor` is the user who
 asks, whose permissions are checked, or the name of somebody who may do everything (a management command's). What was done is
-noted in AdminActionLog, in the same transaction.
+noted in AdminActionLog: in the same transaction, or, of an order to a node, before it and again with its outcome.
 """
 
 from __future__ import annotations
@@ -53,6 +53,8 @@ if TYPE_CHECKING:
 DAY_S = 86_400.0
 QUEUES_LOOKED_AT = 20
 ORDER_TIMEOUT_S = 5.0  # a person waits for it
+ASKED = "asked, outcome unknown: "
+"""Beginning of the detail of an order whose outcome was not noted yet, or never, as this process died."""
 _decode_server = msgspec.msgpack.Decoder(ServerInfo).decode
 
 
@@ -69,17 +71,41 @@ Actor = Any
 @contextmanager
 def _noted(actor: Actor, permission: str, action: str, targets: Sequence[str], reason: str) -> Iterator[str]:
     """Check that the actor may do it, and note in its transaction that it was done; yield the actor's name."""
-    name = actor if isinstance(actor, str) else str(actor.get_username())
-    if not isinstance(actor, str) and not actor.has_perm(permission):
-        raise Forbidden(f"{quoted(name)} may not do this; it needs the permission {permission}")
+    name = _permitted(actor, permission)
     alias = project_settings().database
     with transaction.atomic(using=alias):
         yield name
-        entries = [
-            AdminActionLog(at=time.time(), actor=name[:255], action=action, target=target[:255], detail=reason)
-            for target in targets
-        ]
-        AdminActionLog.objects.using(alias).bulk_create(entries)
+        AdminActionLog.objects.using(alias).bulk_create(_entry(name, action, target, reason) for target in targets)
+
+
+@contextmanager
+def _ordered(actor: Actor, permission: str, action: str, target: str, reason: str) -> Iterator[None]:
+    """Check that the actor may give an order to a node, and note it, then its outcome: no transaction waits for the network."""
+    alias = project_settings().database
+    entry = _entry(_permitted(actor, permission), action, target, f"{ASKED}{reason}")
+    entry.save(using=alias)
+    try:
+        yield
+    except Exception as error:
+        entry.detail = f"not confirmed ({error}): {reason}"
+        entry.save(using=alias, update_fields=["detail"])
+        raise
+    entry.detail = reason
+    entry.save(using=alias, update_fields=["detail"])
+
+
+def _permitted(actor: Actor, permission: str) -> str:
+    """Return the name of an actor who has the permission, or raise Forbidden."""
+    if isinstance(actor, str):
+        return actor
+    name = str(actor.get_username())
+    if not actor.has_perm(permission):
+        raise Forbidden(f"{quoted(name)} may not do this; it needs the permission {permission}")
+    return name
+
+
+def _entry(name: str, action: str, target: str, reason: str) -> AdminActionLog:
+    return AdminActionLog(at=time.time(), actor=name[:255], action=action, target=target[:255], detail=reason)
 
 
 def find_page(
@@ -392,7 +418,7 @@ def drain(worker_id: str, on: bool = True, *, actor: Actor, reason: str = "") ->
 
     epoch, _ = project_store().epoch()
     order = pb.DrainRequest(leader_epoch=epoch, worker_id=worker_id, on=on, reason=reason)
-    with _noted(actor, MANAGE, "worker.drain" if on else "worker.undrain", [worker_id], reason):
+    with _ordered(actor, MANAGE, "worker.drain" if on else "worker.undrain", worker_id, reason):
         said = asyncio.run(order_drain(found.grpc_address, found.node_id, order, ORDER_TIMEOUT_S))
         if said != "ACCEPTED":
             raise InvalidInput(f"worker {quoted(worker_id)} refused: {said}")
@@ -401,7 +427,7 @@ def drain(worker_id: str, on: bool = True, *, actor: Actor, reason: str = "") ->
 def degrade_leader(*, actor: Actor, reason: str = "") -> None:
     """Have the leader step down: it stands again only after another one had the time to be elected."""
     _several_nodes()
-    with _noted(actor, MANAGE, "leader.degrade", [str(cluster_status()["leader"] or "")], reason), _coordination() as shared:
+    with _ordered(actor, MANAGE, "leader.degrade", str(cluster_status()["leader"] or ""), reason), _coordination() as shared:
         shared.degrade()
 
 
