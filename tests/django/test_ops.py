@@ -546,6 +546,7 @@ def test_jobs_are_found_by_definition_and_time_and_page_by_page(migrated: Django
         """
 from datetime import datetime, timedelta
 from zoneinfo import ZoneInfo
+import tasuki.django.ops.views as ops_views
 import tasuki.stores.sql.store as sql_store
 
 for number in range(60):
@@ -572,18 +573,23 @@ first = listed()
 second = viewer.get("/ops/jobs/?" + first[2]).content.decode()
 sql_store.FIND_SCAN_MAX = 20
 scanned = listed(text="job-3")
+says = ["Only 20,000 jobs were looked at" in one for one in (first[3], listed(text="job-5")[3])]
+ops_views.EXPORT_FINDS_MAX = 2
+exports = [viewer.get("/ops/jobs/", {"text": "job-0", "format": "json", **more}) for more in ({}, {"cursor": "20"})]
+exports = [exports[0].status_code, "narrow it" in exports[0].content.decode(), len(json.loads(exports[1].content))]
 went_on = viewer.get("/ops/jobs/?" + scanned[2]).content.decode()
 of_page = ">e1-1</a>" in viewer.get(f"/ops/definitions/{nightly.pk}/").content.decode()
 print(json.dumps([of_definition, unknown, times, wrong, len(first[1]), second.count(">job-"), "job-00" in second,
                   scanned[1], "go on with older ones" in scanned[3], "No such job" in scanned[3], went_on.count(">job-3"),
-                  of_page]))
+                  of_page, says, exports]))
 """,
     )
 
     assert found[:2] == [["e1-1"], 400]
     assert found[2:4] == [[50, 0, 0, 50], 400]
     assert found[4:7] == [50, 12, True]
-    assert found[7:] == [[], True, False, 10, True], "the last: a run by hand stands on the page of its definition"
+    assert found[7:12] == [[], True, False, 10, True], "the last: a run by hand stands on the page of its definition"
+    assert found[12:] == [[False, True], [400, True, 10]], "a search that saw only some jobs says so"
 
 
 def test_the_audit_is_filtered_paged_and_exported_as_a_whole(tmp_path: Path) -> None:

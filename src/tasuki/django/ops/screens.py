@@ -91,6 +91,8 @@ class Table:
     """Names of the screens that cells of a column lead to, by key; the row's `id` is the argument."""
     cursor: str | None = None
     empty: str = ""
+    note: str = ""
+    """Text below the rows."""
     buttons: Sequence[Button] = ()
     export_max: int | None = EXPORT_MAX
 

@@ -30,11 +30,13 @@ from tasuki.stores.sql.store import FIND_SCAN_MAX
 
 PAGE = 50
 FIND_STEP = 100
+EXPORT_FINDS_MAX = 200  # some 4 s where nothing is found
 AUDIT_STEP = 1_000
 AUDIT_SCAN_MAX = 20_000  # entries that one look at a filtered audit reads
 DEAD_NEW_S = 3_600
 DEAD_NEW_MAX = 20
 DEAD_LOOKED_AT = 500
+DEAD_FINDS_MAX = 10  # jobs that were canceled or skipped are looked at too
 REFUSED_SHOWN = 10
 INPUTS_SHOWN = 100
 LOG_SHOWN_BYTES = 64 * 1024
@@ -358,11 +360,18 @@ def jobs(request: HttpRequest) -> HttpResponse | dict[str, Any]:
         "created_from": time.time() - SPANS[within][0] if within else _moment_of(request, "from"),
         "created_until": _moment_of(request, "until"),
     }
+    cursor = request.GET.get("cursor") or None
     if "format" in request.GET:
-        return {"table": Table(job_columns(), _all_found(backend, EXPORT_MAX, filters, request.GET.get("cursor") or None))}
-    page, cursor = backend.find(**filters, limit=PAGE, cursor=request.GET.get("cursor") or None)
-    empty = _("None among the %s jobs looked at; go on with older ones.") % f"{FIND_SCAN_MAX:,}" if cursor else _("No such job.")
-    table = Table(job_columns(), [job_row(view) for view in page], {"job_id": "job"}, cursor, empty=empty)
+        rows, more = _all_found(backend, EXPORT_MAX, EXPORT_FINDS_MAX, filters, cursor)
+        if more and len(rows) < EXPORT_MAX:
+            problem = _("an export looks at the newest %s jobs at most; narrow it by the time of the submit")
+            raise InvalidInput(problem % f"{EXPORT_FINDS_MAX * FIND_SCAN_MAX:,}")
+        return {"table": Table(job_columns(), rows)}
+    page, cursor = backend.find(**filters, limit=PAGE, cursor=cursor)
+    looked_at = f"{FIND_SCAN_MAX:,}"
+    empty = _("None among the %s jobs looked at; go on with older ones.") % looked_at if cursor else _("No such job.")
+    note = _("Only %s jobs were looked at; go on with older ones.") % looked_at if cursor and 0 < len(page) < PAGE else ""
+    table = Table(job_columns(), [job_row(view) for view in page], {"job_id": "job"}, cursor, empty=empty, note=note)
     return {
         "title": _("Jobs"),
         "table": table,
@@ -373,14 +382,17 @@ def jobs(request: HttpRequest) -> HttpResponse | dict[str, Any]:
     }
 
 
-def _all_found(backend: Backend, limit: int, filters: dict[str, Any], cursor: str | None = None) -> Iterator[View]:
-    found = 0
-    while found < limit:
-        page, cursor = backend.find(**filters, limit=min(FIND_STEP, limit - found), cursor=cursor)
-        yield from page
-        found += len(page)
-        if cursor is None:
-            return
+def _all_found(
+    backend: Backend, limit: int, finds_max: int, filters: dict[str, Any], cursor: str | None = None
+) -> tuple[list[View], bool]:
+    """Return up to `limit` jobs, and whether there are older ones that no find has looked at."""
+    found: list[View] = []
+    for _find in range(finds_max):
+        page, cursor = backend.find(**filters, limit=min(FIND_STEP, limit - len(found)), cursor=cursor)
+        found += page
+        if cursor is None or len(found) == limit:
+            break
+    return found, cursor is not None
 
 
 def _act_on_jobs(request: HttpRequest) -> HttpResponse:
@@ -413,7 +425,7 @@ def _rerun(backend: Backend, job_ids: list[str], request: HttpRequest, reason: s
 def dead(request: HttpRequest) -> HttpResponse | dict[str, Any]:
     """Show jobs that failed for good, by reason; run those of a reason again."""
     backend = backend_of(request)
-    found = list(_all_found(backend, DEAD_LOOKED_AT, {"states": sorted(DEAD)}))
+    found, more = _all_found(backend, DEAD_LOOKED_AT, DEAD_FINDS_MAX, {"states": sorted(DEAD)})
     groups: dict[str, list[View]] = {}
     for view in found:
         outcome = view["outcome"] or {}
@@ -456,7 +468,7 @@ def dead(request: HttpRequest) -> HttpResponse | dict[str, Any]:
         "title": _("Dead letters"),
         "table": Table(columns, rows, empty=_("No dead letter: every job that failed has succeeded since."), buttons=[button]),
         "letters": letters,
-        "looked": looked + (_(", the newest of them") if len(found) == DEAD_LOOKED_AT else ""),
+        "looked": looked + (_(", the newest of them") if more else ""),
     }
 
 
