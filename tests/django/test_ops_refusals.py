@@ -113,3 +113,41 @@ print(json.dumps([sorted(links), stranger.get("/ops/").status_code, log_in("a lo
     )
 
     assert found == [[200], 302, 302]
+
+
+# ---------------------------------------------------------------------------------------------------- permissions
+
+
+def test_a_person_without_the_permission_reads_why_and_which_and_gets_no_form_to_fill_in(tmp_path: Path) -> None:
+    site = DjangoSite(tmp_path)
+    site.migrate()
+    found = ask(
+        site,
+        """
+Japanese = {"headers": {"accept-language": "ja"}}
+pages = [nobody.get("/ops/"), nobody.get("/ops/", **Japanese), post(viewer, "/ops/jobs/", action="cancel", job_id=job_id),
+         viewer.get("/ops/run/"), operator.get("/ops/definitions/new/"), post(operator, "/ops/settings/")]
+shown = [(page.status_code, re.search(r'class="problem" role="alert">([^<]*)<', page.content.decode())[1]) for page in pages]
+forms = {}
+for name, browser in (("viewer", viewer), ("admin", admin)):
+    for address in ("/ops/settings/", f"/ops/definitions/{nightly.pk}/"):
+        body = browser.get(address).content.decode()
+        form = body[body.index('id="form"'):]
+        form = form[:form.index("</form>")]
+        fields = re.findall(r'<(?:input|select|textarea)(?![^>]*type="hidden")[^>]*>', form)
+        forms[name + address] = [len(fields) > 10, sum(" disabled" in field for field in fields) / len(fields), "<button" in form]
+print(json.dumps([shown, forms]))
+""",
+    )
+    needs = "{} may not do this; it needs the permission tasuki.{}"
+
+    assert found[0] == [
+        [403, needs.format("nobody", "view_jobrun")],
+        [403, "nobody にはこの操作の権限がありません。必要な権限: tasuki.view_jobrun"],
+        [403, needs.format("viewer", "change_jobrun")],
+        [403, needs.format("viewer", "change_jobrun")],
+        [403, needs.format("operator", "change_jobdefinition")],
+        [403, needs.format("operator", "change_schedulersettings")],
+    ]
+    assert {tuple(one) for name, one in found[1].items() if name.startswith("viewer")} == {(True, 1.0, False)}
+    assert {tuple(one) for name, one in found[1].items() if name.startswith("admin")} == {(True, 0.0, True)}

@@ -39,7 +39,7 @@ from tasuki.django.conf import project_settings
 from tasuki.django.definitions import scheduler_settings
 from tasuki.django.enqueueing import project_store
 from tasuki.django.models import Event, JobDefinition, JobRun, SchedulerSettings
-from tasuki.django.ops.screens import EXPORT_MAX, Button, Table, back, number_of, screen
+from tasuki.django.ops.screens import EXPORT_MAX, Button, Table, back, lacks, number_of, screen
 from tasuki.django.ops.views import PAGE, job_columns, job_row
 from tasuki.errors import InvalidInput, NotFound, TasukiError, quoted
 from tasuki.server.queries import describe
@@ -78,6 +78,12 @@ def definitions(request: HttpRequest) -> HttpResponse | dict[str, Any]:
 
 def _may(request: Any, permission: str) -> bool:
     return bool(request.user.has_perm(permission))
+
+
+def _disable(form: forms.BaseForm, *, unless: bool) -> None:
+    """Let a person read a form, who may not send it."""
+    for field in form.fields.values():
+        field.disabled = not unless
 
 
 def _definition_row(row: JobDefinition) -> dict[str, Any]:
@@ -278,8 +284,11 @@ def definition(request: HttpRequest, pk: int | None = None) -> HttpResponse | di
     row = _definition(pk) if pk is not None else JobDefinition()
     if request.method == "POST" and pk is not None and (action := request.POST.get("action")):
         return _steer_definition(request, row, action)
+    if pk is None and not _may(request, operations.DEFINE):
+        raise lacks(request, operations.DEFINE)
     asked = request.POST if request.method == "POST" else request.GET if "kind" in request.GET else None
     form = DefinitionForm(asked, row)
+    _disable(form, unless=_may(request, operations.DEFINE))
     if asked is not None and form.is_valid() and request.method == "POST":
         operations.save_definition(row, actor=request.user)
         return back("definition", row.pk, done=_("Saved."))
@@ -473,6 +482,7 @@ def settings(request: HttpRequest) -> HttpResponse | dict[str, Any]:
     """Show and change the settings that are in force without a restart."""
     row = scheduler_settings()
     form = SettingsForm(request.POST or None, instance=row)
+    _disable(form, unless=_may(request, operations.CONFIGURE))
     if request.method == "POST" and form.is_valid():
         changes = {name: form.cleaned_data[name] for name in form.changed_data}
         operations.change_settings(changes, actor=request.user)

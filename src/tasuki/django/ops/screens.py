@@ -21,7 +21,7 @@ from urllib.parse import urlencode
 
 import django_htmx
 from django.core import signing
-from django.http import Http404, HttpRequest, HttpResponse, HttpResponseForbidden, HttpResponseRedirect
+from django.http import Http404, HttpRequest, HttpResponse, HttpResponseRedirect
 from django.http.response import HttpResponseBase
 from django.middleware.csrf import get_token
 from django.template import Context, Engine
@@ -118,11 +118,12 @@ def screen(
             if not user.is_authenticated:
                 return _to_login(request)
             if not user.is_active or not user.has_perm(VIEW):
-                return _forbidden(request, VIEW)
+                return _forbidden(request, lacks(request, VIEW))
             if request.method not in ("GET", "HEAD", "POST"):
                 return HttpResponse(status=405, headers={"Allow": "GET, POST"})
             if request.method == "POST" and not (change and user.has_perm(change)):
-                return _forbidden(request, change or "none: this screen only shows")
+                error = lacks(request, change) if change else Forbidden(f"nothing can be changed at {request.path}")
+                return _forbidden(request, error)
             if request.method == "POST" and (question := _question(request)):
                 return render(request, "sure", {"title": _("Are you sure?"), "question": question, "fields": _fields(request)})
             try:
@@ -137,9 +138,11 @@ def screen(
                 return _to_login(request)
             except NotFound as error:
                 return not_found(request, error)
+            except Forbidden as error:
+                return _forbidden(request, error)
             except TasukiError as error:
                 values = {"title": _("Not done"), "problem": error.message, "way_back": request.path}
-                return render(request, "problem", values, 403 if isinstance(error, Forbidden) else 400)
+                return render(request, "problem", values, 400)
             if isinstance(found, HttpResponseBase):
                 return found
             return render(request, template, {"may": bool(change) and user.has_perm(change), **found})
@@ -280,9 +283,15 @@ def _to_login(request: HttpRequest) -> HttpResponseBase:
     return HttpResponseRedirect(f"{reverse('tasuki_ops:login')}?{urlencode({'next': request.get_full_path()})}")
 
 
-def _forbidden(request: HttpRequest, permission: str) -> HttpResponseBase:
-    text = f"{request.user} may not do this; it needs the permission {permission}"
-    return _with_headers(HttpResponseForbidden(text, content_type="text/plain; charset=utf-8"))
+def _forbidden(request: HttpRequest, error: Forbidden) -> HttpResponseBase:
+    values = {"title": _("Not done"), "problem": error.message, "way_back": reverse("tasuki_ops:overview")}
+    return render(request, "problem", values, 403)
+
+
+def lacks(request: HttpRequest, permission: str) -> Forbidden:
+    """Return the error for a person who lacks a permission."""
+    named = {"person": request.user, "permission": permission}
+    return Forbidden(_("%(person)s may not do this; it needs the permission %(permission)s") % named)
 
 
 def _exported(request: HttpRequest, found: dict[str, Any], name: str) -> HttpResponse:

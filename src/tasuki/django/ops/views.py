@@ -24,7 +24,7 @@ from tasuki.django import operations
 from tasuki.django.ops.backend import Backend, View, backend_of
 from tasuki.django.ops.charts import SPANS, charts, shown_seconds, totals
 from tasuki.django.ops.reasons import KINDS, reasons, taker_reason
-from tasuki.django.ops.screens import EXPORT_MAX, Button, Table, back, moment, number_of, screen
+from tasuki.django.ops.screens import EXPORT_MAX, Button, Table, back, lacks, moment, number_of, screen
 from tasuki.errors import InvalidInput, NotFound, quoted
 from tasuki.stores.sql.store import FIND_SCAN_MAX
 
@@ -568,6 +568,8 @@ def run(request: HttpRequest) -> HttpResponse | dict[str, Any]:
             raise InvalidInput(_("no program was named; write one, as in: echo"))
         made = backend.submit(program, words, request.POST.get("subject", "").strip(), actor=request.user)
         return back("job", made, done=_("Submitted."))
+    if not _may_operate(request):
+        raise lacks(request, operations.OPERATE)
     return {"title": _("Run a job"), "programs": backend.programs()}
 
 
