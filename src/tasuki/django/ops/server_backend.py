@@ -17,6 +17,7 @@ from contextlib import AsyncExitStack, aclosing
 from functools import partial
 from ipaddress import ip_address
 from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
+from zipfile import BadZipFile, ZipFile
 
 import msgspec
 from starlette.requests import Request
@@ -369,14 +370,24 @@ class ServerBackend:
 
     def result(self, job_id: str) -> AsyncIterator[bytes]:
         """Return the pieces of the result of a job that has ended."""
+        return _pieces(self._open_result(job_id))
 
+    def result_files(self, job_id: str) -> list[tuple[str, int]]:
+        """Return the names and sizes of the files in the result of a program; none: they cannot be read."""
+        try:
+            with self._open_result(job_id) as file, ZipFile(file) as archive:
+                return [(entry.filename, entry.file_size) for entry in archive.infolist()]
+        except (TasukiError, BadZipFile):
+            return []
+
+    def _open_result(self, job_id: str) -> BinaryIO:
         async def read() -> BinaryIO | None:
             client = self._client()
             return await client.open_result(await client.job(job_id).outcome(ASK_TIMEOUT_S))
 
         if not State(self.job(job_id)["state"]).terminal or (file := self._screens.wait(read())) is None:
             raise NotFound(f"job {quoted(job_id)} has no result")
-        return _pieces(file)
+        return file
 
     def audit(self, *, before: int | None, limit: int) -> list[View]:
         found: list[View] = self._call("token.audit", limit=limit, before=before)

@@ -39,6 +39,7 @@ DEAD_LOOKED_AT = 500
 DEAD_FINDS_MAX = 10  # jobs that were canceled or skipped are looked at too
 REFUSED_SHOWN = 10
 INPUTS_SHOWN = 100
+RESULT_LISTED_MAX_BYTES = 4 * 1024 * 1024  # a page reads all of it
 LOG_SHOWN_BYTES = 64 * 1024
 LINE_SHOWN_CHARS = 2_000
 
@@ -489,15 +490,15 @@ def job(request: HttpRequest, job_id: str) -> dict[str, Any]:
     }
     who = view["assigned_worker_id"] or ""
     timeline = [
-        {"at": moment(at), "kind": kind, "attempt": "", "who": view["submitter"] if at == view["created_at"] else who}
-        for kind, at in times.items()
-        if at
+        {"at": moment(at), "kind": kind, "attempt": view["attempt"] or "", "who": who} for kind, at in times.items() if at
     ]
+    timeline[0] |= {"attempt": "", "who": view["submitter"]}
     incidents = [
         {**one, "at": moment(one["at"]), "kind": KINDS.get(one["kind"], one["kind"]), "who": one["actor"] or one["worker_id"]}
         for one in explained["story"]
     ]
     find, ended = request.GET.get("find", ""), State(view["state"]) in TERMINAL
+    result_bytes = (view["outcome"] or {}).get("result_bytes") if ended and "result" in backend.screens else 0
     logs = [shown for stream in backend.streams if (shown := _shown_log(backend, job_id, stream, find))["text"]]
     return {
         "title": _("Job %s") % job_id,
@@ -511,9 +512,16 @@ def job(request: HttpRequest, job_id: str) -> dict[str, Any]:
         "log_address": address if (address := view.get("log_ref", "")).startswith(("http://", "https://")) else "",
         "find": find,
         "ended": ended,
-        "has_result": ended and "result" in backend.screens and bool((view["outcome"] or {}).get("result_bytes")),
+        "has_result": bool(result_bytes),
+        "outputs": _outputs(backend, view) if result_bytes and result_bytes <= RESULT_LISTED_MAX_BYTES else [],
         "may": _may_operate(request),
     }
+
+
+def _outputs(backend: Any, view: View) -> list[tuple[str, int]]:
+    """Return names and sizes of files in the result of a program."""
+    found: list[tuple[str, int]] = backend.result_files(view["job_id"]) if view["exec"] else []
+    return found[:INPUTS_SHOWN]
 
 
 def _facts(view: View) -> dict[str, Any]:
