@@ -200,15 +200,20 @@ def test_output_is_shown_as_text_whatever_it_is(tmp_path: Path) -> None:
         """
 write_log(job_id, 1, "stdout", b"<script>alert(1)</script>\\x1b[31mred\\x00\\xff" + b"x" * 300_000)
 write_log(job_id, 1, "stdout", b"after a gap\\n", offset=10_000_000)
-write_log(job_id, 2, "stdout", b"once more\\n")
+link = b"\\x1b]8;;https://a.example\\x1b\\\\link\\x1b]8;;\\x07"
+write_log(job_id, 2, "stdout", b"once more\\n\\x1b[1;32mgreen\\x1b[0m " + link + b" \\x1b]open\\n")
 write_log(job_id, 1, "errors", json.dumps(["builtins.ValueError", "Traceback </pre><b>"]).encode())
 page = viewer.get(f"/ops/jobs/{job_id}/").content.decode()
 search = viewer.get(f"/ops/jobs/{job_id}/", {"find": "script"}).content.decode()
+coloured = viewer.get(f"/ops/jobs/{job_id}/", {"find": "green link"}).content.decode()
+shown = ["green link \\x1b]open" in one and one.count("\\x1b") == 1 for one in (page, coloured)]
 file = viewer.get(f"/ops/jobs/{job_id}/log/stdout/")
+whole = file.getvalue()
 print(json.dumps([len(page), "<script>alert" in page + search, "&lt;/pre&gt;&lt;b&gt;" in page, "bytes were not kept" in page,
                   "attempt 2" in page,
                   "&lt;script&gt;alert(1)" in search, file.headers["Content-Disposition"].startswith("attachment"),
-                  len(file.getvalue()), viewer.get(f"/ops/jobs/{job_id}/log/secret/").status_code]))
+                  len(whole), viewer.get(f"/ops/jobs/{job_id}/log/secret/").status_code,
+                  shown, b"\\x1b[1;32mgreen" in whole]))
 """,
     )
 
@@ -216,6 +221,7 @@ print(json.dumps([len(page), "<script>alert" in page + search, "&lt;/pre&gt;&lt;
     assert found[1:7] == [False, True, True, True, True, True]
     assert found[7] > 300_000
     assert found[8] == 404
+    assert found[9:] == [[True, True], True], "colours are in the file alone"
 
 
 def test_a_manager_pauses_and_resumes_subjects_and_nobody_else_does(tmp_path: Path) -> None:

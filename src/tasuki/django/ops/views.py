@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import time
 from collections import Counter
@@ -42,6 +43,8 @@ INPUTS_SHOWN = 100
 RESULT_LISTED_MAX_BYTES = 4 * 1024 * 1024  # a page reads all of it
 LOG_SHOWN_BYTES = 64 * 1024
 LINE_SHOWN_CHARS = 2_000
+ESCAPE_SEQUENCE = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b\n]*(?:\x07|\x1b\\)|[@-Z\\^_])")
+"""An escape sequence of a terminal: a colour, a move of the cursor, the title or link of an OSC."""
 
 
 def job_columns() -> dict[str, str]:
@@ -533,11 +536,11 @@ def _facts(view: View) -> dict[str, Any]:
 
 
 def _shown_log(backend: Backend, job_id: str, stream: str, find: str) -> dict[str, Any]:
-    """Return the end of a stream, or its lines with a text; gaps, where output was not kept, are marked."""
+    """Return the end of a stream, or its lines with a text; gaps, where output was not kept, are marked. Colours are left out."""
     if not find:
         data, cut = backend.log_tail(job_id, stream, LOG_SHOWN_BYTES)
-        return {"stream": stream, "text": data.decode("utf-8", "replace"), "cut": cut}
-    text = b"".join(backend.log_lines(job_id, stream)).decode("utf-8", "replace")
+        return {"stream": stream, "text": ESCAPE_SEQUENCE.sub("", data.decode("utf-8", "replace")), "cut": cut}
+    text = ESCAPE_SEQUENCE.sub("", b"".join(backend.log_lines(job_id, stream)).decode("utf-8", "replace"))
     lines = "\n".join(line[:LINE_SHOWN_CHARS] for line in text.splitlines() if find in line)
     return {"stream": stream, "text": lines[-LOG_SHOWN_BYTES:], "cut": len(lines) > LOG_SHOWN_BYTES}
 
