@@ -152,6 +152,8 @@ def test_a_token_without_the_scope_neither_publishes_nor_subscribes(door: Server
         with pytest.raises(Forbidden, match=r"may not publish to 'b.x'; its scope is publish:a.>, subscribe:b.>"):  # noqa: PT012
             client.publish("b.x", b"1")  # over HTTP the answer is waited for
             client.flush()
+        with pytest.raises(Forbidden, match=r"may not publish to 'b.x'"):
+            client.request("b.x", timeout=3600)  # told at once
         with pytest.raises(Forbidden, match=r"may not subscribe to messages of 'a.x'"):
             next(client.subscribe("a.x"))
         with client.subscribe("b.x"):

@@ -18,7 +18,7 @@ import pytest
 
 from tasuki import Client
 from tasuki.core.job import JobSpec
-from tasuki.errors import DeadlineExceeded, NotFound, Unauthorized
+from tasuki.errors import DeadlineExceeded, NotFound, Unauthorized, Unavailable
 from tests.e2e.stage import (
     LEAD_TTL_S,
     LEASE_TTL_S,
@@ -331,7 +331,7 @@ def _answers(client: Client, subject: str) -> bool:
     """Return whether somebody sends a request back."""
     try:
         return client.request(subject, b"are you there", timeout=0.5).payload == b"are you there"
-    except (DeadlineExceeded, NotFound):
+    except (DeadlineExceeded, NotFound, Unavailable):
         return False
 
 

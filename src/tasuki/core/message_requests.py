@@ -79,6 +79,8 @@ class MessageRequests:
             self._wanted[key] = None
             return [self._subscribe(key)] if online else []
         self._wanted.pop(key, None)
+        # An answer to it is none to the next subscription with this pattern.
+        self._asked = {msg_id: asked for msg_id, asked in self._asked.items() if asked != key}
         params = {"pattern": event.pattern, "queue": event.queue}
         return [protocol.Request(self._next_id(), "unsubscribe", params)] if online else []
 

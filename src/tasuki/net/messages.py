@@ -80,7 +80,11 @@ class AsyncMessageSubscription:
         return f"<{type(self).__name__} of {self.pattern!r}{queue}>"
 
     async def __aenter__(self) -> Self:
-        await self.start()
+        try:
+            await self.start()
+        except BaseException:  # `__aexit__` is not called: who is canceled here would leave a subscription that nobody reads
+            self.close()
+            raise
         return self
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -128,6 +132,11 @@ class AsyncMessageSubscription:
     def is_started(self) -> bool:
         """True once the server has said that it sends the messages."""
         return self._started is not None and self._started.done()
+
+    @property
+    def is_over(self) -> bool:
+        """True once there will be no more messages: it was closed or refused."""
+        return self._closed
 
     async def _more(self) -> bool:
         """Wait for a message; False: there will be none."""
@@ -201,7 +210,7 @@ class MessageSubscription:
         return self._async.dropped
 
     def __enter__(self) -> Self:
-        self._wait(self._async.start())
+        self._wait(self._async.__aenter__())
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -243,8 +252,10 @@ class MessageExchange:
         self._subscriptions: dict[tuple[str, str], list[AsyncMessageSubscription]] = {}
         self._trie: SubjectTrie[AsyncMessageSubscription] = SubjectTrie()
         """The subscriptions without a queue group."""
-        self._inbox = ""
-        self._inbox_ready: AsyncMessageSubscription | None = None
+        self._standing: set[tuple[str, str]] = set()
+        """Patterns and queue groups whose messages the server sends on this connection."""
+        self._inbox = f"{INBOX}{secrets.token_hex(16)}."
+        self._inbox_ready = AsyncMessageSubscription(self, f"{self._inbox}*", "")
         self._numbers = itertools.count(1)
         self._requests: dict[str, asyncio.Future[PublishedMessage]] = {}
         self._pending: list[PublishedMessage] = []
@@ -255,6 +266,9 @@ class MessageExchange:
     # ------------------------------------------------------------------------------------------------ subscriptions
 
     def add(self, subscription: AsyncMessageSubscription) -> None:
+        if self._closed:
+            subscription.end(Unavailable("this client was closed"))
+            return
         key = (subscription.pattern, subscription.queue)
         others = self._subscriptions.setdefault(key, [])
         others.append(subscription)
@@ -262,7 +276,7 @@ class MessageExchange:
             self._trie.add(subscription.pattern, subscription)
         if len(others) == 1:
             self._apply(AddSubscription(*key))
-        elif any(other.is_started for other in others):
+        elif key in self._standing:
             subscription.answered(None)
 
     def remove(self, subscription: AsyncMessageSubscription) -> None:
@@ -275,11 +289,15 @@ class MessageExchange:
             self._trie.remove(subscription.pattern, subscription)
         if not others:
             del self._subscriptions[key]
+            self._standing.discard(key)
             self._apply(RemoveSubscription(*key))
 
     def answered(self, command: SubscriptionAnswered) -> None:
         """Take the server's answer to a subscription; after a reconnect it is asked and answered again."""
-        for subscription in list(self._subscriptions.get((command.pattern, command.queue), ())):
+        key = (command.pattern, command.queue)
+        if command.error is None:
+            self._standing.add(key)
+        for subscription in list(self._subscriptions.get(key, ())):
             subscription.answered(command.error)
 
     def arrived(self, delivery: DeliverMessages) -> None:
@@ -296,7 +314,7 @@ class MessageExchange:
             return
         match, inbox = self._trie.match, self._inbox
         for item in delivery.items:
-            if inbox and item.subject.startswith(inbox):
+            if item.subject.startswith(inbox):
                 future = self._requests.pop(item.subject, None)
                 if future is not None and not future.done():
                     future.set_result(item)
@@ -332,18 +350,16 @@ class MessageExchange:
 
     def lost(self) -> None:
         self._online.clear()
+        self._standing.clear()
 
     async def publish(self, message: PublishedMessage) -> None:
         """Send a message; raises the refusal of an earlier one."""
-        _check_types(message)
-        check_published(message)
+        _check(message)
         self._raise_refusal()
-        if self._closed:
-            raise Unavailable("this client was closed")
-        if not self._online.is_set():
+        if self._closed or not self._online.is_set():
             await self._connected()
         if not isinstance(self._connection.link, TcpLink):  # a request of its own, whose answer is waited for
-            await self._ask(lambda msg_id: PublishMessages(msg_id, [message], confirm=True))
+            await self._confirmed(message)
             return
         self._pending.append(message)
         self._pending_bytes += published_bytes(message)
@@ -356,7 +372,16 @@ class MessageExchange:
             self._is_due = True
             asyncio.get_running_loop().call_soon(self.send)
 
+    async def _confirmed(self, message: PublishedMessage) -> None:
+        """Send a message behind those that wait, and raise its refusal."""
+        self.send()
+        await self._ask(lambda msg_id: PublishMessages(msg_id, [message], confirm=True))
+
     async def _connected(self) -> None:
+        if self._closed:
+            raise Unavailable("this client was closed")
+        if self._online.is_set():
+            return
         try:
             async with asyncio.timeout(self._wait_s):
                 await self._online.wait()
@@ -389,26 +414,31 @@ class MessageExchange:
     # ------------------------------------------------------------------------------------------------ requests
 
     async def request(self, subject: str, payload: bytes, headers: Mapping[str, str], timeout_s: float) -> PublishedMessage:
-        """Publish a message and wait for the first answer to it."""
-        if self._inbox_ready is None:
-            self._inbox = f"{INBOX}{secrets.token_hex(16)}."
-            self._inbox_ready = AsyncMessageSubscription(self, f"{self._inbox}*", "")
-        await self._inbox_ready.start()
-        reply_to = f"{self._inbox}{next(self._numbers)}"
-        answer = self._requests[reply_to] = asyncio.get_running_loop().create_future()
+        """Publish a message and wait for the first answer to it; all of it within the timeout."""
+        message = PublishedMessage(subject, payload, f"{self._inbox}{next(self._numbers)}", dict(headers))
+        _check(message)
         try:
             async with asyncio.timeout(timeout_s):
-                await self.publish(PublishedMessage(subject, payload, reply_to, dict(headers)))
-                await asyncio.wait([answer])
+                reply = await self._answer_to(message)
         except TimeoutError:
-            self._raise_refusal()
             raise DeadlineExceeded(f"there was no answer on {subject!r} within {shown_duration(timeout_s)}") from None
-        finally:
-            self._requests.pop(reply_to, None)
-        reply: PublishedMessage = answer.result()
         if reply.headers == NO_RECEIVERS and not reply.payload:
             raise NotFound(f"there is no subscriber for {subject!r}; start the program that answers there")
         return reply
+
+    async def _answer_to(self, message: PublishedMessage) -> PublishedMessage:
+        if self._inbox_ready.is_over:  # it was refused; by now there may be room for it
+            self._inbox_ready = AsyncMessageSubscription(self, f"{self._inbox}*", "")
+        await self._inbox_ready.start()
+        await self._connected()
+        answer: asyncio.Future[PublishedMessage] = asyncio.get_running_loop().create_future()
+        self._requests[message.reply_to] = answer
+        answer.add_done_callback(ignore_result)
+        try:
+            await self._confirmed(message)
+            return await answer
+        finally:
+            self._requests.pop(message.reply_to, None)
 
     def close(self) -> None:
         """Send what is left, and end all subscriptions."""
@@ -423,13 +453,14 @@ class MessageExchange:
                 answer.set_exception(closed)
 
 
-def _check_types(message: PublishedMessage) -> None:
-    """Raise WrongType for an argument that the server could not read."""
+def _check(message: PublishedMessage) -> None:
+    """Raise WrongType for an argument that the server could not read, InvalidInput for one that it would refuse."""
     if not isinstance(message.payload, bytes):
         raise WrongType(f"payload must be bytes, got {type(message.payload).__name__}; encode it, as in text.encode()")
     texts = (message.subject, message.reply_to, *message.headers, *message.headers.values())
     if wrong := next((text for text in texts if not isinstance(text, str)), None):
         raise WrongType(f"subjects, names and values of headers must be str, got {type(wrong).__name__}")
+    check_published(message)
 
 
 def check_subscription(pattern: str, queue: str) -> None:
