@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import math
 import os
 import threading
 from collections.abc import Callable
@@ -92,6 +93,34 @@ def test_heartbeats_tell_the_files_that_are_here(folder: CacheFolder) -> None:
     assert prefixes_in(folder.held()) == {hash_prefix(first.sha256), hash_prefix(second.sha256)}
 
 
+def test_heartbeats_tell_a_file_that_came_in_the_same_tick_of_the_file_systems_clock(folder: CacheFolder) -> None:
+    first = store(folder, b"first")
+    blobs = folder.root / ".blobs"
+    tick_ns = blobs.stat().st_mtime_ns
+    assert folder.held() == hash_prefix(first.sha256)
+
+    second = store(folder, b"second")
+    os.utime(blobs, ns=(tick_ns, tick_ns))
+
+    assert prefixes_in(folder.held()) == {hash_prefix(first.sha256), hash_prefix(second.sha256)}
+
+
+def test_heartbeats_tell_a_file_that_is_used_again_where_there_are_too_many_to_tell(
+    folder: CacheFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cache_module, "HELD_MAX", 1)
+    old, new = store(folder, b"old"), store(folder, b"new")
+    for used_at, ref in enumerate((old, new)):
+        path = folder.root / ".blobs" / ref.sha256
+        os.utime(path, ns=(used_at, path.stat().st_mtime_ns))
+    os.utime(folder.root / ".blobs", ns=(0, 0))  # long ago
+    assert folder.held() == hash_prefix(new.sha256)
+
+    assert folder.link(old, tmp_path / "in")
+
+    assert folder.held() == hash_prefix(old.sha256)
+
+
 def test_what_is_there_is_believed_by_the_next_process(folder: CacheFolder) -> None:
     ref = store(folder, b"abc")
 
@@ -137,6 +166,47 @@ def test_the_file_used_longest_ago_goes_first_and_never_one_of_a_running_job(fol
     (tmp_path / "in").unlink()
     folder.make_room(71)
     assert files(folder) == set()
+
+
+def test_files_that_come_one_by_one_into_a_full_cache_cost_one_walk_together(
+    folder: CacheFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refs = [store(folder, b"%02d" % number, f"a/{number}") for number in range(50)]
+    for number, ref in enumerate(refs):
+        path = folder.root / ".blobs" / ref.sha256
+        os.utime(path, ns=(number, path.stat().st_mtime_ns))
+    walked: list[Path] = []
+    walk = cache_module._files
+    monkeypatch.setattr(cache_module, "RECOUNT_S", math.inf)
+    monkeypatch.setattr(cache_module, "_files", lambda at: (walked.append(at), walk(at))[1])
+
+    for number in range(40):
+        folder.make_room(2)
+        store(folder, bytes([65 + number]) * 2)
+
+    assert [folder.has(ref) for ref in refs] == [False] * 40 + [True] * 10
+    assert walked == [folder.root]
+
+
+def test_a_file_that_changes_its_place_in_the_order_after_the_walk_is_not_taken_for_what_it_was(
+    folder: CacheFolder, tmp_path: Path
+) -> None:
+    first, again, renamed, new = (store(folder, b * 25, name) for b, name in ((b"f", "f"), (b"a", "a"), (b"r", "r"), (b"n", "n")))
+    for number, ref in enumerate((first, again, renamed, new)):
+        path = folder.root / ".blobs" / ref.sha256
+        os.utime(path, ns=(number, path.stat().st_mtime_ns))
+    folder.make_room(25)
+    assert folder.link(again, tmp_path / "used-again")
+    (tmp_path / "used-again").unlink()
+    os.link(folder.root / ".blobs" / renamed.sha256, tmp_path / "of-a-running-job")
+    folder.name("c", CacheEntry("r", again.sha256, 25))  # it has one name less here, and one more elsewhere
+
+    folder.make_room(50)
+
+    assert [folder.has(ref) for ref in (first, again, renamed, new)] == [False, True, True, False]
+    assert (folder.root / "c" / "r").read_bytes() == b"a" * 25
+    folder.make_room(75)  # in a new walk
+    assert [folder.has(ref) for ref in (again, renamed)] == [False, True]
 
 
 def test_a_removed_cache_takes_only_what_nothing_else_has(folder: CacheFolder, tmp_path: Path) -> None:

@@ -25,8 +25,10 @@ import shutil
 import stat
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 from weakref import WeakValueDictionary
 
 import msgspec
@@ -35,7 +37,7 @@ from tasuki.blobs.files import PartFile, check_free, disk_full_as_error, sync_fo
 from tasuki.config import DISK_FLOOR_BYTES, DISK_FLOOR_INODES
 from tasuki.core.job import BlobRef, check_file_name, check_name, check_sha256, is_sha256
 from tasuki.core.protocol import CacheAck, CachePut, CacheStatus, WorkerCache, cache_source
-from tasuki.core.routing import HELD_MAX, hash_prefix
+from tasuki.core.routing import HELD_MAX, hash_prefix, prefixes_in
 from tasuki.core.store_messages import CacheEntry
 from tasuki.errors import DiskFull, TasukiError, discreet
 from tasuki.event_loop import BackgroundTasks, on_thread
@@ -43,7 +45,8 @@ from tasuki.worker.folder import READ_ONLY, cache_mark, is_as_stored, remove_tre
 from tasuki.worker.transfers import WorkerTransfers, close_part
 
 CACHE_FOLDER = "cache"  # of the data folder
-RECOUNT_S = 30.0  # how long the size of the folder is believed: other workers may use it too
+RECOUNT_S = 30.0  # how long the size of the folder and the order of eviction are believed: other workers may use it too
+SETTLED_NS = 1_000_000_000  # age from which on the time of a folder shows every later change: clocks of file systems are coarse
 FETCHES_AT_ONCE = 4  # as many as a server sends on one connection
 NAME_TRIES = 10
 BUSY_S = 0.2  # pause while another worker of the folder fetches the same file
@@ -68,6 +71,14 @@ class CacheFull(DiskFull):
     """A file does not fit the limit of the cache, beside those that running jobs use."""
 
 
+class _StoredFile(NamedTuple):
+    """A file as a walk has found it, with all its names here; the first one is that in `.blobs`."""
+
+    inode: int
+    used_ns: int
+    paths: list[Path]
+
+
 class CacheFolder:
     """The files of one cache folder."""
 
@@ -80,7 +91,10 @@ class CacheFolder:
         self._size_bytes, self._counted_at = 0, -RECOUNT_S
         self._coming: dict[str, int] = {}
         """By sha256: sizes of the files for which room is kept."""
-        self._told, self._told_at = b"", 0
+        self._to_evict: deque[_StoredFile] = deque()
+        """Files of the last walk that are still to be looked at, the one used longest ago first."""
+        self._told = b""
+        self._told_at: int | None = None
 
     def make(self) -> None:
         """Make the folders. Files of others may be secret, as in run folders."""
@@ -109,6 +123,8 @@ class CacheFolder:
         path = self._path(ref.sha256)
         try:
             os.utime(path, ns=(time.time_ns(), path.lstat().st_mtime_ns))
+            if hash_prefix(ref.sha256) not in prefixes_in(self._told):
+                self._told_at = None  # it is one of the latest used now
             _link(path, target)
         except FileNotFoundError:  # evicted meanwhile
             return False
@@ -119,9 +135,9 @@ class CacheFolder:
         with contextlib.suppress(FileNotFoundError):
             changed_at = self._blobs.stat().st_mtime_ns
             if changed_at != self._told_at:
+                self._told_at = changed_at if time.time_ns() - changed_at > SETTLED_NS else None
                 newest = sorted(_files(self._blobs), key=lambda entry: -entry[1].st_atime_ns)[:HELD_MAX]
                 self._told = b"".join(sorted(hash_prefix(path.name) for path, _ in newest if is_sha256(path.name)))
-                self._told_at = changed_at
         return self._told
 
     def part(self, ref: BlobRef) -> PartFile | None:
@@ -210,6 +226,7 @@ class CacheFolder:
             if time.monotonic() - self._counted_at > RECOUNT_S:
                 self._size_bytes = sum(found.st_size for _, found in _files(self._blobs))
                 self._counted_at = time.monotonic()
+                self._to_evict.clear()
             if (over_bytes := self._over_bytes(needed_bytes)) > 0:
                 self._evict(over_bytes)
                 if self._over_bytes(needed_bytes) > 0:
@@ -227,34 +244,66 @@ class CacheFolder:
         return self._size_bytes + sum(self._coming.values()) + needed_bytes - self._max_bytes
 
     def _evict(self, bytes_to_free: int) -> None:
-        names: dict[int, int] = {}
-        for _, found in _files(self.root):
-            names[found.st_ino] = names.get(found.st_ino, 0) + 1
-        doomed: set[int] = set()
-        for _, found in sorted(_files(self._blobs), key=lambda entry: entry[1].st_atime_ns):
-            if bytes_to_free <= 0:
-                break
-            if found.st_nlink <= names.get(found.st_ino, 0):  # else a job has it
-                doomed.add(found.st_ino)
-                bytes_to_free -= found.st_size
-        self._drop(doomed)
+        """Remove the files used longest ago. One walk serves many calls, until all that it found was looked at."""
+        has_walked = False
+        while bytes_to_free > 0:
+            if self._to_evict:
+                bytes_to_free -= self._evict_file(self._to_evict.popleft())
+            elif has_walked:
+                return
+            else:
+                self._to_evict, has_walked = self._by_last_use(), True
+
+    def _by_last_use(self) -> deque[_StoredFile]:
+        names: dict[int, list[Path]] = {}
+        stored: list[tuple[Path, os.stat_result]] = []
+        for path, found in _files(self.root):
+            if path.parent == self._blobs:
+                stored.append((path, found))
+            else:
+                names.setdefault(found.st_ino, []).append(path)
+        stored.sort(key=lambda entry: entry[1].st_atime_ns)
+        return deque(_StoredFile(at.st_ino, at.st_atime_ns, [path, *names.get(at.st_ino, ())]) for path, at in stored)
+
+    def _evict_file(self, file: _StoredFile) -> int:
+        """Remove a file under all its names and return its size; 0 if it was used since the walk, or a job has it."""
+        paths = [path for path in file.paths if _inode_of(path) == file.inode]
+        try:
+            found = file.paths[0].lstat()
+        except FileNotFoundError:
+            return 0
+        if (found.st_ino, found.st_atime_ns) != (file.inode, file.used_ns) or found.st_nlink > len(paths):
+            return 0
+        for path in paths:
+            self._unlink(path, found.st_size)
+        return found.st_size
 
     def _drop(self, inodes: set[int]) -> None:
         """Remove these files under all names that they have here."""
         with self._lock:
             for path, found in list(_files(self.root)):
                 if found.st_ino in inodes:
-                    path.unlink(missing_ok=True)
-                    if path.parent == self._blobs:
-                        self._size_bytes -= found.st_size
-                    elif path.parent != self._incoming:
-                        self._remove_empty(path.parent)
+                    self._unlink(path, found.st_size)
+
+    def _unlink(self, path: Path, size_bytes: int) -> None:
+        path.unlink(missing_ok=True)
+        if path.parent == self._blobs:
+            self._size_bytes -= size_bytes
+        elif path.parent != self._incoming:
+            self._remove_empty(path.parent)
 
     def _remove_empty(self, folder: Path) -> None:
         with contextlib.suppress(OSError):  # not empty, or gone
             while folder != self.root:
                 folder.rmdir()
                 folder = folder.parent
+
+
+def _inode_of(path: Path) -> int | None:
+    try:
+        return path.lstat().st_ino
+    except (FileNotFoundError, NotADirectoryError):
+        return None
 
 
 def _files(folder: Path) -> Iterator[tuple[Path, os.stat_result]]:
