@@ -1,4 +1,4 @@
-"""Putting files into a cache: which files, and asking until all workers are done."""
+"""Putting files into a cache: which files, asking until all workers are done, and who may."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ from typing import Any
 
 import pytest
 
+from tasuki import Client, InputFile
 from tasuki.client import caches
 from tasuki.client.caches import CacheCalls, CacheUpload, LocalFile, PutResult, read_files
 from tasuki.core.job import BlobRef
 from tasuki.core.protocol import CacheAck, CachePut, CacheStatus, WorkerCache
 from tasuki.core.store_messages import CacheEntry
-from tasuki.errors import InvalidInput, NotFound
+from tasuki.errors import Forbidden, InvalidInput, NotFound
+from tests.support.processes import ServerProcess
 
 OK, SKIPPED, FAILED, FETCHING, AWAY = CacheStatus
 
@@ -109,7 +111,10 @@ def test_another_requirement_is_refused(require: str) -> None:
 
 
 class FakeClient(CacheCalls):
-    """A server that answers as the test says, after the blobs have come."""
+    """A server that answers as the test says, after the blobs have come.
+
+    It is the clock too: an answer takes as long as the pause between two questions, so that nobody sleeps or asks in a loop.
+    """
 
     def __init__(self, *answers: dict[str, Any]) -> None:
         self.answers = list(answers)
@@ -117,6 +122,10 @@ class FakeClient(CacheCalls):
         self.asked: list[str] = []
         self.others: dict[str, FakeClient] = {}
         self.elsewhere: tuple[str, ...] = ()
+        self.now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
 
     def _ask(self, make: Any) -> Any:
         raise NotImplementedError
@@ -129,6 +138,7 @@ class FakeClient(CacheCalls):
         if missing:
             raise NotFound("blobs", blobs=missing[:1])
         self.asked.append("".join(entry.name for entry in put.entries))
+        self.now += caches.ASK_EVERY_S
         answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
         workers = [WorkerCache(name, *(told if isinstance(told, tuple) else (told,))) for name, told in answer.items()]
         return CacheAck(1, put.cache_id, workers, self.elsewhere)
@@ -149,7 +159,7 @@ class FakeClient(CacheCalls):
 def put(
     client: FakeClient, monkeypatch: pytest.MonkeyPatch, *, idle_timeout_s: float = 30.0, require: str = "all"
 ) -> dict[str, CacheStatus]:
-    monkeypatch.setattr(caches, "ASK_EVERY_S", 0.0)
+    monkeypatch.setattr(caches, "time", client)
     files = [LocalFile(CacheEntry(name, name * 64, 1), Path(name)) for name in "ab"]
     result = asyncio.run(CacheUpload(client, "c", files, ">", idle_timeout_s, None, None, require).run())
     return {name: one.status for name, one in result.workers.items()}
@@ -172,7 +182,7 @@ def test_progress_is_told_with_what_there_is_to_do(monkeypatch: pytest.MonkeyPat
     client, uploads, told = FakeClient({"w": (FETCHING, "", 3)}, {"w": OK}), [], []
     client.uploads = ["a" * 64]
     files = [LocalFile(CacheEntry(name, name * 64, size_bytes), Path(name)) for name, size_bytes in (("a", 1), ("b", 5))]
-    monkeypatch.setattr(caches, "ASK_EVERY_S", 0.0)
+    monkeypatch.setattr(caches, "time", client)
 
     def on_upload(*progress: int) -> None:
         uploads.append(progress)
@@ -191,7 +201,8 @@ def test_a_worker_that_left_is_waited_for_and_given_up_when_nothing_moves(monkey
     gone = FakeClient({"w": FETCHING, "x": OK}, {"x": SKIPPED})
 
     assert put(back, monkeypatch) == {"w": OK}
-    assert put(gone, monkeypatch, idle_timeout_s=0.05) == {"w": FAILED, "x": OK}
+    assert put(gone, monkeypatch, idle_timeout_s=2.0) == {"w": FAILED, "x": OK}
+    assert gone.now == 1.0 + 2.0 + caches.ASK_EVERY_S  # it was gone in the second answer
 
 
 @pytest.mark.parametrize(
@@ -233,7 +244,7 @@ def test_a_worker_that_was_given_up_is_not_waited_for_again_in_each_part(monkeyp
     monkeypatch.setattr(caches, "PARTS_AT_ONCE", 1)
     client = FakeClient({"w": OK, "x": AWAY})
 
-    assert put(client, monkeypatch, idle_timeout_s=0.05) == {"w": OK, "x": FAILED}
+    assert put(client, monkeypatch, idle_timeout_s=2.0) == {"w": OK, "x": FAILED}
     assert client.asked[-1:] == ["b"]
     assert client.asked.count("b") == 1
 
@@ -248,3 +259,33 @@ def test_workers_of_other_servers_are_asked_there(monkeypatch: pytest.MonkeyPatc
     client.elsewhere, client.others = ("tcp://b:1", "tcp://nowhere:1"), {"tcp://b:1": other}
 
     assert put(client, monkeypatch) == {"w": OK, "y": OK}
+
+
+# ---------------------------------------------------------------------------------------------------- who may
+
+
+@pytest.mark.parametrize("transport", ["tcp", "http"])
+def test_a_token_without_the_scope_neither_puts_nor_reads_nor_uses_nor_removes_a_cache(
+    server: ServerProcess, tmp_path: Path, transport: str
+) -> None:
+    tree(tmp_path, "assets/secret")
+    url, cache_id = (server.url if transport == "tcp" else server.http_url), f"scope-{transport}"
+    with server.client() as admin, Client(url, token=server.create_token("client", scope=["other.>"])) as stranger:
+        admin.put_cache(cache_id, tmp_path / "assets", target="render.>", require="0")
+        [file] = admin.cache(cache_id)
+        named, read = InputFile("in", cache=(cache_id, file.name)), bytearray()
+        reading = stranger.aio._blobs.get(BlobRef(file.sha256, file.size_bytes), f"cache:{cache_id}/{file.name}", read.extend)
+
+        with pytest.raises(Forbidden, match="render"):
+            stranger.put_cache("another", tmp_path / "assets", target="render.>", require="0")
+        with pytest.raises(Forbidden, match="render"):
+            stranger.call("cache.remove", cache_id=cache_id, target="render.>")
+        with pytest.raises(NotFound):
+            stranger.cache(cache_id)
+        with pytest.raises(NotFound, match="which no cache has, or not for you"):
+            stranger.submit(subject="other.a", exec="x", files=[named])
+        with pytest.raises(NotFound, match="that you may read"):
+            stranger.wait(reading)
+
+        assert (stranger.caches(), bytes(read)) == ([], b"")
+        assert [one.cache_id for one in admin.caches() if one.cache_id in (cache_id, "another")] == [cache_id]

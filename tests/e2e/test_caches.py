@@ -29,6 +29,7 @@ MIB = 1024 * 1024
 DISK_BYTES = 96 * MIB  # of a small disk; a worker keeps 64 MiB of it free
 READ = 'read=/bin/sh -c \'cat "$0"; stat -c %h,%a "$0"\' {file}'
 LINKS = "links=/usr/bin/stat -c '%h %a %s' {file}"
+BOTH = "both=/bin/cat {files}"
 SPOIL = 'spoil=/bin/sh -c \'chmod u+w "$0"; echo spoilt > "$0"\' {file}'
 
 
@@ -74,6 +75,8 @@ def worker(server: ServerProcess, folder: Path, name: str, subject: str, *argume
         SPOIL,
         "--exec",
         LINKS,
+        "--exec",
+        BOTH,
     )
     return start_worker(options.pop("to", server), *more, *arguments, command=True, log=folder / f"{name}.log", **options)
 
@@ -127,6 +130,17 @@ def test_workers_over_tcp_and_http_get_the_files_and_jobs_are_given_links(
         assert "removed scene (3 files)" in server.tasuki("cache", "rm", "scene").stdout
         until(lambda: not (tmp_path / "tcp" / "cache" / "scene").exists(), SOON_S, "the worker removes the cache")
         assert list((tmp_path / "tcp" / "cache" / ".blobs").iterdir()) == []
+
+
+def test_one_command_names_a_file_of_a_cache_and_one_of_its_own_folder(
+    server: ServerProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "input.txt").write_text("from here")
+    monkeypatch.chdir(tmp_path)
+    with worker(server, tmp_path, "w", "mixed"):
+        assert put(server, "mixed", str(assets(tmp_path, a="from the cache, ")), "--target", "mixed.>") == (0, {"w": "OK"})
+        ran = server.tasuki("run", "--subject", "mixed.w", "--file", "mixed:assets/a", "--file", "./input.txt", "both")
+        assert (ran.returncode, ran.stdout) == (0, "from the cache, from here"), ran.stderr
 
 
 def test_a_job_that_writes_into_its_input_harms_no_other_job(server: ServerProcess, client: Client, tmp_path: Path) -> None:

@@ -305,6 +305,26 @@ def test_a_put_says_how_far_it_is_goes_on_and_is_fetched_once(folder: CacheFolde
     running(test())
 
 
+def test_two_puts_of_one_cache_at_once_fetch_what_they_share_once(folder: CacheFolder, running: Any) -> None:
+    async def test() -> None:
+        stage = Stage(folder, b"shared", b"one", b"two")
+        puts = [[entry_of("a", b"shared"), entry_of(name, name.encode())] for name in ("one", "two")]
+        for msg_id, entries in enumerate(puts):
+            stage.cache.asked(CachePut(msg_id, "c", ">", entries, 5.0))
+        await asyncio.to_thread(until, lambda: len(stage.transfers.asked) == 3, 10.0, "all files are being fetched")
+        stage.transfers.may_come.set()
+
+        acks = [await stage.acks.get() for _ in puts]
+        told = {ack.corr_id: ack.workers[0] for ack in acks}
+        assert {one.status for one in told.values()} == {CacheStatus.OK}
+        assert sorted(one.message for one in told.values()) == ["added=1, skipped=1", "added=2, skipped=0"]
+        refs = [ref_of(data).sha256 for data in (b"shared", b"one", b"two")]
+        assert sorted(sha256 for sha256, _ in stage.transfers.asked) == sorted(refs)
+        assert files(folder) == {*(f".blobs/{sha256}" for sha256 in refs), "c/a", "c/one", "c/two"}
+
+    running(test())
+
+
 def test_a_put_of_which_a_part_is_here_says_how_many_files_came(folder: CacheFolder, running: Any) -> None:
     async def test() -> None:
         stage = Stage(folder, b"new", b"too")
@@ -402,7 +422,8 @@ def test_a_server_that_removes_a_cache_is_not_answered(folder: CacheFolder, runn
         stage = Stage(folder, b"abc")
         store(folder, b"abc", "a")
         stage.cache.asked(CachePut(1, "c", ">", []))
-        await asyncio.to_thread(until, lambda: not files(folder), 5.0, "the files are gone")
+        await asyncio.to_thread(until, lambda: not list((folder.root / ".blobs").iterdir()), 5.0, "the files are gone")
+        assert files(folder) == set()
         assert stage.acks.empty()
 
     running(test())
