@@ -13,8 +13,8 @@ from hypothesis import HealthCheck, settings
 # Each of pytest's processes makes eleven thousand tests, which stay: a collector that looks at them again and again takes 2 s.
 gc.set_threshold(50_000, 20, 50)
 
-# The shipped suites' own asserts show their values when they fail, as those of tests do. Before anything imports them.
-pytest.register_assert_rewrite("tasuki.testing")
+# Asserts of the suites and of the harness show their values when they fail, as those of tests do. Before anything imports them.
+pytest.register_assert_rewrite("tasuki.testing", "tests.support.harness", "tests.stores.store_machine")
 
 from tests.support.postgres_service import PostgresService, postgres_folder  # noqa: E402
 from tests.support.redis_service import RedisService, other_redis_program, redis_program  # noqa: E402

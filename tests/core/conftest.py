@@ -11,7 +11,7 @@ import pytest
 from tasuki.stores.memory.store import MemoryStore
 from tasuki.stores.store import Store
 from tasuki.testing.clocks import FakeClock
-from tasuki.testing.harness import Harness
+from tests.support.harness import Harness
 from tests.support.sqlite_files import with_tables
 
 MakeWorld = Callable[..., Harness]

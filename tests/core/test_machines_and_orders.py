@@ -6,7 +6,7 @@ from tasuki.core.job import JobSpec, State
 from tasuki.core.lifecycle import LEASE_MARGIN_S, LEASE_TTL_S
 from tasuki.core.worker import machine
 from tasuki.errors import NotFound
-from tasuki.testing.harness import Harness
+from tests.support.harness import Harness
 
 LOST_AFTER_S = LEASE_TTL_S + LEASE_MARGIN_S
 PATIENCE_S = 1.0  # duties and reconnects are due within this

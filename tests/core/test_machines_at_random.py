@@ -18,9 +18,9 @@ from tasuki.core.store_messages import Turn
 from tasuki.errors import DiskFull, TasukiError, Unavailable
 from tasuki.stores.memory.store import MemoryStore
 from tasuki.testing.clocks import FakeClock
-from tasuki.testing.harness import Harness
-from tasuki.testing.harness_nodes import ServerNode, WorkerNode
+from tasuki.testing.sim.nodes import ServerNode, WorkerNode
 from tests.core.conftest import sqlite_world
+from tests.support.harness import Harness
 
 STEPS = 150
 CLIENT_SILENCE_S = 70.0  # within this a client has noticed that its link is half-open, and made a new one

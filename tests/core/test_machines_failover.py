@@ -12,8 +12,8 @@ from tasuki.core.machine import Closed
 from tasuki.errors import Unavailable
 from tasuki.stores.memory.store import MemoryStore
 from tasuki.testing.clocks import FakeClock
-from tasuki.testing.harness import LOCK_TTL_S, Harness
-from tasuki.testing.harness_nodes import Node, ServerNode
+from tasuki.testing.sim.nodes import Node, ServerNode
+from tests.support.harness import LOCK_TTL_S, Harness
 
 AT_ONCE_S = 0.3  # two ticks of a driver and a round of three servers
 LOST_AFTER_S = LEASE_TTL_S + LEASE_MARGIN_S

@@ -12,8 +12,8 @@ from tasuki.core.lifecycle import LEASE_MARGIN_S, LEASE_TTL_S
 from tasuki.core.protocol import AssignJobs, JobsFinished
 from tasuki.core.store_messages import Turn
 from tasuki.errors import DiskFull, TasukiError, Unavailable
-from tasuki.testing.harness import Harness
 from tasuki.wire.messages import FrameDecoder, decode
+from tests.support.harness import Harness
 
 LOST_AFTER_S = LEASE_TTL_S + LEASE_MARGIN_S
 PATIENCE_S = 1.0  # duties and reconnects are due within this

@@ -7,8 +7,8 @@ import pytest
 from tasuki.core.job import JobSpec, OnDisconnect, State
 from tasuki.core.lifecycle import LEASE_MARGIN_S, LEASE_TTL_S
 from tasuki.errors import InvalidInput
-from tasuki.testing.harness import Harness
 from tests.core.conftest import MakeWorld
+from tests.support.harness import Harness
 
 LOST_AFTER_S = LEASE_TTL_S + LEASE_MARGIN_S
 PATIENCE_S = 1.0  # duties and reconnects are due within this

@@ -6,8 +6,8 @@ from tasuki.core.store_messages import Turn
 from tasuki.errors import Unavailable
 from tasuki.stores.memory.store import MemoryStore
 from tasuki.testing.clocks import FakeClock
-from tasuki.testing.harness import Harness
-from tasuki.testing.harness_nodes import ServerNode, WorkerNode
+from tasuki.testing.sim.nodes import ServerNode, WorkerNode
+from tests.support.harness import Harness
 
 
 def everything_but_the_answers_of(world: Harness, slow: ServerNode, worker: WorkerNode) -> None:

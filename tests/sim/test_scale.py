@@ -2,15 +2,21 @@
 
 import functools
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tasuki.testing.sim.scale import ScaleOptions, ScaleSystem, figures, percentiles, run_scale, text
-from tasuki.testing.sim.scale_world import Followed, Tally
+from tests.shape.source import ROOT
 from tests.support import nursery
+
+BENCH = ROOT / "bench"
+sys.path.append(os.fspath(BENCH))  # its scripts are no package
+
+from _scale_world import Followed, Tally  # noqa: E402
+from scale import ScaleOptions, ScaleSystem, figures, percentiles, run_scale, text  # noqa: E402
 
 CALM = ScaleOptions(servers=2, workers=50, clients=4, jobs_per_s=6.0, minutes=0.6, load=0.5, disasters=False)
 ROUGH = ScaleOptions(seed=2, servers=3, workers=50, clients=2, jobs_per_s=2.0, minutes=1.0)
@@ -68,7 +74,7 @@ def test_jobs_of_a_dead_rack_run_again_after_their_leases_and_another_leads_afte
 def test_the_report_is_for_people_and_the_file_for_programs(tmp_path: Path) -> None:
     shape = ["--workers", "20", "--servers", "2", "--clients", "2", "--jobs-per-s", "2", "--minutes", "0.3", "--calm"]
 
-    done = nursery.run([sys.executable, "-m", "tasuki.testing.sim.scale", *shape, "--json", str(tmp_path / "figures.json")])
+    done = nursery.run([sys.executable, str(BENCH / "scale.py"), *shape, "--json", str(tmp_path / "figures.json")])
 
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == text(json.loads((tmp_path / "figures.json").read_text()))

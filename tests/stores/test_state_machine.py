@@ -22,7 +22,7 @@ from tasuki.stores.redis.store import RedisStore
 from tasuki.stores.sql.store import SqlStore
 from tasuki.stores.store import Store
 from tasuki.testing.clocks import FakeClock
-from tasuki.testing.store_machine import StoreMachine
+from tests.stores.store_machine import StoreMachine
 from tests.support.postgres_service import PostgresService
 from tests.support.redis_service import RedisService
 from tests.support.sqlite_files import memory_folder, with_tables

@@ -6,7 +6,8 @@ becomes a line of the history, which the checker judges. May import everything b
 import it.
 
     world        options, time, randomness, processes     faults       kinds of fault, and when they happen
-    network      connections between processes            servers      broker, election, hints, the store behind its faults
+    network      connections between processes            nodes        clients, workers and servers without time or faults
+    servers      broker, election, hints, the store behind its faults
     workers      attempts, keeper, disk                   clients      operations, calls and their answers
     roles        sub-leaders, and workers that ask whether they may go on
     project      definitions and events of applications   system       all processes together
@@ -20,7 +21,6 @@ import it.
     ablations    safeguards taken away, to show that the checker notices (ablations_store: those of the stores,
                  ablations_schedule: those of definitions and of runs that are assigned ahead)
     agents       node agents and a client of them, in a world of their own
-    scale        large worlds: delay, fairness and upkeep under load (scale_world: their processes)
 
 No transition, lease or retry rule is written here: those of `core/` and `stores/` run.
 """

@@ -21,9 +21,9 @@ from tasuki.core.reconnect import Connect
 from tasuki.core.scheduler.firing import Definition
 from tasuki.core.store_messages import OWN_PROGRAMS, Offer, Takes
 from tasuki.errors import Unavailable
-from tasuki.testing.harness_nodes import ClientNode
 from tasuki.testing.sim.history import AnsweredEvent, ArrivedEvent, AskedEvent
 from tasuki.testing.sim.network import Network, SimulatedLink
+from tasuki.testing.sim.nodes import ClientNode
 from tasuki.testing.sim.servers import SimServer
 from tasuki.testing.sim.world import WALL_START_S, HostClock, SimOptions, SimProcess, Streams, World
 

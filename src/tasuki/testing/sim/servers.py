@@ -38,9 +38,9 @@ from tasuki.stores.batching import execute
 from tasuki.stores.common import Retries
 from tasuki.stores.memory.store import MemoryStore
 from tasuki.stores.store import Clock, Store
-from tasuki.testing.harness_nodes import ServerNode
 from tasuki.testing.sim.history import LeadingEvent, OrderedEvent
 from tasuki.testing.sim.network import Network, SimulatedLink
+from tasuki.testing.sim.nodes import ServerNode
 from tasuki.testing.sim.recorder import Recorder
 from tasuki.testing.sim.roles import SimulatedRoles
 from tasuki.testing.sim.world import HostClock, SimProcess, World

@@ -12,9 +12,9 @@ from tasuki.core.job import OnDisconnect
 from tasuki.core.machine import Peer
 from tasuki.core.store_messages import TokenRow
 from tasuki.core.worker.events import WorkerIdentity
-from tasuki.testing.harness_nodes import OWN_UID
 from tasuki.testing.sim.clients import OFFERS, PATTERNS, PROJECT, Operation, SimClient
 from tasuki.testing.sim.network import Network
+from tasuki.testing.sim.nodes import OWN_UID
 from tasuki.testing.sim.project import Project
 from tasuki.testing.sim.servers import STORE, CoordinationNode, MakeStore, SimServer, StoreNode
 from tasuki.testing.sim.workers import DrawnEndings, SimWorker

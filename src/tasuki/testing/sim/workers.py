@@ -19,9 +19,9 @@ from tasuki.core.reconnect import Connect
 from tasuki.core.store_messages import Grant
 from tasuki.core.worker.events import AttemptEnded, AttemptReturned, Drain, Event, Restored, Started, Stop, WorkerIdentity
 from tasuki.core.worker.machine import WorkerMachine
-from tasuki.testing.harness_nodes import WorkerNode
 from tasuki.testing.sim.history import BeganEvent, BusyEvent, GoneEvent, SettledEvent
 from tasuki.testing.sim.network import Network, SimulatedLink
+from tasuki.testing.sim.nodes import WorkerNode
 from tasuki.testing.sim.roles import SimulatedContinuation
 from tasuki.testing.sim.servers import SimServer
 from tasuki.testing.sim.world import HostClock, SimProcess, World

@@ -1,8 +1,8 @@
-"""Processes of a `Harness` (harness.py): clients, workers and servers, each a machine with the state that a driver keeps.
+"""Processes without a world: clients, workers and servers, each a machine with the state that a driver keeps.
 
-Touches nothing: bytes go into lists, and the harness moves them. The simulator (`sim/`) subclasses these processes for its own
-world. `HarnessContext` and `ServerContext` are what a process needs of either; what takes time in the simulator is a method of
-its own here.
+Touches nothing: bytes go into lists, and a world moves them. The simulator subclasses these processes; the harness of our own
+tests moves their bytes step by step. `NodeContext` and `ServerContext` name what a process needs of either world. A step that
+takes time in the simulator is a method of its own here.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ from tasuki.testing.sim.recorder import Recorder
 from tasuki.wire.messages import FrameDecoder, encode
 
 
-class HarnessContext(Protocol):
-    """The part of harness or simulator that a peer needs."""
+class NodeContext(Protocol):
+    """The part of its world that a client or worker needs."""
 
     random: random.Random
     """The source of the jitter of the machine."""
@@ -62,7 +62,7 @@ class HarnessContext(Protocol):
     def exit(self, node: Any) -> None: ...
 
 
-class HarnessLink:
+class NodeLink:
     """One connection: bytes on their way in both directions. A held direction keeps its bytes; a `mute` link loses them."""
 
     def __init__(self, conn: int, node: Node, server: ServerNode) -> None:
@@ -89,11 +89,11 @@ class HarnessLink:
 class Node:
     """One peer of the server: a machine, and the state that its driver would keep."""
 
-    def __init__(self, world: HarnessContext, name: str, peer: Peer) -> None:
+    def __init__(self, world: NodeContext, name: str, peer: Peer) -> None:
         self.world = world
         self.name = name
         self.peer = peer
-        self.link: HarnessLink | None = None
+        self.link: NodeLink | None = None
         self.frozen = False
         self.dead = False
         self.dials = 0
@@ -119,7 +119,7 @@ class Node:
 class ClientNode(Node):
     """A client process, with the answers and results that it received."""
 
-    def __init__(self, world: HarnessContext, name: str, peer: Peer, token: str, addresses: Sequence[Address]) -> None:
+    def __init__(self, world: NodeContext, name: str, peer: Peer, token: str, addresses: Sequence[Address]) -> None:
         super().__init__(world, name, peer)
         hello = HelloClient(msg_id=0, client_id=name, token=token)
         self.machine = ClientMachine(hello, addresses=addresses, jitter=world.random.random)
@@ -204,7 +204,7 @@ class WorkerNode(Node):
     """A worker process. Attempts run until the test ends them; a stopped one ends at once."""
 
     def __init__(
-        self, world: HarnessContext, name: str, peer: Peer, identity: worker_events.WorkerIdentity, addresses: Sequence[Address]
+        self, world: NodeContext, name: str, peer: Peer, identity: worker_events.WorkerIdentity, addresses: Sequence[Address]
     ) -> None:
         super().__init__(world, name, peer)
         self.identity = identity
@@ -316,10 +316,10 @@ OWN_UID = 1000
 
 
 class ServerContext(Protocol):
-    """The part of the harness that a server needs."""
+    """The part of its world that a server needs."""
 
     store: Store
-    links: dict[int, HarnessLink]
+    links: dict[int, NodeLink]
     turns: int
     refuse: Callable[[Turn], TasukiError | None]
     lose_answer: Callable[[Turn], TasukiError | None]

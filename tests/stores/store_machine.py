@@ -57,8 +57,8 @@ from tasuki.errors import Conflict, StaleEpoch
 from tasuki.stores.memory.store import MemoryStore
 from tasuki.stores.store import Store
 from tasuki.testing.clocks import FakeClock
-from tasuki.testing.harness import CheckedHistory
 from tasuki.testing.sim.history import ReapedEvent
+from tests.support.harness import CheckedHistory
 
 JOB_IDS = [f"job-{number}" for number in range(8)]
 LOCAL_IDS = JOB_IDS[:4]  # of the server's own user

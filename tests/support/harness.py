@@ -33,9 +33,9 @@ from tasuki.core.worker.events import WorkerIdentity
 from tasuki.errors import TasukiError
 from tasuki.stores.store import Store
 from tasuki.testing.clocks import FakeClock
-from tasuki.testing.harness_nodes import OWN_UID, ClientNode, HarnessLink, Node, ServerNode, WorkerNode
 from tasuki.testing.sim.checker import Checker
 from tasuki.testing.sim.history import AnyLine, LedEvent, StoreLine, WatchingEvent, kind_of
+from tasuki.testing.sim.nodes import OWN_UID, ClientNode, Node, NodeLink, ServerNode, WorkerNode
 from tasuki.testing.sim.recorder import Recorder
 from tasuki.wire.messages import decode, encode
 
@@ -62,10 +62,10 @@ class Harness:
     ) -> None:
         self.clock = clock
         self.store = store
-        self.random = random.Random(seed)  # noqa: S311 - jitter and schedules that must be the same again
+        self.random = random.Random(seed)
         self.history = CheckedHistory(store, clock)
         self.nodes: list[Node] = []
-        self.links: dict[int, HarnessLink] = {}
+        self.links: dict[int, NodeLink] = {}
         self.turns = 0
         self.disk_problem = ""
         """The problem that the driver sees when it looks at the disk; empty if there is none."""
@@ -181,11 +181,11 @@ class Harness:
             node.apply(Closed(0, "connection refused"))
             return
         conn = next(self._numbers)
-        node.link = self.links[conn] = HarnessLink(conn, node, server)
+        node.link = self.links[conn] = NodeLink(conn, node, server)
         self._accept(node.link)
         node.apply(Opened(conn, node.peer))
 
-    def _accept(self, link: HarnessLink) -> None:
+    def _accept(self, link: NodeLink) -> None:
         """Tell the server of a connection that the kernel has taken, if the server runs."""
         if not link.accepted and link.server.awake:
             link.accepted = True
@@ -195,7 +195,7 @@ class Harness:
         if node.link is not None and node.link.conn == conn and not node.link.mute:
             node.link.to_server.append(encode(message))
 
-    def deliver_to_server(self, link: HarnessLink) -> None:
+    def deliver_to_server(self, link: NodeLink) -> None:
         """Deliver the next piece of bytes to the server."""
         self._accept(link)
         data = link.to_server.popleft()
@@ -203,7 +203,7 @@ class Harness:
             if link.conn in self.links:
                 link.server.apply(Received(link.conn, decode(frame, FRAME_MAX_BYTES)))
 
-    def deliver_to_node(self, link: HarnessLink) -> None:
+    def deliver_to_node(self, link: NodeLink) -> None:
         """Deliver the next piece of bytes to the peer; after the last one, the end if the server hung up."""
         if link.to_node:
             data = link.to_node.popleft()
@@ -225,7 +225,7 @@ class Harness:
                 self._server_loses(link, reason)
             self._node_loses(link, reason)
 
-    def _server_loses(self, link: HarnessLink, reason: str) -> None:
+    def _server_loses(self, link: NodeLink, reason: str) -> None:
         if link.server.frozen:
             link.lost = reason  # it finds out when it runs again
         elif self.links.pop(link.conn, None) is not None:
@@ -239,7 +239,7 @@ class Harness:
                 link.to_node.append(last_words)
             link.ending = reason or "closed"
 
-    def _node_loses(self, link: HarnessLink, reason: str) -> None:
+    def _node_loses(self, link: NodeLink, reason: str) -> None:
         link.ending = ""
         link.to_node.clear()
         node = link.node

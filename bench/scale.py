@@ -1,11 +1,12 @@
-"""Large worlds: thousands of workers, many servers, an hour of load; the figures are delay, fairness and upkeep.
+"""How do delay, fairness and upkeep look with thousands of workers, many servers and an hour of load? In the simulator.
 
-    python -m tasuki.testing.sim.scale                              # 10,000 workers, 20 servers, 1,000 jobs/s, one hour
-    python -m tasuki.testing.sim.scale --workers 500 --servers 4 --jobs-per-s 50 --minutes 5
-    python -m tasuki.testing.sim.scale --curve                      # how the delay grows with the load, in smaller worlds
+    python bench/scale.py              10,000 workers, 20 servers, 1,000 jobs/s, one hour
+    python bench/scale.py --quick      50 workers, 2 servers, half a minute
+    python bench/scale.py --workers 500 --servers 4 --jobs-per-s 50 --minutes 5
+    python bench/scale.py --curve      how the delay grows with the load, in smaller worlds
 
 Everything is virtual but the CPU: an hour with 3.6 million jobs takes some tens of minutes of one core. Figures are explained in
-docs/operate/scale.md.
+docs/operate/scale.md; `--json` writes them to a file.
 """
 
 from __future__ import annotations
@@ -22,11 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-
-from tasuki.core.machine import Peer
-from tasuki.core.worker.events import WorkerIdentity
-from tasuki.testing.harness_nodes import OWN_UID
-from tasuki.testing.sim.scale_world import (
+from _scale_world import (
     BUCKET_S,
     FLOODING,
     GROUPS,
@@ -42,6 +39,10 @@ from tasuki.testing.sim.scale_world import (
     ScaleWorld,
     Tally,
 )
+
+from tasuki.core.machine import Peer
+from tasuki.core.worker.events import WorkerIdentity
+from tasuki.testing.sim.nodes import OWN_UID
 from tasuki.testing.sim.servers import SimServer
 from tasuki.testing.sim.workers import DrawnEndings
 from tasuki.testing.sim.world import HostClock, SimOptions
@@ -56,6 +57,7 @@ DOWN_S = 60.0  # how long a server stays away
 RACK_SHARE = 0.02  # of the workers die together, with their hosts
 FLOOD_S = 30.0
 DRAIN_LIMIT_S = 600.0
+QUICK = {"workers": 50, "servers": 2, "clients": 4, "jobs_per_s": 5.0, "minutes": 0.5}
 CURVE = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
 OFFSET_MAX_S = 10_000.0
 
@@ -284,7 +286,7 @@ def _show(system: ScaleSystem, cpu_s: float, file: Path | None) -> None:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line."""
-    parser = argparse.ArgumentParser(prog="python -m tasuki.testing.sim.scale", description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     usual = ScaleOptions()
     parser.add_argument("--workers", type=int, default=usual.workers)
     parser.add_argument("--servers", type=int, default=usual.servers)
@@ -293,11 +295,14 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--minutes", type=float, default=usual.minutes, help="of virtual time (default: %(default)g)")
     parser.add_argument("--load", type=float, default=usual.load, help="share of the places kept busy (default: %(default)g)")
     parser.add_argument("--seed", type=int, default=usual.seed)
+    parser.add_argument("--quick", action="store_true", help="a small world for half a minute, whatever else is said")
     parser.add_argument("--calm", action="store_true", help="no disasters")
     parser.add_argument("--curve", action="store_true", help="the delay at loads from 50 %% to 95 %%, in worlds of 500 workers")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
     chosen = vars(parser.parse_args(arguments))
-    file, curve, calm = chosen.pop("json"), chosen.pop("curve"), chosen.pop("calm")
+    file, curve, calm, quick = (chosen.pop(name) for name in ("json", "curve", "calm", "quick"))
+    if quick:
+        chosen |= QUICK
     figures: Any
     if curve:
         figures = run_curve(chosen["seed"])
