@@ -307,6 +307,11 @@ def default_url() -> str | None:
     return os.environ.get("TASUKI_URL") or None
 
 
+def is_sendable_token(text: str) -> bool:
+    """Return whether a text may be a token that a header can carry; whether the server knows it is another question."""
+    return 0 < len(text) <= TOKEN_MAX_CHARS and text.isascii() and text.isprintable()
+
+
 def find_token(token_file: str | os.PathLike[str] | None = None) -> str:
     """Return the token of --token-file, else TASUKI_TOKEN, else "" (a unix socket of the same user needs none)."""
     if token_file is None:

@@ -349,6 +349,11 @@ def from_wire(code: str, message: str, details: dict[str, Any] | None = None) ->
     return kind(message, **details) if kind in (NotFound, CacheConflict) else kind(message)
 
 
+def unknown_job(job_id: str) -> NotFound:
+    """Return the error for a job that does not exist, or that the asker may not see: nobody learns which of both."""
+    return NotFound(f"there is no job {job_id[:128]!r}, or it is not yours")
+
+
 def discreet(error: TasukiError) -> TasukiError:
     """Return the error without the words that could name a folder, a host or a database behind the server."""
     if isinstance(error, DiskFull):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from tasuki.agent.jobs import DAY_S
+from tasuki.core.units import DAY_S
 from tests.agent.stage import AgentStage
 from tests.support.waiting import until
 

@@ -17,8 +17,9 @@ from tasuki.blobs.blob import BlobStore
 from tasuki.blobs.folder import FolderBlobs
 from tasuki.blobs.s3.store import S3Blobs
 from tasuki.client.agents.client import AsyncAgentsClient
+from tasuki.core.units import DAY_S
 from tasuki.dispatcher import inputs as input_store
-from tasuki.dispatcher.inputs import DAY_S, InputRetention
+from tasuki.dispatcher.inputs import InputRetention
 from tasuki.dispatcher.metrics import DispatcherMetrics
 from tests.client.agent_stand_in import Asked, Reply, StandIn, refusal
 from tests.dispatcher.stage import BOOK, DispatcherStage, code_of, dispatching, sha256_of, tell, two_nodes

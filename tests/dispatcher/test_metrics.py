@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from tasuki.agent.jobs import DAY_S, AgentMetrics
+from tasuki.agent.jobs import AgentMetrics
+from tasuki.core.units import DAY_S
 from tasuki.dispatcher.metrics import DispatcherMetrics
 from tests.agent.stage import AgentStage
 from tests.client.agent_stand_in import Asked, Reply, result

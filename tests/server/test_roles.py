@@ -12,12 +12,13 @@ from tasuki.coords.coordination import LEADER, ClusterMember, MemoryCoordination
 from tasuki.core.broker.broker import Broker
 from tasuki.core.broker.events import BrokerConfig, Elected
 from tasuki.core.cluster_messages import ServerInfo, WorkerInfo
+from tasuki.core.election import LEADER_SCOPE
 from tasuki.core.machine import Now
 from tasuki.core.scheduler.sub_leader import DEFERENCE_S
 from tasuki.core.scheduler.thresholds import Thresholds
 from tasuki.errors import TasukiError, Unavailable
 from tasuki.event_loop import BackgroundTasks
-from tasuki.server.roles import LEADER_SCOPE, NodeCaller, Roles
+from tasuki.server.roles import NodeCaller, Roles
 from tasuki.testing.clocks import FakeClock
 
 TERM = 7

@@ -24,7 +24,7 @@ from starlette.responses import Response
 
 from tasuki.agent import refusals
 from tasuki.agent.folders import AgentRunFolders, JobFolders
-from tasuki.agent.jobs import DAY_S, AgentJobs, AgentMetrics
+from tasuki.agent.jobs import AgentJobs, AgentMetrics
 from tasuki.agent.refusals import GuardedServer, log_context
 from tasuki.agent.results import ResultElsewhere, ResultResponse, log_response
 from tasuki.agent.settings import AgentConfig
@@ -42,6 +42,7 @@ from tasuki.core.failover.agent_protocol import (
 )
 from tasuki.core.job import check_job_id
 from tasuki.core.protocol import LogPiece
+from tasuki.core.units import DAY_S
 from tasuki.doors.http.exchange import CLIENT_GONE, json_answer, unless_left
 from tasuki.doors.listening import bound
 from tasuki.errors import KeeperLost, NotFound, TooLarge

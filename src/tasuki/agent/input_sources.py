@@ -15,7 +15,7 @@ from typing import TypeVar
 from urllib.parse import urlsplit
 
 from tasuki.agent.upload import InputSource
-from tasuki.blobs.blob import BlobStore
+from tasuki.blobs.blob import BLOB_MAX_BYTES, BlobStore
 from tasuki.blobs.open_blobs import open_blobs
 from tasuki.core.address import Address, parse_url, shown_address
 from tasuki.core.ranges import range_headers
@@ -28,7 +28,6 @@ CONNECT_TIMEOUT_S = 2.0
 SILENT_S = 30.0
 STORE_RETRY_S = 8.0  # a request waits, and can be repeated
 PIECE_BYTES = 1024 * 1024
-BLOB_MAX_BYTES = 64 * 1024**3
 IN_VAIN_MAX = 2  # rounds over all dispatchers without a byte
 FOLDER = "inputs"  # below the place that --inputs names: old inputs are removed, and nothing else there is touched
 

@@ -31,6 +31,7 @@ from tasuki.core.failover import agent_protocol
 from tasuki.core.failover.agent_protocol import AgentOutcome, AgentState, EndedMarker, InputRecord, RunningMarker
 from tasuki.core.job import InputFile, JobSpec, Outcome, Progress
 from tasuki.core.protocol import LogPiece, ReadLog
+from tasuki.core.units import DAY_S
 from tasuki.errors import AgentRefusal, DiskFull, InvalidInput, NotFound, TasukiError, TooLarge, Unavailable, quoted
 from tasuki.event_loop import ignore_result
 from tasuki.worker.attempt import Attempt, RunResult, StopReason
@@ -166,7 +167,6 @@ MARK_S = 0.05
 """After this time the marker of a running job is made durable. Of a shorter job only the end is: after a power cut its id is
 unknown and runs again, as an interrupted job does."""
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-DAY_S = 86_400.0
 INTERRUPTED_DAYS = 1.0  # they have no result; a day is for users who look for an explanation
 _INTERRUPTED = frozenset({StopReason.SHUTDOWN.value, StopReason.LEASE_LOST.value})
 

@@ -30,6 +30,7 @@ from typing import Protocol, Self
 from tasuki.core.job import BlobRef, check_sha256
 from tasuki.errors import Corrupt, InvalidInput, NotFound, TooLarge
 
+BLOB_MAX_BYTES = 64 * 1024**3
 CHUNK_BYTES = 256 * 1024  # of one chunk that a reader yields: four default pipes full, and small beside any memory limit
 RESUMED_MIN_BYTES = 1024 * 1024 + 1  # a blob that fits into the smallest request that proxies accept (1 MiB) is sent again whole
 

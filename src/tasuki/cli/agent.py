@@ -36,7 +36,7 @@ from tasuki.core.address import AGENT_PORT, Address, parse_agents, parse_url, sh
 from tasuki.core.failover.agent_protocol import TIMEOUT_S
 from tasuki.core.failover.events import LIMIT_S
 from tasuki.core.lifecycle import LEASE_TTL_S
-from tasuki.core.units import parse_size
+from tasuki.core.units import DAY_S, parse_size
 from tasuki.dispatcher.settings import KEEP_INPUTS_DAYS, UPLOAD_MAX_BYTES, DispatcherConfig, Mode
 from tasuki.doors.listening import ServerCertificate
 from tasuki.errors import ConfigError
@@ -56,7 +56,6 @@ DISPATCHER_PORT = 7091
 DEFAULT_LISTEN = f"127.0.0.1:{DISPATCHER_PORT}"
 REGISTRY_APP = "tasuki-agents"  # not that of servers, which may use the same Redis
 LEASE_TTL_RANGE_S = (1.0, 3600.0)
-DAY_S = 86_400
 
 
 # ---------------------------------------------------------------------------------------------------- options of both

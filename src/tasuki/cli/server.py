@@ -46,7 +46,7 @@ from tasuki.core.lifecycle import (
     RETENTION_DAYS,
 )
 from tasuki.core.routing import ROUTE_WAIT_S, Policy, parse_routes
-from tasuki.core.units import parse_size
+from tasuki.core.units import DAY_S, parse_size
 from tasuki.doors.listening import Connections, ServerCertificate, raise_open_files
 from tasuki.doors.tcp import TcpDoor
 from tasuki.errors import ConfigError, NotFound, Overloaded
@@ -91,7 +91,6 @@ blobs_option = cli.option(
     help="Large inputs and results: s3://bucket/prefix[?endpoint=URL], or a folder. Default: in the data folder.",
 )
 LEASE_RANGE = cli.Duration(*LEASE_TTL_RANGE_S)
-DAY_S = 86_400
 retention_option = cli.duration(
     "--retention",
     type=cli.Duration(0, 36_500 * DAY_S, above=True, with_unit=True),

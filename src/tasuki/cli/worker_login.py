@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from tasuki.cli.command import STDIN
 from tasuki.cli.connect import read_token
-from tasuki.config import enrol_variable
+from tasuki.config import enrol_variable, is_sendable_token
 from tasuki.core.access import TOKEN_PREFIXES, PeerKind, covers
 from tasuki.core.address import Address
 from tasuki.core.subject import app_subject
@@ -29,7 +29,6 @@ from tasuki.net.tls import client_tls
 from tasuki.worker.credentials import Credential, CredentialFile, CredentialToken
 from tasuki.worker.outbox import OUTBOX_FOLDER
 
-SECRET_MAX_CHARS = 512
 HOST_MAX_CHARS = 40
 WAYS = "TASUKI_ENROLL or --enroll-file for an enrol token (tasuki token enroll), --token-file for a worker token"
 
@@ -216,7 +215,7 @@ def _ask_enrol_token(address: Address) -> str:
 
 
 def _check_kind(enrol_token: str) -> None:
-    if len(enrol_token) > SECRET_MAX_CHARS or not enrol_token.isascii() or not enrol_token.isprintable():
+    if enrol_token and not is_sendable_token(enrol_token):
         raise ConfigError("the enrol token must be one line of printable ASCII; make one at the server with: tasuki token enroll")
     prefix = TOKEN_PREFIXES[PeerKind.ENROL]
     if not enrol_token.startswith(prefix):

@@ -73,6 +73,7 @@ from tasuki.core.machine import Closed, Hangup, Opened, Received, Send, Ticked
 from tasuki.core.message_requests import MessagesArrived, PublishRefused, SubscriptionAnswered
 from tasuki.core.protocol import (
     BATCH_BYTES,
+    CODECS,
     FRAME_MAX_BYTES,
     PROGRESS_STREAM,
     Accepted,
@@ -104,7 +105,6 @@ from tasuki.net.messages import AsyncMessageSubscription, MessageExchange, check
 from tasuki.net.server_connection import ServerConnection
 from tasuki.net.tls import client_tls
 from tasuki.version import __version__
-from tasuki.wire.compression import CODECS
 from tasuki.wire.messages import encode
 
 TICK_S = 0.05

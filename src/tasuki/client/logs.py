@@ -23,7 +23,7 @@ import msgspec
 from tasuki.blobs.zip.reader import ZipReader
 from tasuki.core.backoff import Backoff
 from tasuki.core.job import BlobRef, Outcome, Progress, State
-from tasuki.core.protocol import LOG_PIECE_MAX_BYTES, LOG_WAIT_MAX_S, PROGRESS_STREAM, JobResult, Welcome
+from tasuki.core.protocol import LOG_PIECE_MAX_BYTES, LOG_STREAMS, LOG_WAIT_MAX_S, PROGRESS_STREAM, JobResult, Welcome
 from tasuki.errors import InvalidInput, NotFound, Overloaded, ProtocolError, TasukiError
 from tasuki.event_loop import ignore_result
 
@@ -33,7 +33,6 @@ BESIDE_CONNECT_S = 3.0
 BESIDE_LOOK_S = 1.0
 REPORT_MAX_BYTES = 16 * 1024 * 1024  # of result.json, whose list of skipped files is bounded too
 SPOOL_BYTES = 1024 * 1024
-STREAMS = ("stdout", "stderr", PROGRESS_STREAM)
 
 Ending = asyncio.Future[JobResult]
 
@@ -117,7 +116,7 @@ class LogFollower:
         on_progress: Callable[[float, str], None] | None = None,
     ) -> None:
         """`tail_bytes`: begin so many bytes before the end of the output so far, instead of at an offset."""
-        if stream not in STREAMS:
+        if stream not in LOG_STREAMS:
             raise InvalidInput(f"a job has stdout, stderr and progress, not {stream[:40]!r}")
         if offset < 0 or (tail_bytes is not None and tail_bytes < 0):
             raise InvalidInput(f"an offset or a number of bytes cannot be negative, got {min(offset, tail_bytes or 0)}")

@@ -22,6 +22,7 @@ from tasuki.core.election import LOCK_TTL_MAX_S, Busy, Locked
 from tasuki.errors import InvalidInput
 
 BEAT_INTERVAL_S = 1.0
+TIMEOUT_SHARE = 0.4  # of the lock's ttl, for one call: one that hangs is over while there is time for one more renewal
 MEMBER_TIMEOUT_S = 5.0  # five beats: a member survives one lost connection and one slow statement
 FORGET_AFTER_S = 3600.0  # how long the row of a dead member is kept
 FORGET_BATCH = 100  # rows that one beat removes

@@ -20,6 +20,7 @@ from tasuki.coords.coordination import (
     FORGET_AFTER_S,
     FORGET_BATCH,
     LEADER,
+    TIMEOUT_SHARE,
     ClusterMember,
     Coordination,
     LiveMember,
@@ -32,7 +33,6 @@ from tasuki.errors import ConfigError, Unavailable
 if TYPE_CHECKING:
     import redis
 
-TIMEOUT_SHARE = 0.4  # of the lock's ttl, for one answer: a call that hangs is over while there is time for one more renewal
 
 _REFUSED = ("NOPERM", "no permissions", "can't access", "can't run this command", "NOAUTH", "WRONGPASS")
 

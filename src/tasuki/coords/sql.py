@@ -19,6 +19,7 @@ from tasuki.coords.coordination import (
     FORGET_AFTER_S,
     FORGET_BATCH,
     LEADER,
+    TIMEOUT_SHARE,
     ClusterMember,
     Coordination,
     LiveMember,
@@ -32,7 +33,6 @@ from tasuki.errors import ConfigError, TasukiError, Unavailable
 if TYPE_CHECKING:
     import psycopg
 
-TIMEOUT_SHARE = 0.4  # of the lock's ttl: a statement that hangs is over while there is time for one more renewal
 CLOSE_TIMEOUT_S = 1.0
 
 _NAME = re.compile(r"^-- name: (\w+)$", re.MULTILINE)

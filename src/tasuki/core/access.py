@@ -24,6 +24,8 @@ from tasuki.errors import Forbidden, InvalidInput, Unauthorized, quoted
 
 TOKEN_PREFIXES = {"admin": "tsk_a_", "client": "tsk_c_", "worker": "tsk_w_", "enrol": "tsk_e_"}
 ENROL_TOKEN_S = 15 * 60.0
+UNAUTHENTICATED = "a token is needed: --token-file FILE or TASUKI_TOKEN (the server's own user finds it in the data folder)"
+"""Message for a client that shows no token."""
 WORKER_TOKEN_S = 7 * 86400.0  # of one that a worker got by registering; it asks for the next one in time
 PUBLISH, SUBSCRIBE = "publish:", "subscribe:"  # before a pattern of a scope
 NO_SUBJECT = " "  # a pattern that matches nothing: of a scope that has entries, none of which is for this right

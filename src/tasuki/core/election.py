@@ -55,6 +55,7 @@ from msgspec.structs import replace
 from tasuki.core.machine import Ticked
 from tasuki.errors import ConfigError, InvalidTransition
 
+LEADER_SCOPE = "leader"  # name of the lock, and of the row with its epoch
 LOCK_TTL_S = 10.0
 LOCK_TTL_MAX_S = 60.0  # no lock lasts longer: one that seems to was written before the coordination's clock was set back
 MARGIN_MAX_S = 1.0  # how much sooner than the coordination a holder lets go; a tenth of the ttl, if that is less

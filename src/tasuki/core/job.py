@@ -637,6 +637,7 @@ _decode_specs = msgspec.msgpack.Decoder(list[JobSpec]).decode
 _AT = re.compile(r"Expected `(?P<wanted>.+)`, got `(?P<given>.+)` - at `\$\[(?P<place>\d+)\]\.(?P<path>(?P<field>\w+)\S*)`")
 _SURROGATE = re.compile("[\ud800-\udfff]").search
 _IN_PYTHON = {"null": "None", "array": "list", "object": "dict"}
+_JSON_TYPE = re.compile(rf"\b(?:{'|'.join(_IN_PYTHON)})\b")
 WAYS_OUT = {"payload": "; encode it, as in payload=text.encode()", "args": "; write args=[…]", "files": "; write files=[…]"}
 
 
@@ -664,7 +665,7 @@ def _wrong_field(specs: Sequence[JobSpec], error: Exception, names: Mapping[str,
         return WrongType(str(error))
     field, path = found["field"], found["path"]
     given = type_name(getattr(specs[int(found["place"])], field)) if path == field else found["given"]
-    wanted = _hint(field) if path == field else re.sub(r"\w+", lambda word: _IN_PYTHON.get(word[0], word[0]), found["wanted"])
+    wanted = _hint(field) if path == field else python_types(found["wanted"])
     named = names.get(field, field) + path.removeprefix(field)
     return WrongType(f"{named} must be {wanted}, got {given}{WAYS_OUT.get(named, '')}")
 
@@ -672,6 +673,11 @@ def _wrong_field(specs: Sequence[JobSpec], error: Exception, names: Mapping[str,
 def _hint(field: str) -> str:
     hint = get_type_hints(JobSpec)[field]
     return hint.__name__ if isinstance(hint, type) and "[" not in str(hint) else str(hint).replace("tasuki.core.job.", "")
+
+
+def python_types(text: str) -> str:
+    """Return a message of msgspec with Python's names of the types."""
+    return _JSON_TYPE.sub(lambda name: _IN_PYTHON[name[0]], text)
 
 
 def type_name(value: object) -> str:

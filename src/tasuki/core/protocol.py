@@ -49,6 +49,7 @@ BATCH_BYTES = 1024 * 1024  # about what one frame of ours carries, unless a sing
 META_MAX_BYTES = 16 * 1024  # of an outcome; small facts only
 META_VALUES_MAX = 1024  # of an outcome, at all depths: an empty map is one byte on the wire and 64 in memory
 ITEM_BYTES = 256  # what an item is counted for beside its large parts
+CODECS = ("zstd", "gzip")  # in the order of preference; a codec that the peer does not offer is not used
 CHUNK_BYTES = 256 * 1024
 CHUNK_MAX_BYTES = 4 * CHUNK_BYTES  # of another implementation
 LOG_PIECE_MAX_BYTES = 256 * 1024
@@ -416,6 +417,7 @@ class Chunk(msgspec.Struct, frozen=True):
 
 PROGRESS_STREAM = "progress"
 """Name of the stream with the reports of progress, a line of JSON each: {"fraction": 0.5, "text": "half"}."""
+LOG_STREAMS = ("stdout", "stderr", PROGRESS_STREAM)
 
 
 class ReadLog(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -7,7 +7,8 @@ from datetime import UTC, datetime
 
 from tasuki.errors import ConfigError
 
-UNIT_S = {"d": 86_400, "h": 3_600, "m": 60, "s": 1}
+DAY_S = 86_400
+UNIT_S = {"d": DAY_S, "h": 3_600, "m": 60, "s": 1}
 SECONDS_ALONE_S = 120  # shorter durations are shown in seconds
 FRACTIONS_S = 10  # still shorter ones with their fractions
 _DURATION = re.compile(r"(?:\d+(?:\.\d+)?[smhd])+|\d+(?:\.\d+)?", re.ASCII)

@@ -214,8 +214,9 @@ class Dispatch:
                 self._pool.nodes.failed(node, words, now().monotonic)
                 return words
             case _ if refused.refusal.status in TOKEN_STATUSES:
-                self._pool.nodes.failed(node, f"refuses the token of this dispatcher: {words}", now().monotonic)
-                return f"refuses the token of this dispatcher: {words}"
+                problem = f"refuses the token of this dispatcher: {words}"
+                self._pool.nodes.failed(node, problem, now().monotonic)
+                return problem
             case RefusalMeaning.NOT_HERE:
                 self._pool.nodes.answered(node, now().monotonic)
                 return refused

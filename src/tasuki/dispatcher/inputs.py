@@ -39,6 +39,7 @@ from tasuki.core.failover.agent_protocol import InputRecord
 from tasuki.core.failover.nodes import InputRef
 from tasuki.core.job import BlobRef, check_sha256
 from tasuki.core.ranges import BodyRange, body_range, content_range, parse_range
+from tasuki.core.units import DAY_S
 from tasuki.dispatcher.metrics import DispatcherMetrics
 from tasuki.dispatcher.proxying import StoredForm
 from tasuki.doors.http.exchange import json_answer
@@ -121,7 +122,6 @@ class StoredFiles:
 
 # ------------------------------------------------------------------------------------------------ retention
 
-DAY_S = 86_400.0
 SOON_S = 60.0  # after the start, and after that every day
 AGAIN_S = 3600.0  # after a failure
 NOTES_PER_KEPT_TIME = 4  # so that an input which is kept for a few hours does not appear unused

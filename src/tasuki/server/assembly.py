@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
-from tasuki.blobs.blob import BlobStore
+from tasuki.blobs.blob import BLOB_MAX_BYTES, BlobStore
 from tasuki.blobs.files import durable_write
 from tasuki.blobs.folder import FolderBlobs, FolderWriter
 from tasuki.blobs.open_blobs import open_blobs
@@ -54,7 +54,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("tasuki.server")
 JOURNAL_STRETCH_BYTES = 8 * 1024 * 1024  # some hundred jobs at idle; under load many share a commit
-BLOB_MAX_BYTES = 64 * 1024 * 1024 * 1024
 RESTS_AFTER_S = 5.0  # without anything to do: connecting again takes some milliseconds
 SHARED_READERS = 4  # read-only connections of a server to a database that it shares; SQLite's reader is quick enough alone
 REDIS_SCHEMES = (
@@ -229,7 +228,8 @@ def _cluster_on(
     cluster = partial(Cluster, incarnation=secrets.token_hex(8), lock_ttl_s=ttl_s, candidate=candidate, roles=roles)
     in_redis = is_redis(places.store)
     if in_redis or (places.coordination and coordination is None):
-        from tasuki.coords.redis import TIMEOUT_SHARE, RedisCoordination
+        from tasuki.coords.coordination import TIMEOUT_SHARE
+        from tasuki.coords.redis import RedisCoordination
         from tasuki.stores.redis import store as redis_store
         from tasuki.stores.redis.connection import RedisWakeups, connect, name_of
 
@@ -256,7 +256,7 @@ def _cluster_on(
 
 def open_scheduler_coordination(url: str, ttl_s: float = LOCK_TTL_S) -> SchedulerCoordination:
     """Open the coordination of a SQL store in Redis."""
-    from tasuki.coords.redis import TIMEOUT_SHARE
+    from tasuki.coords.coordination import TIMEOUT_SHARE
     from tasuki.coords.scheduler_redis import SchedulerCoordination
     from tasuki.stores.redis.connection import connect_coordination, name_of
 

@@ -34,6 +34,7 @@ from tasuki.core.broker.events import (
     StartRuns,
 )
 from tasuki.core.cluster_messages import Hint, RelayedPieces, RelayPiece, ServerInfo, decode, relay, split
+from tasuki.core.election import LEADER_SCOPE
 from tasuki.core.machine import Now, Ticked
 from tasuki.core.scheduler import continuation
 from tasuki.core.subject import group_of
@@ -44,7 +45,6 @@ from tasuki.stores.wakeups import Wakeups
 
 logger = logging.getLogger("tasuki.cluster")
 LEAVE_TIMEOUT_S = 2.0  # for a coordination that does not answer: others notice the missing heartbeats as well
-SCOPE = "leader"
 
 T = TypeVar("T")
 ClusterCommand = election.TookOver | election.EpochFenced | election.Lapsed | Publish | Relay | StartRuns | NoteAssigned
@@ -243,7 +243,7 @@ class Cluster:
         if not continuation.may_promise(epoch, self._leads_since, renewed_ago_s, now):
             return False
         self._server.broker.upkeep.lapse()
-        holds = await self.call(self.coordination.renew, SCOPE, self._server.server_id, epoch, self._lock_ttl_s)
+        holds = await self.call(self.coordination.renew, LEADER_SCOPE, self._server.server_id, epoch, self._lock_ttl_s)
         return holds and self._server.broker.epoch == epoch
 
     def spawn(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
@@ -382,7 +382,7 @@ class Cluster:
             registered, _ = await self._server.ask(lambda reader: reader.epoch())
             self._look_at_epoch(registered)
             holder = self._server.server_id
-            answer = await self.call(self.coordination.acquire, SCOPE, holder, self._lock_ttl_s, self._highest_epoch)
+            answer = await self.call(self.coordination.acquire, LEADER_SCOPE, holder, self._lock_ttl_s, self._highest_epoch)
             self.busy = answer if isinstance(answer, election.Busy) else None
         except TasukiError as error:
             logger.debug("the request for the leader's lock failed: %s", error)
@@ -405,7 +405,7 @@ class Cluster:
         asked_at = self._server.now().monotonic
         done: bool | None = None
         try:
-            done = await self.call(self.coordination.renew, SCOPE, self._server.server_id, epoch, self._lock_ttl_s)
+            done = await self.call(self.coordination.renew, LEADER_SCOPE, self._server.server_id, epoch, self._lock_ttl_s)
         except TasukiError as error:
             logger.warning("the leader's lock could not be renewed: %s", error)
         finally:
@@ -413,7 +413,7 @@ class Cluster:
 
     async def _release(self, epoch: int) -> None:
         try:
-            await self.call(self.coordination.release, SCOPE, self._server.server_id, epoch)
+            await self.call(self.coordination.release, LEADER_SCOPE, self._server.server_id, epoch)
             self._tell_released()
         except TasukiError as error:
             logger.info("the leader's lock was not released, it ends by itself: %s", error)

@@ -34,7 +34,7 @@ from tasuki.core.statistics import (
 )
 from tasuki.core.store_messages import Filter
 from tasuki.core.subject import check_pattern
-from tasuki.errors import InvalidInput, NotFound, TasukiError, TooLarge, Unavailable
+from tasuki.errors import InvalidInput, NotFound, TasukiError, TooLarge, Unavailable, unknown_job
 from tasuki.stores.store import Reader
 
 PAGE_MAX = 1000
@@ -100,15 +100,22 @@ def _cancel_reason(reader: Reader, job: Job) -> str:
 
 def _visible(job_id: str, job: Job | None, identity: Identity) -> Job:
     if job is None or not identity.may_see(job.submitter, job.spec.subject):
-        raise NotFound(f"there is no job {job_id[:128]!r}, or it is not yours")
+        raise unknown_job(job_id)
     return job
 
 
+def _limit_of(query: Query, default: int, most: int = PAGE_MAX) -> int:
+    """Return how many items the query asks for."""
+    limit = query.params.get("limit", default)
+    if not isinstance(limit, int) or not 1 <= limit <= most:
+        raise InvalidInput(f"{query.verb}: limit must be 1 to {most}, got {str(limit)[:40]}")
+    return limit
+
+
 def _find(reader: Reader, query: Query) -> Any:
-    params = dict(query.params)
-    limit, cursor = params.pop("limit", 50), params.pop("cursor", None)
-    if not isinstance(limit, int) or not 1 <= limit <= PAGE_MAX:
-        raise InvalidInput(f"limit must be 1 to {PAGE_MAX}, got {str(limit)[:40]}")
+    limit = _limit_of(query, 50)
+    params = {name: value for name, value in query.params.items() if name != "limit"}
+    cursor = params.pop("cursor", None)
     if cursor is not None and not isinstance(cursor, str):
         raise InvalidInput("cursor must be the text that came with the previous page")
     unknown = params.keys() - set(Filter.__struct_fields__)
@@ -142,9 +149,7 @@ def _size_of(views: list[dict[str, Any]]) -> int:
 
 def _counts(reader: Reader, query: Query) -> Any:
     query.identity.check_admin("statistics of all groups")
-    limit = query.params.get("limit", GROUPS_SHOWN)
-    if not isinstance(limit, int) or not 1 <= limit <= GROUPS_MAX:
-        raise InvalidInput(f"limit must be 1 to {GROUPS_MAX}, got {str(limit)[:40]}")
+    limit = _limit_of(query, GROUPS_SHOWN, GROUPS_MAX)
     return {group: msgspec.structs.asdict(counts) for group, counts in largest_groups(reader.counts(), limit).items()}
 
 
@@ -201,9 +206,7 @@ def _explain(reader: Reader, query: Query) -> Any:
 
 def _audit(reader: Reader, query: Query) -> Any:
     query.identity.check_admin("the audit of tokens")
-    limit = query.params.get("limit", 100)
-    if not isinstance(limit, int) or not 1 <= limit <= PAGE_MAX:
-        raise InvalidInput(f"token.audit: limit must be 1 to {PAGE_MAX}, got {limit!r}")
+    limit = _limit_of(query, 100)
     before = query.params.get("before")
     if before is not None and not (isinstance(before, int) and 0 < before < 2**62):
         raise InvalidInput(f"token.audit: before must be the number of an entry, got {str(before)[:40]}")
@@ -222,12 +225,10 @@ def _logs(reader: Reader, query: Query) -> Job:
 
 
 def _page_of(query: Query) -> tuple[str, int]:
-    after, limit = query.params.get("after", ""), query.params.get("limit", PAGE_MAX)
-    if not isinstance(after, str) or not isinstance(limit, int) or not 1 <= limit <= PAGE_MAX:
-        raise InvalidInput(
-            f"{query.verb}: limit must be 1 to {PAGE_MAX}, and after a text; got {str(limit)[:40]} and {after!r:.80}"
-        )
-    return after, limit
+    after = query.params.get("after", "")
+    if not isinstance(after, str):
+        raise InvalidInput(f"{query.verb}: after must be a text, got {after!r:.80}")
+    return after, _limit_of(query, PAGE_MAX)
 
 
 def _cache_list(reader: Reader, query: Query) -> Any:

@@ -22,6 +22,7 @@ from tasuki.core import election
 from tasuki.core.broker.broker import Broker
 from tasuki.core.broker.events import Event
 from tasuki.core.cluster_messages import ServerInfo
+from tasuki.core.election import LEADER_SCOPE
 from tasuki.core.machine import Now, Ticked
 from tasuki.core.scheduler.sub_leader import LeaderCandidate, Suspects, deference_s
 from tasuki.core.scheduler.thresholds import Thresholds
@@ -30,7 +31,6 @@ from tasuki.server.statistics import Statistics
 from tasuki.stores.store import Reader
 
 logger = logging.getLogger("tasuki.cluster")
-LEADER_SCOPE = "leader"
 T = TypeVar("T")
 
 

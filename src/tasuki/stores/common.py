@@ -25,7 +25,7 @@ from tasuki.clocks import boot_time
 from tasuki.core import subject as subjects
 from tasuki.core.backoff import Backoff
 from tasuki.core.job import BlobRef, JobIncident, JobSpec, Outcome, definition_of, first_clash
-from tasuki.core.lifecycle import JobEvent
+from tasuki.core.lifecycle import Disposition, JobEvent
 from tasuki.core.store_messages import CachedFile, CacheEntry, CacheOrder, Filter, MissingBlobs, Report
 from tasuki.errors import CacheConflict, InterruptCause, InvalidInput, StaleEpoch
 
@@ -103,6 +103,21 @@ def check_on_failed(on_failed: str) -> bool:
 def stale_epoch(epoch: int, current: int, holder: str) -> StaleEpoch:
     """Return the error for a leader's verb with an epoch that is not the registered one."""
     return StaleEpoch(f"epoch {epoch} does not lead, {current} does ({holder or 'nobody'}); step down")
+
+
+def unknown_cursor(cursor: str) -> InvalidInput:
+    """Return the error for a cursor that no page ended with."""
+    return InvalidInput(f"cursor {cursor[:40]!r} is not one that find gave")
+
+
+def outcome_of_unstarted(worker_id: str) -> Outcome:
+    """Return the outcome of a canceled job that its worker gives back."""
+    return Outcome(error_code="CANCELED", message=f"canceled; {worker_id} had not started it")
+
+
+def outcome_of_lost(disposition: Disposition) -> Outcome:
+    """Return the outcome of a job whose last attempt ended without a report."""
+    return Outcome(error_code="CANCELED" if disposition.event is JobEvent.CANCEL else "LOST", message=disposition.reason)
 
 
 def input_refs(spec: JobSpec) -> list[BlobRef]:

@@ -13,6 +13,7 @@ from typing import Any, Literal, TypeVar, get_type_hints
 import msgspec
 import msgspec.inspect
 
+from tasuki.core.job import python_types
 from tasuki.errors import ConfigError, WrongType
 
 Encoding = Literal["json", "msgpack"]
@@ -24,7 +25,6 @@ _UNSENDABLE = (
     OverflowError,
     UnicodeEncodeError,
 )  # of msgspec, for a value
-_IN_PYTHON = {"null": "None", "array": "list", "object": "dict"}
 
 
 def _as_builtin(value: Any) -> Any:
@@ -63,7 +63,7 @@ def _in_words(error: Exception) -> str:
     """Return the message of an error of msgspec, with the place before it and the names of Python."""
     found = _PLACE.fullmatch(str(error))
     what, place = (found["what"], found["place"]) if found else (str(error), "")
-    words = re.sub(r"\b(null|array|object)\b", lambda word: _IN_PYTHON[word[0]], what.replace("`", ""))
+    words = python_types(what.replace("`", ""))
     words = words[:1].lower() + words[1:]
     return f"{place}: {words}" if place else words
 

@@ -10,7 +10,6 @@ import zstandard
 from tasuki.errors import ProtocolError, TooLarge
 
 ZSTD, GZIP = 2, 4  # flags of a frame whose payload is compressed
-CODECS = ("zstd", "gzip")  # in the order of preference
 COMPRESS_FROM_BYTES = 1024  # below this the codec's own frame eats the gain
 ZSTD_WINDOW_MAX_BYTES = 8 * 1024 * 1024  # all that RFC 8878 requires; with a larger window the peer decides on the memory
 FLAGS = {"zstd": ZSTD, "gzip": GZIP}

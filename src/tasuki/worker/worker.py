@@ -40,7 +40,16 @@ from tasuki.core.job import RESULT_INLINE_MAX_BYTES, BlobRef, JobSpec, OnDisconn
 from tasuki.core.lifecycle import GRACE_MAX_S, HTTP_LEASE_TTL_S
 from tasuki.core.machine import Closed, Hangup, Opened, Received, Send, Ticked
 from tasuki.core.message_requests import MessagesArrived, PublishNow, PublishRefused, SubscriptionAnswered
-from tasuki.core.protocol import PROGRESS_STREAM, Ending, HeartbeatAnswer, Message, PublishedMessage, PublishMessages, Welcome
+from tasuki.core.protocol import (
+    CODECS,
+    PROGRESS_STREAM,
+    Ending,
+    HeartbeatAnswer,
+    Message,
+    PublishedMessage,
+    PublishMessages,
+    Welcome,
+)
 from tasuki.core.reconnect import Connect
 from tasuki.core.store_messages import OWN_PROGRAMS, Grant, Offer, Takes
 from tasuki.core.subject import base_subject, check_pattern
@@ -52,7 +61,6 @@ from tasuki.net.messages import MessageExchange, MessageFunction, check_subscrip
 from tasuki.net.server_connection import ServerConnection
 from tasuki.net.tls import client_tls
 from tasuki.version import __version__
-from tasuki.wire.compression import CODECS
 from tasuki.worker.attempt import (
     Attempt,
     Handler,

@@ -20,7 +20,7 @@ import msgspec
 from msgspec.structs import asdict, replace
 
 from tasuki.core import access, protocol
-from tasuki.core.access import ENROL_TOKEN_S, TOKEN_PREFIXES, WORKER_TOKEN_S, Identity, PeerKind
+from tasuki.core.access import ENROL_TOKEN_S, TOKEN_PREFIXES, UNAUTHENTICATED, WORKER_TOKEN_S, Identity, PeerKind
 from tasuki.core.address import parse_url
 from tasuki.core.broker.events import Command
 from tasuki.core.broker.state import BrokerState, ClientSession, Session, TransferSession, WorkerSession
@@ -34,7 +34,6 @@ from tasuki.errors import Forbidden, InvalidInput, NotFound, ProtocolError, Tasu
 
 IDLE_TIMEOUT_S = 60.0  # a client that says nothing for so long is gone; it beats every third of it
 PATTERNS_MAX = 200  # of 255 bytes each: a Hello's header has room for 64 KiB
-CODECS = ("zstd", "gzip")  # in the order of preference; a codec that the peer does not offer is not used
 FEATURES = ("batch", "blobs", "caches", "logs", "messages", "watch")
 CREATE, REGISTER, ROTATE, REVOKE = "token.create", "worker.register", "worker.rotate", "worker.revoke"
 LABEL_MAX_CHARS = 200
@@ -64,9 +63,7 @@ def hello(state: BrokerState, session: Session, message: protocol.Message, now: 
         name = f"node:{state.config.host}:{uid}" if state.config.shared else f"uid:{uid}"
         return _welcome(state, session, message, Identity(PeerKind.NODE, name), now)
     if not message.token:
-        raise Unauthorized(
-            "a token is needed: --token-file FILE or TASUKI_TOKEN (the server's own user finds it in the data folder)"
-        )
+        raise Unauthorized(UNAUTHENTICATED)
     conn, hello = session.conn, message
 
     def known(rows: Sequence[TokenRow | None], effects: TurnEffects) -> None:
@@ -162,7 +159,7 @@ def _welcome(
         kind=identity.kind,
         servers=servers,
         features=FEATURES,
-        codecs=tuple(codec for codec in CODECS if codec in hello.codecs)[:1],
+        codecs=tuple(codec for codec in protocol.CODECS if codec in hello.codecs)[:1],
         lease_ttl_s=ttl_s,
         lease_margin_s=LEASE_MARGIN_S,
         frame_max_bytes=state.config.frame_max_bytes,

@@ -47,6 +47,7 @@ from tasuki.errors import (
     TooLarge,
     Unavailable,
     discreet,
+    unknown_job,
 )
 
 SPECS_MAX = protocol.BATCH_MAX  # jobs of one frame: the answers must fit a frame too, and those that exist are read whole
@@ -322,7 +323,7 @@ def _authorize(
             # Whether a job of somebody else exists is also not everybody's business.
             known = {job.job_id for job in mine}
             job_id = next(job_id for job_id in job_ids[start:] if job_id not in known)
-            unknown = NotFound(f"there is no job {job_id[:128]!r}, or it is not yours")
+            unknown = unknown_job(job_id)
             state.answer(client.conn, request.msg_id, unknown, effects)
             return
         seen(mine, effects)

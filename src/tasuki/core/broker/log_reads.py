@@ -23,7 +23,6 @@ from tasuki.core.machine import Now, Send
 from tasuki.core.store_messages import Takes
 from tasuki.errors import InvalidInput, NotFound, Overloaded
 
-STREAMS = ("stdout", "stderr", protocol.PROGRESS_STREAM)
 # Questions under way at a time, to one worker and of one client. From half of that on, questions do not wait for new bytes, so
 # that they do not keep the next ones waiting.
 READS_PER_WORKER = 16
@@ -38,7 +37,7 @@ def question_of(params: dict[str, Any]) -> LogQuestion:
         asked = msgspec.convert(params, LogQuestion)
     except msgspec.ValidationError as error:
         raise InvalidInput(f"logs: {str(error)[:200]}") from None
-    if asked.stream not in STREAMS:
+    if asked.stream not in protocol.LOG_STREAMS:
         raise InvalidInput(f"logs: stream must be stdout, stderr or progress, got {asked.stream[:40]!r}")
     if not 0 <= asked.offset <= protocol.NUMBER_MAX:
         raise InvalidInput(f"logs: offset must be 0 to {protocol.NUMBER_MAX}, got {asked.offset}")

@@ -20,7 +20,9 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tasuki import errors
+from tasuki.config import is_sendable_token
 from tasuki.core.address import Address
+from tasuki.core.protocol import CODECS
 from tasuki.core.shares import Shares
 from tasuki.errors import (
     InternalError,
@@ -33,11 +35,10 @@ from tasuki.errors import (
     UnknownSession,
     from_wire,
 )
-from tasuki.wire.compression import CODECS, COMPRESS_FROM_BYTES, FLAGS, compress, decompress
+from tasuki.wire.compression import COMPRESS_FROM_BYTES, FLAGS, compress, decompress
 
 JSON = "application/json"
 RETRY_AFTER_S = 1
-SECRET_MAX_CHARS = 512
 BODY_MAX_BYTES = 16 * 1024 * 1024
 DECODED_MAX_BYTES = 6 * BODY_MAX_BYTES  # values of a JSON body: enough for 16 MB of numbers in rows of three
 BODIES_MAX_BYTES = 256 * 1024 * 1024  # of all requests at once, with the values of JSON ones; half of it for one token
@@ -124,7 +125,7 @@ def error_of(error: TasukiError) -> Error:
 
 
 def discreet(error: TasukiError) -> TasukiError:
-    """Return the error without the words that could name a folder, a host or a database behind the server."""
+    """Return the error as peers may see it; of an unexpected one only that it is one."""
     if status_of(error) == 500:  # nothing that the peer could act upon
         return from_wire(error.code, errors.discreet(InternalError("")).message)
     return errors.discreet(error)
@@ -197,7 +198,7 @@ def secret_of(request: Request) -> str:
     secret = secret.strip()
     if scheme.lower() != "bearer" or not secret:
         raise Unauthorized("a token is needed: send the header Authorization: Bearer TOKEN")
-    if len(secret) > SECRET_MAX_CHARS or not secret.isascii() or not secret.isprintable():
+    if not is_sendable_token(secret):
         raise Unauthorized("what the Authorization header has is not a token")
     return secret
 

@@ -26,7 +26,7 @@ from tasuki.doors.http.virtual_connection import ClientRequest, Listener, TokenC
 from tasuki.doors.http.worker_sessions import HttpWorkerSession
 from tasuki.errors import InvalidInput, RefusedRequest, TasukiError, Unauthorized, UnknownFrame, from_wire
 from tasuki.net.tcp_link import encode_answer
-from tasuki.wire.compression import CODECS, decompress
+from tasuki.wire.compression import decompress
 from tasuki.wire.messages import BATCH, FrameDecoder, decode
 
 UNPACKED_MAX_BYTES = protocol.FRAME_MAX_BYTES  # of all frames of one body: 64 small ones could each become a large one
@@ -91,8 +91,8 @@ def _not_here(message: protocol.Message) -> InvalidInput:
 async def frames(context: RequestContext, body: bytes) -> Response:
     """Send messages of the wire protocol (docs/wire.md), as a client does over TCP; the answer has the same form."""
     wait_s, codec = wait_of(context.request), context.request.query_params.get("codec")
-    if codec is not None and codec not in CODECS:
-        raise InvalidInput(f"codec must be {' or '.join(CODECS)}, got {codec[:40]!r}")
+    if codec is not None and codec not in protocol.CODECS:
+        raise InvalidInput(f"codec must be {' or '.join(protocol.CODECS)}, got {codec[:40]!r}")
     messages = await _client_messages(context, body)
     watches = [message for message in messages if _is_watch(message)]
     others = [message for message in messages if not _is_watch(message)]

@@ -15,10 +15,9 @@ from starlette.responses import Response
 
 from tasuki.core.access import PeerKind
 from tasuki.core.job import BUDGET_MAX, PRIORITY_MAX, TIMEOUT_MAX_S
-from tasuki.core.protocol import BLOBS_PATH, FRAMES_PATH, FRAMES_TYPE, MESSAGES_PATH, WORKER_PATH
+from tasuki.core.protocol import BLOBS_PATH, CODECS, FRAMES_PATH, FRAMES_TYPE, LOG_WAIT_MAX_S, MESSAGES_PATH, WORKER_PATH
 from tasuki.doors.http import app_jobs, app_workers, blobs, frames, messages, v1
 from tasuki.doors.http.exchange import WAIT_MAX_S
-from tasuki.wire.compression import CODECS
 
 CLIENTS = frozenset({PeerKind.CLIENT, PeerKind.ADMIN})
 ADMINS = frozenset({PeerKind.ADMIN})
@@ -167,7 +166,7 @@ ROUTES: tuple[Route, ...] = (
             ("stream", {"type": "string", "enum": ["stdout", "stderr"]}, "The stream to read."),
             ("offset", _OFFSET, "Where to read on."),
             ("attempt", _OFFSET, "The attempt that the offset belongs to; 0: the current one."),
-            ("wait", _number("number", 0, v1.LOG_WAIT_MAX_S), "How many seconds to wait for new output."),
+            ("wait", _number("number", 0, LOG_WAIT_MAX_S), "How many seconds to wait for new output."),
         ),
     ),
     _get("/v1/jobs/{job_id}/explain", v1.explain),

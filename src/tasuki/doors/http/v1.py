@@ -14,11 +14,11 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from starlette.responses import Response, StreamingResponse
 
 from tasuki.core.job import BROADCAST_WITHIN_S, TERMINAL, InputFile, JobSpec, State, broadcast_specs
+from tasuki.core.protocol import LOG_WAIT_MAX_S
 from tasuki.doors.http.context import STORE_TIMEOUT_S, HttpContext, RequestContext, message_of
 from tasuki.doors.http.exchange import BATCH_MAX, CLIENT_GONE, Error, JobId, error_of, number, unless_left, whole_number
 from tasuki.errors import InvalidInput, NoResult, NotFinished, NotFound, TasukiError, Unavailable
 
-LOG_WAIT_MAX_S = 25.0
 OFFSET_MAX = 2**53
 RESULT_HEADERS_MAX_CHARS = 4096  # of the one header that has them: proxies take few KiB
 ZIP_MAGIC = b"PK\x03\x04"

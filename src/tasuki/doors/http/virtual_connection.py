@@ -27,7 +27,7 @@ from tasuki.core.job import TERMINAL, BlobRef, JobSpec, State
 from tasuki.core.machine import Peer
 from tasuki.core.store_messages import BlobPlace
 from tasuki.doors.http.exchange import disconnected, wait_of
-from tasuki.errors import NotFound, Overloaded, TasukiError, Unavailable, from_wire
+from tasuki.errors import Overloaded, TasukiError, Unavailable, from_wire, unknown_job
 from tasuki.server.server import Server
 
 ANSWER_TIMEOUT_S = 30.0  # of the server; a store that takes longer counts as unavailable
@@ -405,7 +405,7 @@ class TokenConnection:
         while True:
             [view] = await self.request("get", job_ids=[job_id], result=result)
             if subject is not None and view["subject"] != subject:
-                raise NotFound(f"there is no job {job_id[:128]!r}, or it is not yours")
+                raise unknown_job(job_id)
             if poll is None or not wait_s or State(view["state"]) in TERMINAL:
                 return view
             with self.listen([job_id]) as listener, disconnected(poll) as left:

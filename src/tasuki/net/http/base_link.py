@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import httpx
 
+from tasuki.config import is_sendable_token
 from tasuki.core.address import Address
 from tasuki.core.machine import Peer
 from tasuki.core.protocol import FRAME_MAX_BYTES, FRAMES_MAX, FRAMES_TYPE, Message
@@ -22,7 +23,6 @@ from tasuki.net.http.transport import HttpTransport
 from tasuki.wire.messages import Frame, FrameDecoder, decode
 
 REQUEST_MAX_BYTES = 1024 * 1024  # of several frames together: the usual limit of proxies
-TOKEN_MAX_CHARS = 512
 POLL_WAIT_S = 25.0  # below the idle timeouts of proxies
 POLL_WAIT_MIN_S = 5.0
 
@@ -33,7 +33,7 @@ OnClosed = Callable[[Any, str], None]
 
 def check_token(token: str) -> str:
     """Return the token, or raise InvalidInput if a header cannot carry it."""
-    if len(token) > TOKEN_MAX_CHARS or not token.isascii() or not token.isprintable():
+    if token and not is_sendable_token(token):
         raise InvalidInput("the token cannot be sent: it is longer than a token, or has characters that no token has")
     return token
 

@@ -22,6 +22,7 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
+from tasuki.core.access import UNAUTHENTICATED
 from tasuki.core.address import Address
 from tasuki.core.backoff import Backoff
 from tasuki.core.protocol import (
@@ -439,9 +440,7 @@ class HttpClientLink(BaseHttpLink):
         if isinstance(error, NotFound):
             error = NotTasuki(f"{self._address} has no {FRAMES_PATH}: its path is another one, or it is older than this client")
         elif isinstance(error, Unauthorized) and not self._transport.token:
-            error = Unauthorized(
-                "a token is needed: --token-file FILE or TASUKI_TOKEN (the server's own user finds it in the data folder)"
-            )
+            error = Unauthorized(UNAUTHENTICATED)
         if not isinstance(error, NoConnection | ResponseLost | NotTasuki):  # final, if it was the Hello that was refused
             self._on_message(self, ErrorMessage(0, error.code, error.message, error.details()))
         self.abort(error.message)

@@ -44,8 +44,8 @@ from tasuki.core.store_messages import (
     kind_of,
     storable_text,
 )
-from tasuki.errors import CacheConflict, InvalidInput
-from tasuki.stores.common import is_wanted, judge_cache, judge_names, lowest_generation, stale_epoch
+from tasuki.errors import CacheConflict
+from tasuki.stores.common import is_wanted, judge_cache, judge_names, lowest_generation, stale_epoch, unknown_cursor
 from tasuki.stores.store import QUEUES_OF_SUBJECT_MAX, Clock
 
 FIND_SCAN_MAX = 10_000  # jobs that one find looks at; the caller continues with the cursor
@@ -285,7 +285,7 @@ class MemoryRecords:
         end = len(self._all)
         if cursor is not None:
             if not cursor.isdecimal():
-                raise InvalidInput(f"cursor {cursor[:40]!r} is not one that find gave")
+                raise unknown_cursor(cursor)
             end = bisect_left(self._all, (0.0, int(cursor), ""))
         jobs: list[Job] = []
         stop = max(0, end - FIND_SCAN_MAX)

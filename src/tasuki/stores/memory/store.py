@@ -67,6 +67,8 @@ from tasuki.stores.common import (
     input_refs,
     matches,
     missing_result,
+    outcome_of_lost,
+    outcome_of_unstarted,
     report_identity,
     requeue_reason,
 )
@@ -376,7 +378,7 @@ class MemoryStore(MemoryDefinitions):
             return False
         job = record.job
         if job.cancel_requested:
-            outcome = Outcome(error_code="CANCELED", message=f"canceled; {claim.worker_id} had not started it")
+            outcome = outcome_of_unstarted(claim.worker_id)
             incident = self._incident("canceled", job, worker_id=claim.worker_id, reason=reason)
             self._end(record, job, JobEvent.CANCEL, outcome, incident)
             return True
@@ -462,9 +464,7 @@ class MemoryStore(MemoryDefinitions):
         job = replace(record.job, failures=disposition.failures, losses=disposition.losses)
         incident = self._incident(INCIDENT_OF[disposition.event], job, worker_id=lease.worker_id, reason=disposition.reason)
         if disposition.state.terminal:
-            code = "CANCELED" if disposition.event is JobEvent.CANCEL else "LOST"
-            last = outcome or Outcome(error_code=code, message=disposition.reason)
-            return self._end(record, job, disposition.event, last, incident)
+            return self._end(record, job, disposition.event, outcome or outcome_of_lost(disposition), incident)
         not_before = self.clock.wall() + disposition.delay_s if disposition.delay_s > 0 else None
         job = replace(
             job,

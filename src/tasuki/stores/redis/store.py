@@ -70,8 +70,17 @@ from tasuki.core.store_messages import (
     storable_text,
 )
 from tasuki.core.subject import group_of
-from tasuki.errors import CacheConflict, ConfigError, Conflict, InvalidInput, Unavailable
-from tasuki.stores.common import LEASES_ENDED_MAX, check_on_failed, clashing_names, is_wanted, other_file, other_target
+from tasuki.errors import CacheConflict, ConfigError, Conflict, Unavailable
+from tasuki.stores.common import (
+    LEASES_ENDED_MAX,
+    check_on_failed,
+    clashing_names,
+    is_wanted,
+    other_file,
+    other_target,
+    outcome_of_unstarted,
+    unknown_cursor,
+)
 from tasuki.stores.redis import codec
 from tasuki.stores.redis.codec import Argument, JobRecord, Reply, SpecFacts, flag, optional
 from tasuki.stores.redis.connection import TIMEOUT_S, check_settings, connect, name_of
@@ -331,7 +340,7 @@ class RedisStore:
     def release(self, claims: Sequence[HeldLease], *, reason: str = "") -> ScriptCall[list[bool]]:
         arguments: list[Argument] = [storable_text(reason), len(claims)]
         for claim in claims:
-            outcome = Outcome(error_code="CANCELED", message=f"canceled; {claim.worker_id} had not started it")
+            outcome = outcome_of_unstarted(claim.worker_id)
             arguments += (*_key_of(claim), codec.encode(outcome), flag(claim.is_over))
         return ScriptCall("release", arguments, _flags)
 
@@ -419,7 +428,7 @@ class RedisStore:
 
     def find(self, filter: Filter, *, limit: int = 50, cursor: str | None = None) -> Page:
         if cursor is not None and not cursor.isdecimal():
-            raise InvalidInput(f"cursor {cursor[:40]!r} is not one that find gave")
+            raise unknown_cursor(cursor)
         jobs: list[Job] = []
         window = limit if filter == Filter() else FIND_WINDOW
         looked_at = 0

@@ -25,6 +25,7 @@ from importlib.resources import files
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Concatenate, NamedTuple, ParamSpec, Protocol, TypeVar
 
+from tasuki.core.election import LEADER_SCOPE
 from tasuki.core.job import BlobRef, JobIncident, Outcome, State
 from tasuki.core.statistics import COUNTED
 from tasuki.core.store_messages import ReadyQueue, storable_text
@@ -49,7 +50,6 @@ Batch = Sequence[tuple[Any, ...]]
 
 WALL = 7  # position of the wall clock time among the terms of a grant
 BATCH_MAX = 256  # rows of one statement; twice as many brought nothing more
-LEADER_SCOPE = "leader"
 ABOVE_ALL_PRIORITIES = 1_000
 NOTHING_STORED = "nothing of this was stored"
 NOT_KNOWN = "whether this was stored is not known"

@@ -6,12 +6,13 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from tasuki.core.election import LEADER_SCOPE
 from tasuki.core.job import TERMINAL, BlobRef, State
 from tasuki.core.lifecycle import LEASE_MARGIN_S, TAKEOVER_TIE_S, JobEvent, after, skip_outcome
 from tasuki.core.statistics import ROLLUP_DAYS
 from tasuki.core.store_messages import JobKind, LateJob, ReadyQueue, Reaped
 from tasuki.stores.sql import report
-from tasuki.stores.sql.database import LEADER_SCOPE, Transaction
+from tasuki.stores.sql.database import Transaction
 from tasuki.stores.sql.rows import JobRow, outcome_of
 
 LOCKED_LOOKS = 10  # for leases that others have locked, 50 ms apart; one that an application locks for longer ends at its time

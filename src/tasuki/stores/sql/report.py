@@ -24,7 +24,15 @@ from tasuki.core.store_messages import (
     recorded_success,
     storable_text,
 )
-from tasuki.stores.common import INCIDENT_OF, LEASES_ENDED_MAX, belongs_to_story, fenced_reason, missing_result
+from tasuki.stores.common import (
+    INCIDENT_OF,
+    LEASES_ENDED_MAX,
+    belongs_to_story,
+    fenced_reason,
+    missing_result,
+    outcome_of_lost,
+    outcome_of_unstarted,
+)
 from tasuki.stores.sql.database import Transaction, must_change
 from tasuki.stores.sql.rows import (
     AHEAD,
@@ -115,7 +123,7 @@ def release(tx: Transaction, claims: Sequence[HeldLease], *, reason: str = "") -
         del rows[claim.job_id]  # shown again in this batch, the lease is gone
         answers.append(True)
         if row.cancel_requested:
-            outcome = Outcome(error_code="CANCELED", message=f"canceled; {claim.worker_id} had not started it")
+            outcome = outcome_of_unstarted(claim.worker_id)
             tx.incident(row, "canceled", worker_id=claim.worker_id, reason=reason)
             tx.change_state(row, after(row.job_state, JobEvent.CANCEL), outcome, keep_lease=False, not_before=row.not_before)
         else:
@@ -256,8 +264,7 @@ def end_attempt(
     was_reported = outcome is not None
     not_before = row.not_before
     if disposition.state.terminal:
-        code = "CANCELED" if disposition.event is JobEvent.CANCEL else "LOST"
-        outcome = outcome or Outcome(error_code=code, message=disposition.reason)
+        outcome = outcome or outcome_of_lost(disposition)
     else:
         not_before = tx.clock.wall() + disposition.delay_s if disposition.delay_s > 0 else None
     tx.change_state(

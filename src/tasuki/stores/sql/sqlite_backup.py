@@ -16,12 +16,13 @@ from pathlib import Path
 
 import msgspec
 
+from tasuki.core.election import LEADER_SCOPE
 from tasuki.core.job import State
 from tasuki.core.lifecycle import ATTEMPT_STEP, EPOCH_STEP, LEASE_MARGIN_S
 from tasuki.core.statistics import COUNTED
 from tasuki.core.store_messages import BlobPlace
 from tasuki.errors import Corrupt, DiskFull, InvalidInput
-from tasuki.stores.sql.database import LEADER_SCOPE, Statements
+from tasuki.stores.sql.database import Statements
 from tasuki.stores.sql.sqlite import BUSY_TIMEOUT_MS, SqliteDatabase, SqliteErrors
 
 PAGES_PER_STEP = 4096  # 16 MiB between two calls of progress

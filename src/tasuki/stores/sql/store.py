@@ -17,7 +17,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from tasuki.core.election import LOCK_TTL_S
+from tasuki.core.election import LEADER_SCOPE, LOCK_TTL_S
 from tasuki.core.job import LEASED, Job, JobIncident
 from tasuki.core.pauses import PAUSES_MAX, PauseAnswer, PausedPattern, PauseOrder
 from tasuki.core.scheduler.thresholds import Thresholds
@@ -38,12 +38,11 @@ from tasuki.core.store_messages import (
 )
 from tasuki.core.subject import literal_prefix
 from tasuki.django.standalone import COORDINATION_SCOPE, SCHEMA_VERSION
-from tasuki.errors import ConfigError, InterruptCause, InvalidInput, TurnInterrupted
-from tasuki.stores.common import is_wanted
+from tasuki.errors import ConfigError, InterruptCause, TurnInterrupted
+from tasuki.stores.common import is_wanted, unknown_cursor
 from tasuki.stores.sql import blobs, fire, leader, lease, report, submit
 from tasuki.stores.sql.database import (
     ABOVE_ALL_PRIORITIES,
-    LEADER_SCOPE,
     Database,
     InDjango,
     Parameters,
@@ -186,7 +185,7 @@ class SqlReads:
     # -- find -----------------------------------------------------------------------------------------------------
     def find(self, filter: Filter, *, limit: int = 50, cursor: str | None = None) -> Page:
         if cursor is not None and not (cursor.isdecimal() and len(cursor) <= 18):
-            raise InvalidInput(f"cursor {cursor[:40]!r} is not one that find gave")
+            raise unknown_cursor(cursor)
         return self._read(lambda session: _find(session, filter, limit, cursor))
 
 

@@ -7,6 +7,7 @@ from collections.abc import Collection, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
+from tasuki.core.election import LEADER_SCOPE
 from tasuki.core.job import JobSpec, Outcome, State, differing_fields, is_run_id
 from tasuki.core.lifecycle import JobEvent, after, attempt_again, cancel_is_immediate, not_after_again
 from tasuki.core.scheduler.firing import FiringState
@@ -15,7 +16,7 @@ from tasuki.core.subject import group_of
 from tasuki.errors import Conflict, Unavailable
 from tasuki.stores.common import check_on_failed, input_refs, requeue_reason
 from tasuki.stores.firing import going_on
-from tasuki.stores.sql.database import LEADER_SCOPE, NOTHING_STORED, Transaction, must_change
+from tasuki.stores.sql.database import NOTHING_STORED, Transaction, must_change
 from tasuki.stores.sql.rows import READY, JobRow, decode_spec, encode_spec, job_of, outcome_of, ready_value
 from tasuki.stores.store import Answered
 

@@ -30,7 +30,7 @@ from tasuki.core.broker.routes import RoutedJobs
 from tasuki.core.broker.state import Account
 from tasuki.core.broker.turn_builder import TurnBuilder, TurnEffects
 from tasuki.core.client_machine import ClientMachine
-from tasuki.core.election import Election, Following, Resigned
+from tasuki.core.election import LEADER_SCOPE, Election, Following, Resigned
 from tasuki.core.failover.nodes import NodeState
 from tasuki.core.failover.plan import FailoverPlan
 from tasuki.core.job import OnDisconnect, State
@@ -40,7 +40,6 @@ from tasuki.core.reconnect import Redial
 from tasuki.core.store_messages import LeaseStatus, ReportAnswer, ReportStatus
 from tasuki.core.worker.events import LeasesDenied, WorkerIdentity
 from tasuki.core.worker.machine import SeenLeases, Slots, WorkerMachine
-from tasuki.server.cluster import SCOPE
 from tasuki.stores.memory.store import MemoryStore
 from tasuki.testing.sim.ablations_schedule import SCHEDULES
 from tasuki.testing.sim.ablations_store import ORDERS, STORE, Ablation, Method, Replacement, around
@@ -202,9 +201,9 @@ def _extends_nothing(renew: Method) -> Method:
 
 def _whoever_leads(_depose: Method) -> Method:
     def depose(self: Any, leader: Any) -> None:
-        lock = self.node.coordination._locks.get(SCOPE)
+        lock = self.node.coordination._locks.get(LEADER_SCOPE)
         if lock is not None:
-            self._call("deposes", lambda: self.node.coordination.release(SCOPE, lock.holder, lock.epoch), lambda _: None)
+            self._call("deposes", lambda: self.node.coordination.release(LEADER_SCOPE, lock.holder, lock.epoch), lambda _: None)
 
     return depose
 

@@ -18,12 +18,13 @@ from typing import Any, cast
 
 import msgspec
 
-from tasuki.coords.coordination import BEAT_INTERVAL_S, LEADER, ClusterMember, MemoryCoordination, View
+from tasuki.coords.coordination import BEAT_INTERVAL_S, LEADER, TIMEOUT_SHARE, ClusterMember, MemoryCoordination, View
 from tasuki.core import election
 from tasuki.core.address import Address
 from tasuki.core.broker import events
 from tasuki.core.broker.upkeep import FIRE_BATCH
 from tasuki.core.cluster_messages import ServerInfo, decode, everything, split
+from tasuki.core.election import LEADER_SCOPE
 from tasuki.core.job import Job
 from tasuki.core.machine import Hangup, Ticked
 from tasuki.core.protocol import Message, Reply, error_message
@@ -31,7 +32,7 @@ from tasuki.core.routing import Policy, SubjectRoute
 from tasuki.core.scheduler.orders import OrderEpochs
 from tasuki.core.store_messages import Answers, FireOrder, ReadyPage, Turn
 from tasuki.errors import DiskFull, InterruptCause, StaleEpoch, TasukiError, TurnInterrupted, Unavailable
-from tasuki.server.cluster import SCOPE, ClusterCommand
+from tasuki.server.cluster import ClusterCommand
 from tasuki.server.queries import answer_query, routed_jobs
 from tasuki.server.server import STOP_TIMEOUT_S
 from tasuki.stores.batching import execute
@@ -226,7 +227,6 @@ class StoreNode:
 # ---------------------------------------------------------------------------------------------------- the cluster
 
 COORDINATION = "coordination"
-TIMEOUT_SHARE = 0.4  # of the lock's ttl, as in coords/sql.py
 LATE_MAX_S = 3.0
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -453,7 +453,7 @@ class SimulatedCluster:
         release = self.node.coordination.release
         self._call(
             "deposes",
-            lambda: release(SCOPE, leader.server_id, leader.epoch),
+            lambda: release(LEADER_SCOPE, leader.server_id, leader.epoch),
             lambda _: self.stand_first(0.0, now_free=True),
         )
 
@@ -465,10 +465,10 @@ class SimulatedCluster:
 
     def hold(self, epoch: int, then: Callable[[bool | None], None]) -> None:
         """Ask the coordination whether this server still has the lock of its epoch."""
-        self._call("holds", lambda: self.node.coordination.renew(SCOPE, self.server.name, epoch, self.term.ttl_s), then)
+        self._call("holds", lambda: self.node.coordination.renew(LEADER_SCOPE, self.server.name, epoch, self.term.ttl_s), then)
 
     def _release(self, epoch: int) -> None:
-        self._call("releases", lambda: self.node.coordination.release(SCOPE, self.server.name, epoch), _ignore)
+        self._call("releases", lambda: self.node.coordination.release(LEADER_SCOPE, self.server.name, epoch), _ignore)
 
     def _acquire(self, floor: int | TasukiError, asked_at: float) -> None:
         if isinstance(floor, TasukiError):
@@ -477,7 +477,7 @@ class SimulatedCluster:
         holder, ttl_s = self.server.name, self.term.ttl_s
         self._call(
             "asks for the lock",
-            lambda: self.node.coordination.acquire(SCOPE, holder, ttl_s, floor),
+            lambda: self.node.coordination.acquire(LEADER_SCOPE, holder, ttl_s, floor),
             lambda answer: self._decide(election.Acquired(answer, asked_at)),
         )
 
@@ -485,7 +485,7 @@ class SimulatedCluster:
         holder, ttl_s = self.server.name, self.term.ttl_s
         self._call(
             "renews the lock",
-            lambda: self.node.coordination.renew(SCOPE, holder, epoch, ttl_s),
+            lambda: self.node.coordination.renew(LEADER_SCOPE, holder, epoch, ttl_s),
             lambda done: self._decide(election.Renewed(done, asked_at)),
         )
 
