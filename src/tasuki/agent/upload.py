@@ -158,7 +158,7 @@ def _extended_value(text: str) -> str:
         if found is not None:
             return unquote(found[1], errors="strict")
     except UnicodeDecodeError:
-        """It is refused like every other value that cannot be read."""
+        """Bytes that are no UTF-8 are refused like every other value that cannot be read."""
     raise InvalidInput(
         f"the file name {quoted(text)} of a part of the form must be utf-8'' and the name, percent-encoded as UTF-8"
     )

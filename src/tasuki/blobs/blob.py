@@ -224,7 +224,7 @@ class BlobStore(Protocol):
     where: str
     """Name of the place in errors."""
     threads: int
-    """How many calls may usefully block at once: the size of a caller's thread pool."""
+    """Number of calls that may usefully block at once: the size of a caller's thread pool."""
 
     def begin(
         self, sha256: str | None = None, size_bytes: int | None = None, generation: int = 0, resume_key: str = ""

@@ -102,7 +102,7 @@ class ArraySummary:
         self._reasons: dict[tuple[str, str], list[str]] = {}
         self._first: dict[str, str] = {}
         self.ledger: dict[str, dict[str, Any]] = {}
-        """Of a broadcast: what each worker did, by worker_id."""
+        """Results of a broadcast, by worker_id."""
         self._oldest = float("inf")
 
     @classmethod

@@ -189,7 +189,7 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True, repr_omit_defaults
     on_disconnect: str = "stop"
     detached: bool = False
     agent: str = ""
-    """Its program and version."""
+    """Program and version of the worker."""
     heartbeat_age_s: float | None = None
     """Time since its last heartbeat. None: it is connected to another server."""
 

@@ -78,7 +78,7 @@ class View(msgspec.Struct, frozen=True):
     leader_seen_s: float | None = None
     """Seconds since the store took the last turn of a leader, as leaders told; None: that is not known."""
     expelled: frozenset[str] = frozenset()
-    """Those of `detached` whom a leader detached (LEADER): they come back under another id."""
+    """Workers of `detached` that a leader detached (LEADER): they come back under another id."""
 
 
 class Coordination(Protocol):

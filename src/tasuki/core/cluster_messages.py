@@ -211,7 +211,7 @@ class WorkerInfo(msgspec.Struct, frozen=True, gc=False, array_like=True):
     held: bytes = b""
     """Prefixes of the hashes of cached files that it holds (`core.routing`); empty: no route asks for them."""
     agent: str = ""
-    """Its software and version, as it says."""
+    """Software and version, as the worker says."""
 
     def candidate(self) -> Candidate:
         """Return the facts by which routing policies compare it. Credit for what is sent ahead is no free place."""
@@ -237,10 +237,10 @@ class ServerInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     epoch: int = 0
     """Epoch under which the server leads; 0: it does not lead."""
     sub_leads: bool = False
-    """It watches the leader for its node."""
+    """The server watches the leader for its node."""
     blob_problem: str = ""
     """Reason why the leader takes no new blobs; then no server does."""
     queues: tuple[tuple[str, str], ...] = ()
     """(pattern, queue group) of the subscribers of this server that are in groups."""
     routes: tuple[SubjectRoute, ...] = ()
-    """Its routing policies, which hold at all servers."""
+    """Routing policies of this server, which hold at all servers."""

@@ -213,7 +213,7 @@ class Election:
         self.holder = holder
         self.state: State = Following(ask_at=0.0)
         self.deference_s = 0.0
-        """How long after the end of another's lock this server asks for it; 0: it also asks before, every ASK_MAX_S at least."""
+        """Time from the end of another's lock until this server asks for it; 0: it also asks before, every ASK_MAX_S at least."""
         self._resigning = False
         self._others_first_until = 0.0
         """Time before which a leader that was told to step down does not ask, whoever releases the lock."""

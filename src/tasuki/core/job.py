@@ -239,7 +239,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     priority: int = 5
     not_before: float | None = None
     not_after: float | None = None
-    """As in the spec; None once the job was retried after that time."""
+    """Time of the spec; None once the job was retried after it."""
     lease: Lease | None = None
     assigned_worker_id: str | None = None
     """The worker that had the latest attempt; stays after the lease is over."""

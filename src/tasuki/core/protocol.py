@@ -149,7 +149,7 @@ class HelloWorker(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     """Programs of its list, and OWN_PROGRAMS if it runs any for its own user; None: it does not say."""
     transfers: bool = False
     caches: bool = False
-    """It keeps files of caches, and answers CachePut."""
+    """The worker keeps files of caches, and answers CachePut."""
 
 
 class Welcome(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -512,9 +512,9 @@ class CacheStatus(enum.StrEnum):
     """States of a worker's copy of the files of a CachePut. OK, SKIPPED and FAILED are final."""
 
     OK = "OK"
-    """It has them all now, and had not before."""
+    """The worker has all files now, and had not before."""
     SKIPPED = "SKIPPED"
-    """It had them all."""
+    """The worker had all files."""
     FAILED = "FAILED"
     FETCHING = "FETCHING"
     AWAY = "AWAY"

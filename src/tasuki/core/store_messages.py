@@ -147,7 +147,7 @@ class LeaseRequest(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     patterns: tuple[str, ...] = ()
     job_ids: tuple[str, ...] = ()
     offer: Offer = Offer()
-    """What to take among the jobs that the patterns match; a job_id is granted whatever it needs."""
+    """Kinds and programs to take among the jobs that the patterns match; a job_id is granted whatever it needs."""
     named_elsewhere: Mapping[str, tuple[str, ...]] = {}
     """Programs that other live workers offer by name, and this one does not, with the patterns of these workers: OWN_PROGRAMS
     leaves such jobs to them."""
@@ -516,7 +516,7 @@ class AheadRun(msgspec.Struct, frozen=True, gc=False):
     job_id: str
     queue: ReadyQueue
     is_due: bool
-    """Its time has come, and it may start: an order to the worker that it is assigned to is all that it waits for."""
+    """The time of the run has come, and it waits for nothing but an order to the worker that it is assigned to."""
     worker_id: str = ""
     """Worker that it is assigned to; empty: nobody."""
     incarnation: str = ""

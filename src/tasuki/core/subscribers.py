@@ -25,7 +25,7 @@ RECEIVERS_MAX = 4096  # subjects whose receivers are remembered
 QUEUES_TOLD_MAX = 4096  # (pattern, queue group) pairs that a server tells the others: some 150 KB of each heartbeat
 
 Place = TypeVar("Place", bound=Hashable)
-"""Where subscribers are: the number of a connection, or the id of a server."""
+"""Place of subscribers: the number of a connection, or the id of a server."""
 
 
 class FoundSubscribers(msgspec.Struct, Generic[Place], frozen=True):

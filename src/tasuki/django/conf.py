@@ -46,7 +46,7 @@ class AlertTarget(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     on: tuple[Literal["failure", "dead_letter", "late", "no_leader"], ...] = ("dead_letter", "late", "no_leader")
     """failure: an attempt failed and is tried again; dead_letter: a run failed for good; late: a schedule was not fired."""
     allow_private: bool = False
-    """Also at loopback, private and link-local addresses."""
+    """True: loopback, private and link-local addresses are allowed too."""
 
     def __post_init__(self) -> None:
         check_receiver(self.url)

@@ -74,7 +74,7 @@ class ArchivedPart(msgspec.Struct, frozen=True, array_like=True):
 
 class _Archive(msgspec.Struct, frozen=True, array_like=True):
     job_id: str
-    """Also makes the object one run's own: two runs never have equal bytes."""
+    """Id of the run, which makes the object its own: two runs never have equal bytes."""
     parts: list[ArchivedPart]
 
 

@@ -215,7 +215,7 @@ class Alert(Row):
     shown = "{0.key}"
     id = RowIdField(primary_key=True)
     key = NameField(max_length=255, unique=True)
-    """What happened, to what, and for whom."""
+    """Text that names the event, its object and the receiver."""
     target = NameField(max_length=200)
     """Name of the definition whose receiver gets it; empty: the one of everything."""
     body = models.JSONField()
@@ -490,7 +490,7 @@ class JobDefinition(Row):
         default="",
         db_default=ConcurrencyPolicy.FORBID.value,
     )
-    """If it is empty, `save()` writes the one of the type: forbid by time, allow by event."""
+    """Policy of the definition. An empty one becomes that of the type in `save()`: forbid by time, allow by event."""
     changed_at = UnixTimeField(default=0.0, db_default=0.0, editable=False)
     """Time at which its schedule was changed, or it was enabled, by `save()`."""
     managed_by = NameField(max_length=255, blank=True, default="", db_default="")

@@ -266,7 +266,7 @@ class ListeningSocket:
         The newest is first. When more come than can be opened, the others would all have waited until their peers gave up.
         """
         while self._accepted and (sock := self._accepted.pop()).fileno() < 0:
-            """It made room for another one."""
+            """Closed, to make room for another one."""
         if sock.fileno() >= 0:
             sock.is_opened = True
             self._opening.spawn(self._open(sock))

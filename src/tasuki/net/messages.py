@@ -247,7 +247,7 @@ class MessageExchange:
     ) -> None:
         self._connection, self._apply, self._ask = connection, apply, ask
         self._wait_s = wait_s
-        """How long a message waits for a connection."""
+        """Longest wait of a message for a connection."""
         self._online = asyncio.Event()
         self._subscriptions: dict[tuple[str, str], list[AsyncMessageSubscription]] = {}
         self._trie: SubjectTrie[AsyncMessageSubscription] = SubjectTrie()

@@ -128,7 +128,7 @@ class Cluster:
         self.kept_detached: frozenset[str] = frozenset()
         """Workers that people detached, where the database keeps that beside a coordination that may forget it."""
         self.lost_flags: frozenset[str] = frozenset()
-        """Those of them that are of this process, and that the coordination has not, or as detached by a leader."""
+        """Workers of `kept_detached` in this process whose flag the coordination has not, or has as set by a leader."""
         self._leads_since = 0.0
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="tasuki-coordination")
         self._tasks = BackgroundTasks(lambda task: self._answered.set())

@@ -35,7 +35,7 @@ class SlowSubscriber(msgspec.Struct):
     dropped: int = 0
     """Messages that were dropped and not told of yet."""
     dropping: bool = False
-    """It gets nothing until it has read half of what it may leave unread."""
+    """True: the subscriber gets nothing until it has read half of what it may leave unread."""
 
 
 class MessageDelivery:

@@ -150,7 +150,7 @@ class _IncomingBlob:
         self.key = (uploader, put.sha256) if resumes and uploader else None
         """Key of an upload that can be resumed. None: the upload is dropped when it is cut off."""
         self.received = -1 if put.resume else 0
-        """Where the next chunk begins; -1 until the peer has been told the offset."""
+        """Offset of the next chunk; -1 until the peer has been told it."""
         self.came_bytes = 0
         self.queued = 0
         self.chunks: asyncio.Queue[Chunk | None] = asyncio.Queue()

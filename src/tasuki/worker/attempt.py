@@ -73,7 +73,7 @@ class HandlerInput(msgspec.Struct, frozen=True):
 
     name: str
     data: bytes | None
-    """Of a small file, which came with the job."""
+    """Content of a small file, which came with the job."""
     path: Path
     """Place of a larger one on this machine."""
 

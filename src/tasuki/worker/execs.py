@@ -72,7 +72,7 @@ class PythonCall(msgspec.Struct, frozen=True):
     """Imported before it."""
     interpreter: str
     or_cold: bool = False
-    """While the interpreter cannot be prepared, jobs start cold; False: they are refused."""
+    """True: jobs start cold while the interpreter cannot be prepared; False: they are refused."""
 
     @property
     def cold(self) -> tuple[str, ...]:

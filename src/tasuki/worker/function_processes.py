@@ -125,7 +125,7 @@ class _Child:
         self.writer = writer
         self.exited: asyncio.Future[ChildExited] = asyncio.get_running_loop().create_future()
         self.lease_deadline: Callable[[], float | None] = lambda: None
-        """Of the job that it runs."""
+        """Deadline of the job that the child runs."""
 
     async def ask(self, request: bytes, report: Callable[[Progress], None]) -> Outcome | None:
         """Return the child's answer, or None if it died meanwhile; pass its progress on."""

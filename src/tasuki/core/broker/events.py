@@ -50,7 +50,7 @@ class BrokerConfig(msgspec.Struct, frozen=True, kw_only=True):
     blob_grace_s: float = BLOB_GRACE_S
     """Time for which a blob that no job refers to is kept after it was last brought or asked for."""
     blob_budget_bytes: int | None = None
-    """While all blobs take more than this, unused ones are collected sooner; new ones are refused if that does not help."""
+    """Size of all blobs beyond which unused ones are collected sooner, and new ones refused if that does not help."""
     collects_blobs: bool = True
     """False for a server that cannot reach the bytes of blobs."""
     fires: bool = True

@@ -178,7 +178,7 @@ class WorkerSession(Session, kw_only=True):
     log_reads: int = 0
     agent: str = ""
     caches: bool = False
-    """It keeps files of caches."""
+    """The worker keeps files of caches."""
     held: bytes = b""
     """Prefixes of the hashes of cached files that it holds."""
     cpu: float = 0.0
@@ -208,7 +208,7 @@ class WorkerSession(Session, kw_only=True):
     unsure: bool = True
     """There may be jobs for it that were noted before: its next look is by its patterns."""
     sparse: bool = False
-    """Its last walk was cut short: it looks for all that was noted before it walks again."""
+    """The worker's last walk was cut short: it looks for all that was noted before it walks again."""
     again: dict[str, None] = msgspec.field(default_factory=dict)
     """Subjects of which it got all that it asked for: there may be more."""
     idle_since: int = 0

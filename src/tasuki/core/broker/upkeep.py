@@ -84,7 +84,7 @@ class Upkeep:
         self.counts = UpkeepCounts()
         self.tick_s = FIRE_INTERVAL_S
         self.ahead = FireOrder(FIRE_BATCH)
-        """How long before their times runs are stored and assigned, and when they go to others; 0 s: never before."""
+        """Order for runs that are stored and assigned ahead of their times (0 s: none), and reassigned after some more time."""
         self.max_jobs = 0
         """No worker is assigned more at once; 0: as many as it has slots."""
         self._assignments: tuple[Assignment, ...] = ()

@@ -43,7 +43,7 @@ class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True):
     age_s: float = 0.0
     """Time since its last heartbeat."""
     leads: bool = False
-    """It is a worker of the leader's own process, which is used where nobody else takes a queue."""
+    """The worker is of the leader's own process, which is used where nobody else takes a queue."""
 
     def takes(self, queue: ReadyQueue) -> bool:
         return self.offer.fits(queue.kind, queue.exec) and any(matches(pattern, queue.subject) for pattern in self.patterns)

@@ -20,9 +20,9 @@ class Thresholds(msgspec.Struct, frozen=True, kw_only=True):
     log_retention_days_db: float = 7.0
     """Logs are rows for so long."""
     leader_tick_seconds: float = 1.0
-    """How often the leader looks for changed definitions and new events, and every node for changed settings."""
+    """Interval at which the leader looks for changed definitions and new events, and every node for changed settings."""
     assign_ahead_seconds: float = 30.0
-    """How long before its time a run is given to a worker."""
+    """Time before its start at which a run is given to a worker."""
     heartbeat_interval_seconds: float = 1.0
     heartbeat_ttl_seconds: float = 5.0
     """A process that was silent for so long is taken to be dead."""
@@ -38,7 +38,7 @@ class Thresholds(msgspec.Struct, frozen=True, kw_only=True):
     max_jobs_per_worker: int = 0
     """No worker runs more at once, whatever its slots; 0: as many as it has slots."""
     continuation_retry_count: int = 3
-    """How often a worker that was cut off asks whether it may continue."""
+    """Number of times that a worker which was cut off asks whether it may continue."""
     continuation_retry_interval_seconds: float = 0.3
     grpc_ping_timeout_seconds: float = 0.3
     grpc_ping_failures: int = 3

@@ -76,7 +76,7 @@ KINDS = {
     "restored": lazy("restored from a backup"),
     "no_payload": lazy("input missing"),
 }
-"""What happened, by the kind of incident."""
+"""Words for an incident, by its kind."""
 _WAITS = {
     "earlier": lazy("%s for earlier attempts"),
     "held_back": lazy("%s for its time to come"),

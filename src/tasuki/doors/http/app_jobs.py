@@ -26,7 +26,7 @@ class AppJob(msgspec.Struct, kw_only=True):
     job_id: JobId | None = None
     priority: int = 5
     max_retries: int | None = None
-    """As the other limits: those of the app, if there is none."""
+    """Limit of the job; None: that of the app, as for the other limits."""
     backoff_s: float | None = None
     timeout_s: float | None = None
 

@@ -134,7 +134,7 @@ class EnrolledWorker(msgspec.Struct, kw_only=True):
     label: str
     token_id: str
     registered_at: str
-    """When it got its present token, by registration or rotation."""
+    """Time at which the worker got its present token, by registration or rotation."""
     expires_at: str | None
     connected: bool
     """A server heard of it within a lease's lifetime."""

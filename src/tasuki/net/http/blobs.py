@@ -239,7 +239,7 @@ def _trusting(tls: ssl.SSLContext | None) -> ssl.SSLContext:
 class _Had(msgspec.Struct):
     have: bool
     offset: int | None = None
-    """Where to continue; None: an older server, which takes blobs in one piece."""
+    """Place to continue at; None: an older server, which takes blobs in one piece."""
 
 
 class HttpBlobs:

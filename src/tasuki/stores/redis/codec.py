@@ -161,7 +161,7 @@ class SharedValues(NamedTuple):
     facts: SpecFacts
     """Facts up to the hash of the body, which is all zeros."""
     head: bytes
-    """These facts packed, up to the hash; see `_PLAIN_FACTS`."""
+    """The facts packed, up to the hash; see `_PLAIN_FACTS`."""
 
 
 @lru_cache(4096)

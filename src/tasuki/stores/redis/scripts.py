@@ -217,8 +217,8 @@ class RedisSession:
         self._name = secrets.token_hex(8)
         self._number = 0
         self.notes: tuple[list[bytes], list[bytes]] | None = ([], [])
-        """Of the last turn: subject and kind of the queues that jobs came back to, and positions of lease requests that were cut
-        short. None: not known."""
+        """Notes of the last turn: subject and kind of the queues that jobs came back to, and positions of lease requests that
+        were cut short. None: not known."""
 
     def close(self) -> None:
         self._client.close()

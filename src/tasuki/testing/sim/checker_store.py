@@ -66,7 +66,7 @@ class GrantedLease(msgspec.Struct, eq=False):
     since: float = 0.0
     """The time of the grant, or of the last renewal."""
     fetched: bool = True
-    """Its worker may have it: it was not assigned ahead, or was fetched."""
+    """The worker may have the lease, which was not assigned ahead, or was fetched."""
     confirming_until: float = 0.0
     """The time until which its worker asks whether it may go on."""
     promised_until: float = 0.0
@@ -220,7 +220,7 @@ class JobJudge(Judge):
         self._paused: dict[str, None] = {}
         """Patterns that are paused."""
         self._led: list[tuple[float, float]] = []
-        """Of the last two turns of leaders: when it was written, and how long that took."""
+        """Time and duration of the last two writes by turns of leaders."""
 
     def handlers(self) -> dict[type[history.HistoryLine], Handler]:
         return {

@@ -303,7 +303,7 @@ class Coverage:
         self._ahead: set[str] = set()
         """Leases that were assigned ahead and not fetched."""
         self._unfetched: dict[str, int] = {}
-        """Their attempts by job."""
+        """Attempts of `_ahead`, by job."""
         self._orphaned: set[str] = set()
         self._cancel_asked: set[str] = set()
         self._states: dict[str, str] = {}

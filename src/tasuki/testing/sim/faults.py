@@ -54,7 +54,7 @@ class FaultKind(NamedTuple):
     several: bool = False
     """Possible only where several servers work on one store."""
     drawn: bool = True
-    """It is among those that a seed draws from; others happen only where they are named."""
+    """True: seeds draw this kind. Others happen only where they are named."""
 
 
 # ---------------------------------------------------------------------------------------------------- the network

@@ -232,11 +232,11 @@ class DefinitionEvent(HistoryLine, frozen=True):
 
     definition: str
     policy: str
-    """Its concurrency_policy, always the same; allow if it was deleted, since nothing keeps its runs apart then."""
+    """The concurrency_policy, always the same; allow if the definition was deleted, since nothing keeps its runs apart then."""
     enabled: bool = True
     by_event: bool = False
     every_s: int = 0
-    """Its nominal times are the multiples of this."""
+    """Interval of a schedule, whose nominal times are its multiples."""
 
 
 class DueEvent(HistoryLine, frozen=True):

@@ -71,7 +71,7 @@ class SimulatedRoles:
         self._live: set[str] = set()
         self._leader_since = self._seen_at = self._leads_since = 0.0
         self._workers: dict[str, float] = {}
-        """When each worker was last connected to a live server, as far as this one knows."""
+        """Time at which each worker was last connected to a live server, as far as this one knows."""
 
     def met(self, view: View, servers: list[ServerInfo]) -> None:
         now = self._server.now().monotonic

@@ -67,7 +67,7 @@ class Prepare(msgspec.Struct, frozen=True, tag="prepare", array_like=True, kw_on
     modules: tuple[str, ...]
     env: dict[bytes, bytes]
     or_cold: bool = False
-    """While the interpreter cannot be prepared, jobs start cold; False: they are refused."""
+    """True: jobs start cold while the interpreter cannot be prepared; False: they are refused."""
 
 
 class Spawn(msgspec.Struct, frozen=True, tag="spawn", array_like=True, kw_only=True):
