@@ -138,9 +138,8 @@ def test_a_reader_of_the_project_has_a_connection_of_its_own(store: SqlStore, po
 
 def test_the_time_of_a_change_of_a_definition_is_the_databases(alias: str, monkeypatch: pytest.MonkeyPatch) -> None:
     now = SqlStore.in_django(alias).clock.wall()
-    monkeypatch.setattr(
-        "django.utils.timezone.now", lambda: datetime.fromtimestamp(now - 86_400, UTC)
-    )  # the clock of a web server that is wrong by a day
+    wrong_by_a_day = datetime.fromtimestamp(now - 86_400, UTC)
+    monkeypatch.setattr("django.utils.timezone.now", lambda: wrong_by_a_day)
     row = JobDefinition(name="n", command_name="c", schedule_type="daily_at", schedule_value="02:30")
     row.save(using=alias)
 

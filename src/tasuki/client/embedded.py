@@ -53,7 +53,7 @@ def _start(folder: DataFolder) -> None:
             f"the data folder {folder.root} cannot be written to: {error.strerror or error}; "
             "choose another with --data or TASUKI_DATA"
         ) from None
-    # It may end long before this process does, and would stay a zombie if nobody waited for it.
+    # The server may end long before this process does, and would stay a zombie if nobody waited for it.
     threading.Thread(target=process.wait, name="tasuki-embedded", daemon=True).start()
     deadline = time.monotonic() + START_TIMEOUT_S
     while time.monotonic() < deadline:

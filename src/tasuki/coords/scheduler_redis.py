@@ -129,7 +129,7 @@ class SchedulerCoordination(RedisCoordination):
         return Locked(int(self._on("next", f"{scope}:epoch", floor)))
 
     def _set_expiry(self, scope: str, holder: str, epoch: int, ttl_s: float) -> bool:
-        # Whoever took the lock since has raised the epoch, this holder too.
+        # Each holder that took the lock since has raised the epoch, even if it is this one.
         if int(self._command("GET", f"{PREFIX}:{scope}:epoch") or 0) != epoch:
             return False
         return bool(self._on("hold", f"{scope}:lock", holder, int(ttl_s * 1000), int(LOCK_TTL_MAX_S * 1000)))

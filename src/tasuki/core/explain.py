@@ -535,7 +535,7 @@ def _spans(job: Job, incidents: Sequence[JobIncident], now_wall: float) -> tuple
     ended_at = job.finished_at if job.finished_at is not None else now_wall
     # An end for good is no wait: what follows it is a requeue, which is an incident of its own.
     before = [incident.at for incident in _endings(incidents) if incident.kind in _EARLIER and incident.at < ended_at]
-    # What ended by itself was at a worker to its end; what was canceled or skipped may have waited again by then.
+    # A job that ended by itself was at a worker to its end; one that was canceled or skipped may have waited again by then.
     may_wait = job.state in READY or job.state in (State.CANCELED, State.SKIPPED)
     waits = job.assigned_at is None or (may_wait and any(at >= job.assigned_at for at in before))
     assigned_at = None if waits else job.assigned_at

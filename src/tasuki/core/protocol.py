@@ -41,9 +41,7 @@ UNAUTHENTICATED_FRAME_MAX_BYTES = 64 * 1024
 FRAME_MAX_BYTES = 8 * 1024 * 1024
 BATCH_MAX = 1024  # items of one frame; a receiver refuses more before it makes objects of them
 REQUEST_MAX_BYTES = 256 * 1024  # parameters of a Request after decompression: a `watch` of 1,024 job_ids has 133 KiB
-SUBMIT_MAX_BYTES = (
-    4 * 1024 * 1024
-)  # jobs of one frame after decompression: one job alone may have 3.2 MiB of texts and file names
+SUBMIT_MAX_BYTES = 4 * 1024 * 1024  # jobs of one frame after decompression: one alone may have 3.2 MiB of texts and file names
 PARAMS_MAX = 16  # parameters of one Request; no verb has more than 10
 BATCH_BYTES = 1024 * 1024  # about what one frame of ours carries, unless a single item is larger
 META_MAX_BYTES = 16 * 1024  # of an outcome; small facts only

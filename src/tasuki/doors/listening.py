@@ -35,9 +35,7 @@ CONNECTIONS_MAX = 10_000
 DESCRIPTORS_KEPT = 128  # of the process's limit: for the store, transfers, and the refusal of one connection more
 LOCAL_SHARE = 4  # one in so many connections is kept for the unix socket: the operator, and the workers of this machine
 STRANGERS_MAX = 1024  # each may hold 64 KiB of a first frame: 70 MB in all
-TOKEN_SHARE = (
-    4  # one in so many connections may be of one token; more are closed when others, or as many strangers, need the room
-)
+TOKEN_SHARE = 4  # one in so many connections may be of one token; others, and as many strangers, may take the place of more
 BACKLOG = 1024
 ACCEPTED_AT_ONCE = 32  # of one listener, in one turn of the loop: nobody waits long in the backlog
 ACCEPTED_MAX = 256  # of one listener, not opened yet: beyond, a peer is told at once to try again, instead of waiting in vain

@@ -149,7 +149,7 @@ class Wakeups(ABC, Generic[Connection]):
                     await self._send(connection, batch)
                 self._is_up("notifying")
             except BaseException:
-                # Whether it was sent is unknown, and more may pile up until there is a connection again.
+                # The batch may or may not have been sent, and more may pile up until there is a connection again.
                 self._queue = [everything(self._server_id)]
                 self._filled.set()
                 self._messages.extendleft(reversed(sending))

@@ -19,12 +19,8 @@ from tasuki.errors import ConfigError, WrongType
 Encoding = Literal["json", "msgpack"]
 T = TypeVar("T")
 _PLACE = re.compile(r"(?P<what>.*) - at `\$\.?(?P<place>.*)`", re.DOTALL)
-_UNSENDABLE = (
-    TypeError,
-    NotImplementedError,
-    OverflowError,
-    UnicodeEncodeError,
-)  # of msgspec, for a value
+# Exceptions of msgspec for a value that it cannot encode.
+_UNSENDABLE = (TypeError, NotImplementedError, OverflowError, UnicodeEncodeError)
 
 
 def _as_builtin(value: Any) -> Any:

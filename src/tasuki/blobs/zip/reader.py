@@ -106,7 +106,7 @@ LOCAL_SIGNATURE = b"PK\x03\x04"
 _FLAGS_REFUSED = 0x0001 | 0x0040 | 0x2000  # encrypted: traditional, strong, with masked headers
 _FLAG_UTF8 = 0x0800
 
-# What `zipfile` raises for directories that are not in order.
+# Exceptions of `zipfile` for directories that are not in order.
 _MALFORMED = (zipfile.BadZipFile, struct.error, NotImplementedError, ValueError, OverflowError, EOFError)
 
 

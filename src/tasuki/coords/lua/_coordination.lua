@@ -1,4 +1,4 @@
--- What the scripts of the coordination share. Its keys, below the prefix of the app (the store's own are in stores/lua):
+-- Functions that the scripts of the coordination share. Its keys, below the prefix of the app (the store's own are in stores/lua):
 --   {app}:beats          ZSET  member_id by its last beat
 --   {app}:member:{id}    HASH  kind, incarnation, schema_version, version, info
 --   {app}:lock:{scope}   HASH  epoch (the last one given out), holder, expires_at. No TTL: the epoch must stay

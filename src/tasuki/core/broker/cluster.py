@@ -103,7 +103,7 @@ def revoked(state: BrokerState, token_ids: Iterable[str]) -> list[Command]:
     for session in state.sessions_of(set(token_ids)):
         if session.identity is not None and not session.token_exchanges:
             if isinstance(session, WorkerSession) and not session.identity.worker_id:
-                # What was granted before this server heard; a bound token may be exchanged.
+                # End the leases that were granted before this server heard; a bound token may be exchanged.
                 end_leases(state, LeaseHolder(session.owner))
             gone = f"token {session.identity.token_id} was revoked, or is not in the store any more"
             commands += state.hang_up(session.conn, Unauthorized(gone))

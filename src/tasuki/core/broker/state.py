@@ -68,9 +68,8 @@ class Account(msgspec.Struct):
 
     def give(self, credit: int) -> None:
         """Add the credit of a message; a negative one takes credit back."""
-        if (
-            -CREDIT_MAX <= credit < 0
-        ):  # reserved credit is taken when its lease request is answered, unless it is granted meanwhile
+        if -CREDIT_MAX <= credit < 0:
+            # Reserved credit is taken when its lease request is answered, unless it is granted meanwhile.
             taken = min(self.available, -credit)
             self.available -= taken
             self.withdrawn = min(self.reserved, self.withdrawn - credit - taken)

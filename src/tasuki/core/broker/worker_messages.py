@@ -432,7 +432,7 @@ def _granted(state: BrokerState, look: _Look, grants: list[Grant], is_cut: bool,
                 deliveries[grant.lease_id] = Delivery(protocol.Claim(grant.job_id, grant.lease_id, grant.attempt), sent_at)
             effects.commands += _assignments(worker, worker.ttl_s, grants)
             return
-    # It left, or began to drain, while the store was at work. Unseen grants go back, without using up a loss. But if the
+    # The worker left, or began to drain, while the store was at work. Unseen grants go back, without using up a loss. But if the
     # worker left for another server, that one may have read these grants and delivered them: there they are its own.
     if isinstance(worker, WorkerSession) or not state.config.shared:
         asked = look.request

@@ -417,7 +417,7 @@ class WorkerMachine:
         held = self.held.get(claim.lease_id)
         if held is None:
             if self._seen.moved(claim.lease_id, self._conn or 0):
-                # It was given back, and that message was lost with its connection: for the store it is still held here.
+                # The lease was given back, and that message was lost with its connection: for the store it is still held here.
                 self._release(claim)
             return
         if held.ending is not None:

@@ -140,7 +140,7 @@ MORE = 5
 
 _SHOWN = " AND lease_id = column3 AND assigned_worker_id = column4 AND attempt = column5"
 
-# What leaves leases without their workers.
+# Faults that leave leases without their workers.
 LOSSES = ("pause", "partition", "one_way", "half_open", "power", "crash", "late", "reset")
 
 
@@ -419,7 +419,7 @@ def _in_any_case(release: Method, self: Any, claim: Any, reason: Any) -> Any:
     return release(self, replace(claim, is_over=False), reason)
 
 
-# What leaves a leader with a term that is over, and turns of it still to come.
+# Faults that leave a leader with a term that is over, and turns of it still to come.
 RIVALS = ("pause", "store_cut", "store_slow", "coordination_cut", "coordination_lost", "coordination_late", "slow")
 
 

@@ -85,7 +85,7 @@ class ClientJudge(Judge):
         if asked is None:
             return
         if line.answer == "unknown":
-            # That it was not done twice is judged where it is done: by the ids of submits, and by counting the restarts.
+            # Judges of the store find out whether it was done twice: by the ids of submits, and by counting the restarts.
             self.evidence["I16"] += 1
         if asked.verb in _SUBMITS:
             self._acked(asked, line)

@@ -536,7 +536,7 @@ class JobJudge(Judge):
             self.found("I14", f"{line.job_id} was canceled, and then a finish of attempt {line.attempt} was accepted")
         else:
             self._came_from_the_holder(job, line)
-        # Whether it was right or not: this is what the store has from now on, and later lines are compared with it.
+        # Right or wrong, the store has this from now on, and later lines are compared with it.
         job.reports[line.attempt] = line.verb
         job.let_go(line.attempt, line.verb)
         if line.state:
@@ -647,7 +647,7 @@ class RowJudge(Judge):
                 invariant = "I14" if both == {State.CANCELED, State.SUCCEEDED} else "I4"
                 self.found(invariant, f"{line.job_id} was {job.state} and is {line.state}, in the same generation")
         elif history.RequeuedEvent in self.told and history.SubmittedEvent in self.told:
-            # Whatever was told of it has moved job.generation already.
+            # Each requeue that was told has moved job.generation already.
             self.found("I4", f"{line.job_id} is in generation {line.generation}, and nothing was told beyond {job.generation}")
         elif history.AskedEvent in self.told and line.generation - job.generation > job.asked_restarts:
             self.found("I4", f"{line.job_id} is in generation {line.generation}, asked for {job.asked_restarts} times")

@@ -290,7 +290,7 @@ class SimClient(SimProcess, ClientNode):
         asking = self.asking.pop(told.ticket)
         at, call = self.sim.at, asking.call
         if told.error is not None:
-            # What may be tried again may also have happened: an earlier try of the same call, whose answer was lost.
+            # A call that may be tried again may also have been done: by an earlier try, whose answer was lost.
             answer = "unknown" if isinstance(told.error, Unavailable) else "refused"
             self.sim.tell(AnsweredEvent(at=at, client=self.name, call=call, answer=answer))
         elif isinstance(told.answer, Accepted):

@@ -161,7 +161,7 @@ class Project:
 
     def tell_what_was_due(self) -> None:
         for number, (definition, since) in self.last.items():
-            # What came before an outage let the definition be written is over.
+            # Times before the definition could be written, because of an outage, are over.
             times: list[float] = [event.created_at for event in self.emitted if event.created_at > since]
             if definition.type == "time":
                 schedule = _parsed("", definition.schedule_value)

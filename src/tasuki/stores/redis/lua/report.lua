@@ -25,7 +25,7 @@ local function read_report(id, with_failure)
   return report
 end
 
--- Whether a fenced report becomes an incident: the first of its attempt, from a worker that had that attempt. A report of anybody
+-- Return whether a fenced report becomes an incident: the first of its attempt, from a worker that had it. A report of anybody
 -- else, however often it comes, leaves nothing behind in a job that is not theirs.
 local function belongs_to_story(job, report)
   local attempt, current = tonumber(report.attempt), tonumber(job.attempt or 0)

@@ -62,7 +62,7 @@ SELECT id FROM created
 {enqueued}
 
 -- name: enqueue_alike
--- The same for jobs that differ in job_id, body_hash and spec alone: a fifth less for the server to do.
+-- As `enqueue`, for jobs that differ in job_id, body_hash and spec alone: a fifth less for the server to do.
 {enqueue} unnest($1::text[], $5::bytea[], $6::bytea[]) AS new (job_id, body_hash, spec),
           (SELECT $2::text AS subject, $3::text AS "group", $4::text AS submitter, $7::text AS exec, $8::smallint AS kind,
                   $9::smallint AS priority, $10::float8 AS not_before, $11::float8 AS not_after, $12::integer AS max_retries,

@@ -398,7 +398,7 @@ UPDATE tasuki_jobrun SET log_ref = ?2 WHERE id = ?1 AND (log_ref = '' OR log_ref
 DELETE FROM tasuki_logchunk WHERE id IN (SELECT value FROM json_each(?1))
 
 -- name: prune_notes
--- Of definitions that were deleted, unless a run of one still waits.
+-- Notes of definitions that were deleted, unless a run of one still waits.
 DELETE FROM tasuki_definitionstate
 WHERE waits_for = '' AND next_at IS NULL AND NOT EXISTS (SELECT 1 FROM tasuki_jobdefinition WHERE id = definition_id)
 

@@ -35,7 +35,7 @@ UPDATE tasuki_jobrun SET state = 'PENDING', ready = 1, version = version + 1, le
 WHERE state = 'ORPHANED'
 
 -- name: raise_attempts
--- Of jobs that will run again. Those that have ended keep the attempt that ended them; a requeue raises it.
+-- The jobs that will run again. Ended ones keep the attempt that ended them; a requeue raises it.
 UPDATE tasuki_jobrun SET attempt = (attempt / ?1 + 1) * ?1 WHERE state = 'PENDING'
 
 -- name: forget_counters
