@@ -1,7 +1,7 @@
 """How do delay, fairness and upkeep look with thousands of workers, many servers and an hour of load? In the simulator.
 
     python bench/scale.py              10,000 workers, 20 servers, 1,000 jobs/s, one hour
-    python bench/scale.py --quick      50 workers, 2 servers, half a minute
+    python bench/scale.py --quick      50 workers, 3 servers, one minute
     python bench/scale.py --workers 500 --servers 4 --jobs-per-s 50 --minutes 5
     python bench/scale.py --curve      how the delay grows with the load, in smaller worlds
 
@@ -57,7 +57,7 @@ DOWN_S = 60.0  # how long a server stays away
 RACK_SHARE = 0.02  # of the workers die together, with their hosts
 FLOOD_S = 30.0
 DRAIN_LIMIT_S = 600.0
-QUICK = {"workers": 50, "servers": 2, "clients": 4, "jobs_per_s": 5.0, "minutes": 0.5}
+QUICK = {"workers": 50, "servers": 3, "clients": 4, "jobs_per_s": 5.0, "minutes": 1.0}
 CURVE = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
 OFFSET_MAX_S = 10_000.0
 
@@ -295,7 +295,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--minutes", type=float, default=usual.minutes, help="of virtual time (default: %(default)g)")
     parser.add_argument("--load", type=float, default=usual.load, help="share of the places kept busy (default: %(default)g)")
     parser.add_argument("--seed", type=int, default=usual.seed)
-    parser.add_argument("--quick", action="store_true", help="a small world for half a minute, whatever else is said")
+    parser.add_argument("--quick", action="store_true", help="a small world for one minute, whatever else is said")
     parser.add_argument("--calm", action="store_true", help="no disasters")
     parser.add_argument("--curve", action="store_true", help="the delay at loads from 50 %% to 95 %%, in worlds of 500 workers")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")

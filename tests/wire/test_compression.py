@@ -10,8 +10,9 @@ import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tasuki.core.protocol import CODECS
 from tasuki.errors import ProtocolError, TasukiError, TooLarge
-from tasuki.wire.compression import CODECS, COMPRESS_FROM_BYTES, GZIP, ZSTD, compress, decompress
+from tasuki.wire.compression import COMPRESS_FROM_BYTES, GZIP, ZSTD, compress, decompress
 from tasuki.wire.messages import BATCH
 
 FLAG = {"zstd": ZSTD, "gzip": GZIP}

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from tasuki.core.job import JobSpec
 from tasuki.core.protocol import (
+    CODECS,
     FRAME_MAX_BYTES,
     SUBMIT_MAX_BYTES,
     ErrorMessage,
@@ -17,7 +18,7 @@ from tasuki.core.protocol import (
     SubmitJobs,
 )
 from tasuki.errors import InvalidInput, ProtocolError, RefusedRequest, TasukiError, UnknownFrame
-from tasuki.wire.compression import CODECS, GZIP
+from tasuki.wire.compression import GZIP
 from tasuki.wire.messages import BATCH, HEADER_MAX_BYTES, KNOWN_FLAGS, Frame, FrameDecoder, Type, decode, encode
 from tests.wire.strategies import message, messages
 from tests.wire.vectors import MESSAGE_TYPES, VECTORS, decode_all
