@@ -27,7 +27,7 @@ from tasuki.config import OWN_COMMAND, check_app, data_folder, forget_tokens
 from tasuki.core.address import Address, parse_url
 from tasuki.core.apps import outcome_of
 from tasuki.core.job import JobSpec, Outcome
-from tasuki.core.lifecycle import LEASE_TTL_RANGE_S, LEASE_TTL_S
+from tasuki.core.lifecycle import GRACE_MAX_S, LEASE_TTL_RANGE_S, LEASE_TTL_S
 from tasuki.core.store_messages import Grant
 from tasuki.core.subject import app_subject
 from tasuki.core.units import parse_size
@@ -39,7 +39,7 @@ from tasuki.worker.execs import Exec, load_execs, parse_exec_flag
 from tasuki.worker.linux_calls import wipe_variables
 from tasuki.worker.local_workers import end_with_stdin
 from tasuki.worker.logs import LogCaps
-from tasuki.worker.worker import RECONNECT_GRACE_MAX_S, Worker, what_it_offers
+from tasuki.worker.worker import Worker, what_it_offers
 
 MEMBER_MAX_BYTES = 16 * 1024 * 1024  # of a file that is read here; larger results stay in the archive
 CODE_MAX_CHARS = 64
@@ -105,7 +105,7 @@ worker_options = cli.options(
     ),
     cli.duration(
         "--reconnect-grace",
-        type=cli.Duration(0, RECONNECT_GRACE_MAX_S),
+        type=cli.Duration(0, GRACE_MAX_S),
         default=60.0,
         help="With keep: how long after the end of a lease others still leave the job to this worker, up to 1h.",
     ),

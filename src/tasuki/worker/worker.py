@@ -92,10 +92,8 @@ RESOURCES_S = 1.0  # between two looks at what is told of this host
 IDLE_TICK_S = 0.2  # of a worker that is connected and runs nothing
 HARD_STOP_S = 15.0  # a second signal: how long killed jobs may take to be gone
 LOG_AGAIN_S = 60.0  # how often the reason of a missing connection is repeated in the log
-RECONNECT_GRACE_MAX_S = GRACE_MAX_S  # no server waits longer unless it was told to
 ASYNC_CONCURRENCY = 100
 AHEAD_MAX = 32  # attempts that are requested beyond the slots while attempts are short
-
 CONNECTED_WITHIN_S = 30.0  # how long a message waits for a connection
 
 FETCHING = Progress(0.0, "fetching its input files")
@@ -776,8 +774,8 @@ def disconnect_policy(
     chosen = usual if on_disconnect is None else on_disconnect
     if chosen not in list(OnDisconnect):
         raise ConfigError(f"on_disconnect must be stop or keep, got {on_disconnect!r}")
-    if not 0.0 <= reconnect_grace_s <= RECONNECT_GRACE_MAX_S:
-        raise ConfigError(f"reconnect_grace_s must be 0 to {RECONNECT_GRACE_MAX_S:g} seconds, got {reconnect_grace_s:g}")
+    if not 0.0 <= reconnect_grace_s <= GRACE_MAX_S:
+        raise ConfigError(f"reconnect_grace_s must be 0 to {GRACE_MAX_S:g} seconds, got {reconnect_grace_s:g}")
     grace_s = reconnect_grace_s if chosen == OnDisconnect.KEEP else 0.0
     return OnDisconnect(chosen), grace_s, lease_ttl_s or (HTTP_LEASE_TTL_S if over_http else None)
 

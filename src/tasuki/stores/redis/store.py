@@ -71,16 +71,7 @@ from tasuki.core.store_messages import (
 )
 from tasuki.core.subject import group_of
 from tasuki.errors import CacheConflict, ConfigError, Conflict, Unavailable
-from tasuki.stores.common import (
-    LEASES_ENDED_MAX,
-    check_on_failed,
-    clashing_names,
-    is_wanted,
-    other_file,
-    other_target,
-    outcome_of_unstarted,
-    unknown_cursor,
-)
+from tasuki.stores import common
 from tasuki.stores.redis import codec
 from tasuki.stores.redis.codec import Argument, JobRecord, Reply, SpecFacts, flag, optional
 from tasuki.stores.redis.connection import TIMEOUT_S, check_settings, connect, name_of
@@ -257,7 +248,7 @@ class RedisStore:
     @_batch
     def submit(self, submissions: Sequence[Submission], *, on_failed: str = "return") -> ScriptCall[list[Answered]]:
         """Store new jobs. A payload has a key of its own if outsiders may look for it there, or if it is large."""
-        check_on_failed(on_failed)
+        common.check_on_failed(on_failed)
         places: dict[codec.Place, int] = {}
         jobs: list[Argument] = []
         for submission in submissions:
@@ -340,13 +331,12 @@ class RedisStore:
     def release(self, claims: Sequence[HeldLease], *, reason: str = "") -> ScriptCall[list[bool]]:
         arguments: list[Argument] = [storable_text(reason), len(claims)]
         for claim in claims:
-            outcome = outcome_of_unstarted(claim.worker_id)
-            arguments += (*_key_of(claim), codec.encode(outcome), flag(claim.is_over))
+            arguments += (*_key_of(claim), codec.encode(common.outcome_of_unstarted(claim.worker_id)), flag(claim.is_over))
         return ScriptCall("release", arguments, _flags)
 
     @_batch
     def end_leases(self, holders: Sequence[LeaseHolder]) -> ScriptCall[list[int]]:
-        arguments: list[Argument] = [LEASES_ENDED_MAX, len(holders)]
+        arguments: list[Argument] = [common.LEASES_ENDED_MAX, len(holders)]
         for holder in holders:
             arguments += (holder.owner, holder.worker_id, holder.reason)
         return ScriptCall("end_leases", arguments, lambda reply: [int(count) for count in reply])
@@ -428,7 +418,7 @@ class RedisStore:
 
     def find(self, filter: Filter, *, limit: int = 50, cursor: str | None = None) -> Page:
         if cursor is not None and not cursor.isdecimal():
-            raise unknown_cursor(cursor)
+            raise common.unknown_cursor(cursor)
         jobs: list[Job] = []
         window = limit if filter == Filter() else FIND_WINDOW
         looked_at = 0
@@ -644,7 +634,7 @@ class FilterFields(NamedTuple):
         record, facts = self.record, self.facts
         texts = (self.job_id, *codec.outcome_texts(self.outcome)) if filter.text is not None else ()
         origin = facts.subject, facts.submitter, record.assigned_worker_id, facts.array_id, float(record.created_at)
-        return is_wanted(filter, self.job_id, record.state, *origin, texts)
+        return common.is_wanted(filter, self.job_id, record.state, *origin, texts)
 
 
 # ---------------------------------------------------------------------------------------------------- calls
@@ -789,8 +779,8 @@ def _cache_put(order: CacheOrder, word: str, *facts: str) -> CacheStored | Cache
     if word == "missing":
         return MissingBlobs(order.cache_id, facts)
     if word == "target":
-        return other_target(order.cache_id, facts[0], order.target)
-    return (other_file if word == "other" else clashing_names)(order.cache_id, facts[0], facts[1])
+        return common.other_target(order.cache_id, facts[0], order.target)
+    return (common.other_file if word == "other" else common.clashing_names)(order.cache_id, facts[0], facts[1])
 
 
 def _texts(reply: Reply) -> list[str]:
