@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import AsyncExitStack, contextmanager
 from typing import Any
 
 import httpx
 import pytest
+from starlette.types import Message
 
 from tasuki import Client
 from tasuki.core.protocol import DeliverMessages, PublishedMessage
+from tasuki.doors.http.exchange import StreamedResponse
 from tasuki.doors.http.messages import EVENTS_TYPE
 from tests.doors.http.stage import Stage
 from tests.support.waiting import until
@@ -64,6 +67,36 @@ def test_a_reader_is_told_what_it_lost_and_its_subscription_ends_with_it(stage: 
         stage.server._loop.call_soon_threadsafe(stage.server._links[conn].deliver, told)
         assert [next(read)[0], next(read)] == ["message", ("dropped", {"dropped": 3})]
     until(lambda: not routes.find("slow.x"), what="the stream's connection ends")
+
+
+@pytest.mark.parametrize(("stops_at", "ended"), [("http.response.start", ["stack"]), ("http.response.body", ["pieces", "stack"])])
+def test_what_a_stream_needs_ends_with_its_reader_also_before_the_first_piece(stops_at: str, ended: list[str]) -> None:
+    async def left_early() -> list[str]:
+        ends: list[str] = []
+
+        async def pieces() -> AsyncGenerator[bytes, None]:
+            try:
+                yield b"one"
+                yield b"two"
+            finally:
+                ends.append("pieces")
+
+        async def receive() -> Message:
+            await stopped.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message: Message) -> None:
+            if message["type"] == stops_at:
+                stopped.set()
+                await asyncio.Event().wait()  # the peer reads no more
+
+        stopped, stack = asyncio.Event(), AsyncExitStack()
+        stack.callback(ends.append, "stack")
+        answer = StreamedResponse(pieces(), stack, 200, {}, EVENTS_TYPE)
+        await answer({"type": "http", "asgi": {"spec_version": "2.3"}}, receive, send)
+        return ends
+
+    assert asyncio.run(left_early()) == ended
 
 
 @pytest.mark.parametrize(

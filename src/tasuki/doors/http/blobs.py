@@ -15,14 +15,14 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import Response
 
 from tasuki.core.access import Identity
 from tasuki.core.job import BlobRef, check_sha256
 from tasuki.core.presigned import BlobCommitted, BlobDownload, BlobUpload
 from tasuki.core.ranges import body_range, content_range, parse_range
 from tasuki.doors.http.context import RequestContext
-from tasuki.doors.http.exchange import BODY_TIMEOUT_S
+from tasuki.doors.http.exchange import BODY_TIMEOUT_S, StreamedResponse
 from tasuki.doors.http.v1 import stream
 from tasuki.errors import BlobMismatch, Corrupt, InvalidInput, NotFound, OffsetConflict, Unavailable
 
@@ -145,8 +145,9 @@ async def get(context: RequestContext) -> Response:
         headers = {"Content-Length": str(stop - offset), "Accept-Ranges": "bytes", "X-Content-Type-Options": "nosniff"}
         if offset or last is not None:
             headers["Content-Range"] = content_range(offset, stop, place.size_bytes)
-        body = _cut(stream(stack.pop_all(), first, pieces), stop - offset)
-        return StreamingResponse(body, 206 if "Content-Range" in headers else 200, headers, "application/octet-stream")
+        body = _cut(stream(first, pieces), stop - offset)
+        status = 206 if "Content-Range" in headers else 200
+        return StreamedResponse(body, stack.pop_all(), status, headers, "application/octet-stream")
     finally:
         await stack.aclose()
 

@@ -9,14 +9,14 @@ from __future__ import annotations
 import asyncio
 import functools
 import re
-from collections.abc import Callable, Coroutine, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
+from contextlib import AsyncExitStack, aclosing, contextmanager, suppress
 from typing import Annotated, Any, TypeVar
 
 import msgspec
 from msgspec import Meta
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import Response
+from starlette.responses import Response, StreamingResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tasuki import errors
@@ -282,6 +282,21 @@ class BodyBudget:
             return answer
         self.take(owner, size_bytes, beyond=beyond)
         return UnreadResponse(answer, lambda: self.give_back(owner, size_bytes))
+
+
+class StreamedResponse(StreamingResponse):
+    """Response whose body is made piece by piece. `stack` holds what that needs, and is closed at the end, or when the peer has
+    left: also before the first piece, so that the body was never begun."""
+
+    def __init__(
+        self, pieces: AsyncGenerator[bytes, None], stack: AsyncExitStack, status: int, headers: dict[str, str], media_type: str
+    ) -> None:
+        super().__init__(pieces, status, headers, media_type)
+        self._pieces, self._stack = pieces, stack
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with self._stack, aclosing(self._pieces):
+            await super().__call__(scope, receive, send)
 
 
 class UnreadResponse(Response):

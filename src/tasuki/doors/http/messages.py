@@ -9,10 +9,10 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 import msgspec
-from starlette.responses import StreamingResponse
 
 from tasuki.core import protocol
 from tasuki.doors.http.context import RequestContext
+from tasuki.doors.http.exchange import StreamedResponse
 from tasuki.doors.http.virtual_connection import VirtualConnection, beat, hello_of
 from tasuki.errors import InvalidInput
 
@@ -96,7 +96,7 @@ def _dropped(count: int) -> bytes:
     return b"event: dropped\ndata: " + _encode({"dropped": count}) + b"\n\n" if count else b""
 
 
-async def subscribe(context: RequestContext) -> StreamingResponse:
+async def subscribe(context: RequestContext) -> StreamedResponse:
     """Read the messages of the patterns, as server-sent events, until you leave: `message`, and `dropped` if you are too slow."""
     query = context.request.query_params
     patterns, queue = query.getlist("pattern"), query.get("queue", "")
@@ -108,7 +108,7 @@ async def subscribe(context: RequestContext) -> StreamingResponse:
             params = {"pattern": pattern, "queue": queue}
             await stream.ask(protocol.Request(stream.next_id(), "subscribe", params))
         headers = {"X-Accel-Buffering": "no"}  # a proxy that gathers events would keep them from the reader
-        return StreamingResponse(_kept(stack.pop_all(), stream), 200, headers, EVENTS_TYPE)
+        return StreamedResponse(stream.events(), stack.pop_all(), 200, headers, EVENTS_TYPE)
 
 
 @asynccontextmanager
@@ -121,10 +121,3 @@ async def _opened(context: RequestContext) -> AsyncGenerator[MessageStream, None
     finally:
         beating.cancel()
         stream.leave()
-
-
-async def _kept(stack: AsyncExitStack, stream: MessageStream) -> AsyncGenerator[bytes, None]:
-    """Yield the events, and close the connection when the reader has left."""
-    async with stack:
-        async for event in stream.events():
-            yield event

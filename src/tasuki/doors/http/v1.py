@@ -5,18 +5,28 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import AsyncExitStack, suppress
+from contextlib import AsyncExitStack, aclosing, suppress
 from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import Response
 
 from tasuki.core.job import BROADCAST_WITHIN_S, TERMINAL, InputFile, JobSpec, State, broadcast_specs
 from tasuki.core.protocol import LOG_WAIT_MAX_S
 from tasuki.doors.http.context import STORE_TIMEOUT_S, HttpContext, RequestContext, message_of
-from tasuki.doors.http.exchange import BATCH_MAX, CLIENT_GONE, Error, JobId, error_of, number, unless_left, whole_number
+from tasuki.doors.http.exchange import (
+    BATCH_MAX,
+    CLIENT_GONE,
+    Error,
+    JobId,
+    StreamedResponse,
+    error_of,
+    number,
+    unless_left,
+    whole_number,
+)
 from tasuki.errors import InvalidInput, NoResult, NotFinished, NotFound, TasukiError, Unavailable
 
 OFFSET_MAX = 2**53
@@ -184,19 +194,18 @@ async def result(context: RequestContext) -> Response:
             data = outcome["result"] or b""
             return Response(data, 200, headers, _media_type(data))
         headers["Content-Length"] = str(outcome["result_bytes"])
-        pieces = client.connection.blob(outcome["result_sha256"], context.job_id)
+        pieces = await stack.enter_async_context(aclosing(client.connection.blob(outcome["result_sha256"], context.job_id)))
         first = await anext(pieces, b"")  # a blob that cannot be read is an error instead of half an answer
-        return StreamingResponse(stream(stack.pop_all(), first, pieces), 200, headers, _media_type(first))
+        return StreamedResponse(stream(first, pieces), stack.pop_all(), 200, headers, _media_type(first))
     finally:
         await stack.aclose()
 
 
-async def stream(kept: AsyncExitStack, first: bytes, rest: AsyncIterator[bytes]) -> AsyncGenerator[bytes, None]:
-    """Yield the body of an answer, and keep open what it needs until its end."""
-    async with kept:
-        yield first
-        async for piece in rest:
-            yield piece
+async def stream(first: bytes, rest: AsyncIterator[bytes]) -> AsyncGenerator[bytes, None]:
+    """Yield the body of an answer whose first piece was read already."""
+    yield first
+    async for piece in rest:
+        yield piece
 
 
 def result_headers(meta: dict[str, Any]) -> dict[str, str]:
