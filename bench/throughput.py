@@ -2,6 +2,7 @@
 
     python bench/throughput.py            our ids, random ids, typed tasks, and the peers on Redis in the same run; recorded
     python bench/throughput.py --quick    a short look, nothing recorded, no peers
+    python bench/throughput.py --route sticky        the same short look, with a routing policy for the jobs
 
 SQLite with synchronous=FULL, batches as the client makes them by itself. The clock stops when the client has been told of the
 last recorded finish. Peers (Celery, RQ, Dramatiq, Taskiq, Huey on Redis) run in an environment of their own with the same empty
@@ -24,21 +25,22 @@ from tasuki import AsyncClient, JobSpec, Tasks, gather
 CONCURRENCY = 2000
 
 
-async def one_round(client: AsyncClient, ids: list[str]) -> float:
+async def one_round(client: AsyncClient, ids: list[str], keys: int = 0) -> float:
     began = time.perf_counter()
-    specs = [JobSpec(job_id=job_id, subject="bench.noop") for job_id in ids]
+    routed = ({"route_key": str(number % keys)} if keys else {} for number in range(len(ids)))
+    specs = [JobSpec(job_id=job_id, subject="bench.noop", **key) for job_id, key in zip(ids, routed, strict=True)]
     for handle in await client.submit_many(specs):
         await handle.outcome(120)
     return len(ids) / (time.perf_counter() - began)
 
 
-async def ours(url: str, jobs: int, rounds: int, processes: dict[str, Process]) -> dict[str, Any]:
+async def ours(url: str, jobs: int, rounds: int, processes: dict[str, Process], keys: int = 0) -> dict[str, Any]:
     figures: dict[str, Any] = {}
     async with AsyncClient(url) as client:
-        await one_round(client, client.new_ids(2000))  # warm
+        await one_round(client, client.new_ids(2000), keys)  # warm
         for name, make in (("our_ids", client.new_ids), ("uuid4_ids", lambda n: [str(uuid.uuid4()) for _ in range(n)])):
             before = {who: process.cpu_s() for who, process in processes.items()}
-            rates = [await one_round(client, make(jobs)) for _ in range(rounds)]
+            rates = [await one_round(client, make(jobs), keys) for _ in range(rounds)]
             figures[name] = {
                 "jobs_per_s": round(max(rates)),
                 "rounds": [round(rate) for rate in rates],
@@ -77,21 +79,23 @@ def typed(url: str, jobs: int, rounds: int, processes: dict[str, Process]) -> di
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a short run without peers; nothing is recorded")
+    parser.add_argument("--route", metavar="POLICY", help="a short run of jobs with this routing policy and 100 keys")
     parser.add_argument("--jobs", type=int, default=100_000)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--peers-venv", default=None, help="where the peers' environment is or is made")
     parser.add_argument("--no-peers", action="store_true")
     arguments = parser.parse_args()
-    jobs, rounds = (10_000, 1) if arguments.quick else (arguments.jobs, arguments.rounds)
-    with folder() as data, server(data) as broker, handler_worker(f"unix://{data}/socket", CONCURRENCY) as worker:
+    is_short, route = arguments.quick or arguments.route, ("--route", f"bench.>={arguments.route}") if arguments.route else ()
+    jobs, rounds = (10_000, 1) if is_short else (arguments.jobs, arguments.rounds)
+    with folder() as data, server(data, *route) as broker, handler_worker(f"unix://{data}/socket", CONCURRENCY) as worker:
         url, processes = f"unix://{data}/socket", {"server": broker, "worker": worker}
-        figures = uvloop.run(ours(url, jobs, rounds, processes))
+        figures = uvloop.run(ours(url, jobs, rounds, processes, 100 if arguments.route else 0))
         figures["typed_tasks"] = typed(url, jobs, rounds, processes)
     figures["typed_to_raw"] = round(figures["typed_tasks"]["jobs_per_s"] / figures["our_ids"]["jobs_per_s"], 2)
     figures = {"jobs": jobs, "concurrency": CONCURRENCY, **figures}
-    if not arguments.quick and not arguments.no_peers:
+    if not is_short and not arguments.no_peers:
         figures.update(against_peers(figures, arguments.peers_venv, rounds))
-    record("throughput", figures, save=not arguments.quick)
+    record("throughput", figures, save=not is_short)
 
 
 def against_peers(figures: dict[str, Any], venv: str | None, rounds: int) -> dict[str, Any]:
