@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 
+from tasuki.core.broker import routes
 from tasuki.core.broker.events import ClusterView, Hinted, Publish, Query
+from tasuki.core.cluster_messages import Hint
 from tasuki.core.job import InputFile
 from tasuki.core.protocol import GiveCredit, Heartbeat, JobsFinished, Request
 from tasuki.core.routing import ROUTE_WAIT_S, Ring, hash_prefix, parse_route
@@ -217,6 +219,151 @@ def test_jobs_that_nobody_can_run_do_not_stand_before_others() -> None:
     stage.pass_time(2.0)
 
     assert got(stage, worker) == ["good"]
+
+
+# ---------------------------------------------------------------------------------------------------- many jobs
+
+
+@pytest.fixture
+def looks(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the functions of policies that were called for a job."""
+    called: list[str] = []
+
+    def counted(name: str) -> None:
+        function = getattr(routes, name)
+        monkeypatch.setattr(routes, name, lambda *args, **options: called.append(name) or function(*args, **options))
+
+    counted("choose")
+    counted("preferred")
+    return called
+
+
+def test_a_turn_looks_at_no_more_jobs_than_it_can_grant_however_many_wait(looks: list[str]) -> None:
+    # given: a worker with room, and many jobs that wait for another one
+    stage = staged("session.>=sticky")
+    client, free, full = stage.node(), roomy(stage, "w1", credit=50), roomy(stage, "w2")
+    key = key_of("w2", ["w1", "w2"])
+    for subject in range(40):
+        stage.submit(client, *(f"job-{subject}-{place}" for place in range(30)), subject=f"session.{subject}", route_key=key)
+    stage.pass_time(A_LOOK_S)
+    looks.clear()
+
+    # when: the next turns look for work
+    for _ in range(5):
+        stage.ask(free, GiveCredit(1))
+        stage.pass_time(A_LOOK_S / 10)
+
+    # then: none of them is looked at, until its worker has room
+    assert looks == []
+    stage.ask(full, GiveCredit(1))
+    assert looks.count("choose") == 1
+    assert got(stage, full) == ["job-0-0"]
+
+
+def test_without_free_credit_no_job_is_looked_at(looks: list[str]) -> None:
+    stage = staged(">=least-load")
+    client, worker = stage.node(), roomy(stage, "w1", credit=1)
+    stage.submit(client, *(f"job-{place}" for place in range(30)), subject="job.x")
+    assert got(stage, worker) == ["job-0"]
+    looks.clear()
+
+    for _ in range(5):
+        stage.pass_time(A_LOOK_S)
+    assert looks == []
+    stage.ask(worker, GiveCredit(3))
+
+    assert looks.count("choose") == 3
+    assert got(stage, worker) == ["job-0", "job-1", "job-2", "job-3"]
+
+
+def test_jobs_that_wait_are_sorted_some_in_each_turn_and_the_next_one_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(routes, "MOVED_PER_TURN", 10)
+    stage = staged("session.>=sticky")
+    client, names = stage.node(), ["w1", "w2"]
+    free, full = (roomy(stage, name) for name in names)
+    for subject in ("session.x", "session.y"):
+        key = key_of("w2", names)
+        stage.submit(client, *(f"{subject}-{place}" for place in range(30)), subject=subject, route_key=key, priority=9)
+    stage.submit(client, "last", subject="session.z", route_key=key_of("w1", names))
+
+    stage.ask(free, GiveCredit(1))
+    assert got(stage, free) == []
+    for _ in range(6):
+        stage.pass_time(A_LOOK_S)
+
+    assert (got(stage, free), got(stage, full)) == (["last"], [])
+
+
+def test_of_jobs_that_wait_for_a_worker_the_highest_priority_goes_first_then_the_oldest() -> None:
+    stage = staged("session.>=sticky")
+    client, names = stage.node(), ["w1", "w2"]
+    roomy(stage, "w1", credit=9)
+    full, key = roomy(stage, "w2"), key_of("w2", names)
+    stage.submit(client, "old", subject="session.x", route_key=key)
+    stage.submit(client, "young", subject="session.a", route_key=key)
+    stage.submit(client, "urgent", subject="session.y", route_key=key, priority=9)
+
+    for _ in range(3):
+        stage.pass_time(A_LOOK_S)
+        stage.ask(full, GiveCredit(1))
+
+    assert got(stage, full) == ["urgent", "old", "young"]
+
+
+def test_jobs_that_wait_for_a_worker_go_to_others_as_soon_as_it_leaves() -> None:
+    stage = staged("session.>=sticky")
+    client, free, full = stage.node(), roomy(stage, "w1", credit=9), roomy(stage, "w2")
+    stage.submit(client, "a", "b", subject="session.x", route_key=key_of("w2", ["w1", "w2"]))
+    assert got(stage, free) == []
+
+    stage.close(full)
+    stage.pass_time(A_LOOK_S)
+
+    assert got(stage, free) == ["a", "b"]
+
+
+def test_a_job_for_a_worker_that_was_detached_is_found_when_it_is_back() -> None:
+    stage = staged("session.>=sticky")
+    client, worker = stage.node(), roomy(stage, "w1", credit=1)
+    stage.apply(ClusterView((stage.broker.info,), detached=frozenset({"w1"})))
+    stage.submit(client, "a", subject="session.x")
+    stage.pass_time(A_LOOK_S)
+    assert got(stage, worker) == []
+
+    stage.apply(ClusterView((stage.broker.info,)))
+    stage.turns()
+    stage.pass_time(A_LOOK_S)
+
+    assert got(stage, worker) == ["a"]
+
+
+def test_a_job_that_becomes_known_late_has_waited_since_it_was_ready() -> None:
+    stage = staged("session.>=sticky")
+    client, free = stage.node(), roomy(stage, "w1", credit=99)
+    roomy(stage, "w2")
+    many = [f"job-{place:02}" for place in range(3 * routes.QUEUE_MAX)]
+    stage.submit(client, *many, subject="session.x", route_key=key_of("w2", ["w1", "w2"]))
+    assert got(stage, free) == []
+
+    stage.pass_time(ROUTE_WAIT_S + A_LOOK_S)
+    stage.pass_time(A_LOOK_S)
+
+    assert got(stage, free) == many
+
+
+def test_the_oldest_reasons_and_choices_are_dropped_and_the_others_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(routes, "REASONS_KEPT", 2)
+    monkeypatch.setattr(routes, "CHOICES_KEPT", 2)
+    stage = staged("session.>=sticky")
+    client, names = stage.node(), ["w1", "w2"]
+    first, second = (roomy(stage, name, credit=9) for name in names)
+
+    stage.apply(Hinted(Hint(server_id="other", routed=(("a", "w2"), ("b", "w2"), ("c", "w2")))))
+    for job_id in ("a", "b", "c", "d", "e"):
+        stage.submit(client, job_id, subject="session.x", route_key=key_of("w1", names))
+
+    assert (got(stage, first), got(stage, second)) == (["a", "d", "e"], ["b", "c"])
+    assert [stage.broker.routed.reason(job_id)[0] for job_id in "ade"] == ["", "w1", "w1"]
 
 
 # ---------------------------------------------------------------------------------------------------- several servers

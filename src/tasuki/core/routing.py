@@ -24,6 +24,7 @@ import hashlib
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
+from itertools import islice
 from typing import NamedTuple
 
 import msgspec
@@ -176,18 +177,28 @@ def ring_of(worker_ids: tuple[str, ...]) -> Ring:
 # ---------------------------------------------------------------------------------------------------- choices
 
 
+def preferred(
+    policy: Policy, facts: RoutingFacts, worker_ids: tuple[str, ...], candidates: Mapping[str, Candidate]
+) -> tuple[str, ...]:
+    """Return those of these workers, which are sorted, that the job waits for if they are full."""
+    if policy is Policy.STICKY:
+        return tuple(islice(ring_of(worker_ids).order(facts.key), 1))
+    if policy is Policy.CACHE_AFFINITY:
+        held = [candidates[worker_id].holds(facts) for worker_id in worker_ids]
+        if most := max(held, default=0):
+            return tuple(worker_id for worker_id, size in zip(worker_ids, held, strict=True) if size == most)
+    return worker_ids
+
+
 def choose(policy: Policy, facts: RoutingFacts, candidates: Sequence[Candidate], *, waited: bool) -> Candidate | None:
     """Return the worker that gets the job; None: it waits. `waited`: it has waited for a full worker for long enough."""
-    if policy is Policy.STICKY:
-        by_id = {one.worker_id: one for one in candidates}
-        order = (by_id[worker_id] for worker_id in ring_of(tuple(sorted(by_id))).order(facts.key))
-        best = next(order, None)
-        if best is None or best.credit > 0:
-            return best
-        return next((one for one in order if one.credit > 0), None) if waited else None
-    if policy is Policy.CACHE_AFFINITY and not waited and (most := max((one.holds(facts) for one in candidates), default=0)):
-        candidates = [one for one in candidates if one.holds(facts) == most]
-    free = [one for one in candidates if one.credit > 0]
+    by_id = {one.worker_id: one for one in candidates}
+    able = tuple(sorted(by_id))
+    if policy is Policy.STICKY and waited:
+        return next((by_id[worker_id] for worker_id in ring_of(able).order(facts.key) if by_id[worker_id].credit > 0), None)
+    if not waited:
+        able = preferred(policy, facts, able, by_id)
+    free = [by_id[worker_id] for worker_id in able if by_id[worker_id].credit > 0]
     if policy is Policy.ROUND_ROBIN:
         return min(free, key=lambda one: (one.turn, one.worker_id), default=None)
     return min(free, key=lambda one: (-one.holds(facts), one.load, one.turn, one.worker_id), default=None)

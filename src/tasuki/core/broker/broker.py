@@ -126,9 +126,10 @@ class Broker(BrokerState):
         return []
 
     def _look_for_routed(self) -> None:
-        """Let idle workers ask for jobs that a policy may have chosen them for."""
-        for queue in self.routed.queues:
-            self.look_for(*queue, backlog=False)
+        """Let workers with credit ask for jobs that a policy may choose them for."""
+        for worker_id in sorted(self.routed.awaited() & self.workers.keys()):
+            if (worker := self.workers[worker_id]).account.available:
+                self.look(worker, backlog=False)
 
     def _received(self, event: Received, now: Now) -> list[events.Command]:
         conn, message = event.conn, event.message

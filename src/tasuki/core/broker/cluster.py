@@ -45,6 +45,8 @@ def met(state: BrokerState, event: ClusterView) -> None:
         cluster.subscriptions = subscriptions
         state.note_live_workers()
         state.leave_no_more(state.left_for - state.live_workers().keys())
+    if state.routed.routes and was_detached - event.detached:
+        state.look_everywhere()  # routed jobs that nobody else can run were not noted
     for worker_id in was_detached - event.detached:
         if (worker := state.workers.get(worker_id)) is not None:
             state.look(worker, backlog=True)

@@ -606,6 +606,7 @@ class BrokerState:
         """Make `live_workers` compute its answer anew, once per turn: thousands of workers may come or go at once."""
         self._live_workers = self._named = None
         self._fitting.clear()
+        self.routed.workers_changed()
         if self.epoch:
             self.look_for_left()
 
@@ -666,16 +667,16 @@ class BrokerState:
         return found
 
     def fitting(self, queue: Queue) -> tuple[str, ...]:
-        """Return the live workers, here and elsewhere, that may take jobs of this queue."""
+        """Return the live workers, here and elsewhere, that may take jobs of this queue, sorted."""
         if queue not in self._fitting:
             subject, kind, exec_ = queue
             conns = {conn for one in self.subscriptions.matching(*queue) for conn in one.workers}
-            ids = {worker.worker_id: None for worker in self.workers.values() if worker.conn in conns}
+            ids = {worker.worker_id for worker in self.workers.values() if worker.conn in conns}
             for _, other in self.cluster.workers():
                 is_able = Offer(other.takes, other.execs).fits(kind, exec_)
                 if is_able and any(matches(pattern, subject) for pattern in other.patterns):
-                    ids[other.worker_id] = None
-            self._fitting[queue] = tuple(ids)
+                    ids.add(other.worker_id)
+            self._fitting[queue] = tuple(sorted(ids - self.cluster.detached))
         return self._fitting[queue]
 
     # -- descriptions ---------------------------------------------------------------------------------------------
