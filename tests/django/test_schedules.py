@@ -32,11 +32,13 @@ def test_definitions_of_the_settings_are_applied_and_enabled_and_events_emitted_
         IMPORTS
         + """
 from django.conf import settings
-from tasuki.django.models import JobDefinition
+from tasuki.django.models import AdminActionLog, JobDefinition
 
 settings.TASUKI = {"definitions": {"nightly": {"command_name": "daily_report", "daily_at": "02:30"}}}
+said("tasuki_definitions", "apply", "--dry-run")
 applied = data("tasuki_definitions", "apply")
 row = JobDefinition.objects.get()
+said("tasuki_definitions", "apply")
 switched = [data("tasuki_definitions", what, "nightly") for what in ("disable", "enable")]
 enabled = JobDefinition.objects.get()
 settings.TASUKI = {}
@@ -45,11 +47,15 @@ paid = ("tasuki_events", "emit", "order.paid", "--payload", '{"order": 17}', "--
 events = [data(*paid), data(*paid), data("tasuki_events", "emit", "order.sent")]
 wrong = [said("tasuki_events", "emit", *words) for words in (("order.paid", "--payload", "{"), ("order paid",))]
 stored = list(Event.objects.order_by("id").values_list("id", "event_type", "payload_json", "dedupe_key"))
+Event.objects.filter(pk=stored[1][0]).update(processed_at=time.time(), problem="definition mail: it is wrong")
+said("tasuki_events", "retry", str(stored[1][0]))
+audit = list(AdminActionLog.objects.order_by("id").values_list("action", "target", "detail"))
+actors = {one.actor.partition(":")[0] for one in AdminActionLog.objects.all()}
 print(json.dumps([applied, row.managed_by, switched, [enabled.enabled, enabled.changed_at > row.changed_at], deleted, events,
-                  wrong, stored]))
+                  wrong, stored, audit, sorted(actors)]))
 """
     )
-    applied, source, switched, enabled, deleted, events, wrong, stored = found
+    applied, source, switched, enabled, deleted, events, wrong, stored, audit, actors = found
 
     assert (applied["created"], source, deleted) == (["nightly"], "settings", ["nightly"])
     assert switched == [{"name": "nightly", "enabled": False}, {"name": "nightly", "enabled": True}]
@@ -60,6 +66,15 @@ print(json.dumps([applied, row.managed_by, switched, [enabled.enabled, enabled.c
     assert sent["id"] == stored[1][0]
     assert "CommandError: --payload is not JSON" in wrong[0]
     assert "'order paid'" in wrong[1]
+    assert audit == [
+        ["definition.change", "nightly", "applied from settings"],
+        ["definition.disable", "nightly", ""],
+        ["definition.enable", "nightly", ""],
+        ["definition.delete", "nightly", "applied from settings"],
+        *[["event.emit", kind, ""] for kind in ("order.paid", "order.paid", "order.sent")],
+        ["event.retry", str(stored[1][0]), ""],
+    ]
+    assert actors == ["manage.py"]
 
 
 def test_a_file_of_definitions_becomes_runs_by_hand_and_upon_events(site: DjangoSite, tmp_path: Path) -> None:

@@ -408,7 +408,7 @@ class Audit(Row):
     actor = NameField(max_length=255)
     action = NameField(max_length=32)
     """token.create, .revoke; worker.detach, .attach, .drain; leader.degrade; settings.change; run.cancel, .rerun, .enqueue;
-    definition.change, .enable, .disable, .delete, .run; event.emit"""
+    definition.change, .enable, .disable, .delete, .run; event.emit, .retry"""
     target = NameField(max_length=255)
     detail = models.TextField(db_default="")
 

@@ -31,7 +31,7 @@ from tasuki.core.subject import check_pattern
 from tasuki.django import definitions
 from tasuki.django.commands import enqueue_command
 from tasuki.django.conf import file_of, project_settings
-from tasuki.django.definitions import scheduler_settings
+from tasuki.django.definitions import Applied, scheduler_settings
 from tasuki.django.enqueueing import DEFAULT_QUEUE, hint_after_commit, new_id, patterns_of, project_store
 from tasuki.django.log_archive import LogArchive
 from tasuki.django.models import (
@@ -69,7 +69,7 @@ Actor = Any
 
 
 @contextmanager
-def _noted(actor: Actor, permission: str, action: str, targets: Sequence[str], reason: str) -> Iterator[str]:
+def _noted(actor: Actor, permission: str, action: str, targets: Sequence[str], reason: str = "") -> Iterator[str]:
     """Check that the actor may do it, and note in its transaction that it was done; yield the actor's name."""
     name = _permitted(actor, permission)
     alias = project_settings().database
@@ -192,9 +192,7 @@ def explain_run(job_id: str) -> dict[str, Any]:
         pauses=store.paused(),
         resume="python manage.py tasuki_ops resume",
     )
-    found = explain(job, store.incidents(job_id), around)
-    start = "tasuki worker --to URL", "python manage.py tasuki_worker"
-    return {**found, "because": [reason.replace(*start) for reason in found["because"]]}
+    return explain(job, store.incidents(job_id), around)
 
 
 def _is_led() -> bool:
@@ -268,10 +266,10 @@ def rerun(job_ids: Sequence[str], *, actor: Actor, reason: str = "") -> None:
         hint_after_commit(alias, Hint(ready=tuple({job.spec.subject for job in jobs})))
 
 
-def enqueue(command: str, arguments: Sequence[str], *, queue: str = "", actor: Actor, reason: str = "") -> str:
+def enqueue(command: str, arguments: Sequence[str], *, queue: str = "", actor: Actor) -> str:
     """Enqueue a management command that jobs may run, and return the job's id."""
     job_id = new_id()
-    with _noted(actor, OPERATE, "run.enqueue", [job_id], reason):
+    with _noted(actor, OPERATE, "run.enqueue", [job_id]):
         return enqueue_command(command, *arguments, queue=queue or DEFAULT_QUEUE, job_id=job_id)
 
 
@@ -293,35 +291,51 @@ def set_paused(pattern: str, paused: bool, *, actor: Actor, reason: str = "") ->
     return answer is PauseAnswer.DONE
 
 
-def save_definition(definition: JobDefinition, *, actor: Actor, reason: str = "") -> None:
+def save_definition(definition: JobDefinition, *, actor: Actor) -> None:
     """Store a definition that was checked (`full_clean`)."""
-    with _noted(actor, DEFINE, "definition.change", [definition.name], reason):
+    with _noted(actor, DEFINE, "definition.change", [definition.name]):
         definition.save(using=project_settings().database)
 
 
-def set_enabled(definition: JobDefinition, enabled: bool, *, actor: Actor, reason: str = "") -> None:
+def apply_definitions(entries: Mapping[str, Any], *, source: str, actor: Actor) -> Applied:
+    """Make the definitions of a source those of `entries`; see `definitions.apply`."""
+    changed, deleted, reason = list[str](), list[str](), f"applied from {source}"
+    with _noted(actor, DEFINE, "definition.change", changed, reason), _noted(actor, DEFINE, "definition.delete", deleted, reason):
+        done = definitions.apply(entries, source=source)
+        changed += [*done.created, *done.changed]
+        deleted += done.deleted
+    return done
+
+
+def set_enabled(definition: JobDefinition, enabled: bool, *, actor: Actor) -> None:
     """Fire a definition by its schedule or events, or do so no more; runs that are stored continue."""
-    with _noted(actor, DEFINE, "definition.enable" if enabled else "definition.disable", [definition.name], reason):
+    with _noted(actor, DEFINE, "definition.enable" if enabled else "definition.disable", [definition.name]):
         definition.enabled = enabled
         definition.save(using=project_settings().database, update_fields=["enabled"])
 
 
-def delete_definition(definition: JobDefinition, *, actor: Actor, reason: str = "") -> None:
+def delete_definition(definition: JobDefinition, *, actor: Actor) -> None:
     """Delete a definition; its runs stay."""
-    with _noted(actor, DEFINE, "definition.delete", [definition.name], reason):
+    with _noted(actor, DEFINE, "definition.delete", [definition.name]):
         definition.delete(using=project_settings().database)
 
 
-def run_now(definition: JobDefinition, *, payload: Any = None, actor: Actor, reason: str = "") -> str:
+def run_now(definition: JobDefinition, *, payload: Any = None, actor: Actor) -> str:
     """Ask for one run of a definition, and return its job_id; see `definitions.run_now`."""
-    with _noted(actor, OPERATE, "definition.run", [definition.name], reason):
+    with _noted(actor, OPERATE, "definition.run", [definition.name]):
         return definitions.run_now(definition, payload)
 
 
-def emit_event(event_type: str, payload: Any, *, dedupe_key: str | None = None, actor: Actor, reason: str = "") -> Event:
+def emit_event(event_type: str, payload: Any, *, dedupe_key: str | None = None, actor: Actor) -> Event:
     """Store an event; see `definitions.emit`."""
-    with _noted(actor, OPERATE, "event.emit", [event_type], reason):
+    with _noted(actor, OPERATE, "event.emit", [event_type]):
         return definitions.emit(event_type, payload, dedupe_key=dedupe_key)
+
+
+def retry_events(event_ids: Sequence[int], *, actor: Actor) -> None:
+    """Have events processed again; see `definitions.process_again`."""
+    with _noted(actor, OPERATE, "event.retry", [str(one) for one in event_ids]):
+        definitions.process_again(event_ids)
 
 
 def prune(*, days: float, logs_days: float) -> dict[str, int]:

@@ -8,10 +8,10 @@ from typing import Any
 import msgspec
 
 from tasuki.core.scheduler.firing import EVENT_ARGUMENT, arguments_of, problem_of
-from tasuki.django import definitions
+from tasuki.django import definitions, operations
 from tasuki.django.commands import check_arguments, check_command
 from tasuki.django.conf import project_settings
-from tasuki.django.management.command_base import ActionCommand, shown_time
+from tasuki.django.management.command_base import ActionCommand, actor, shown_time
 from tasuki.django.models import JobDefinition
 from tasuki.errors import InvalidInput, NotFound, quoted
 
@@ -47,12 +47,16 @@ class Command(ActionCommand):
             if isinstance(entry, dict) and "command_name" in entry:
                 _check_call(name, entry)
         source = _source_of(Path(file)) if file else SETTINGS
-        done = msgspec.to_builtins(definitions.apply(entries, source=source, dry_run=dry_run))
+        if dry_run:
+            applied = definitions.apply(entries, source=source, dry_run=True)
+        else:
+            applied = operations.apply_definitions(entries, source=source, actor=actor())
+        done = msgspec.to_builtins(applied)
         lines = [f"{what}: {', '.join(names)}" for what, names in done.items() if names]
         self.say(done, "\n".join(lines) or "nothing to do")
 
     def do_run(self, name: str) -> None:
-        job_id = definitions.run_now(_found(name))
+        job_id = operations.run_now(_found(name), actor=actor())
         self.say({"job_id": job_id}, f"{job_id} will be run")
 
     def do_enable(self, name: str) -> None:
@@ -62,9 +66,7 @@ class Command(ActionCommand):
         self._set_enabled(name, False)
 
     def _set_enabled(self, name: str, enabled: bool) -> None:
-        row = _found(name)
-        row.enabled = enabled
-        row.save(update_fields=["enabled"])
+        operations.set_enabled(_found(name), enabled, actor=actor())
         self.say({"name": name, "enabled": enabled}, f"{name} is {'enabled' if enabled else 'disabled'}")
 
     def do_next(self, name: str, count: int) -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 
-from tasuki.django import definitions
+from tasuki.django import operations
 from tasuki.django.conf import project_settings
-from tasuki.django.management.command_base import ActionCommand
+from tasuki.django.management.command_base import ActionCommand, actor
 from tasuki.django.models import Event
 from tasuki.errors import InvalidInput
 
@@ -48,10 +48,10 @@ class Command(ActionCommand):
             value = json.loads(payload)
         except ValueError as error:
             raise InvalidInput(f"--payload is not JSON: {error}") from error
-        event = definitions.emit(type, value, dedupe_key=dedupe_key)
+        event = operations.emit_event(type, value, dedupe_key=dedupe_key, actor=actor())
         self.say({"id": event.pk, "event_type": event.event_type}, f"event {event.pk}")
 
     def do_retry(self, event_id: list[int]) -> None:
-        definitions.process_again(event_id)
+        operations.retry_events(event_id, actor=actor())
         for one in event_id:
             self.say({"id": one}, f"event {one} will be processed again")
