@@ -99,34 +99,37 @@ class Backend(Protocol):
     def audit(self, *, before: int | None, limit: int) -> list[View]:
         """Return up to 1,000 entries of the audit, the newest first; `before`: those with lower numbers."""
 
-    def cancel(self, job_ids: Sequence[str], *, actor: Any, reason: str) -> list[State]: ...
+    def cancel(self, job_ids: Sequence[str], reason: str) -> list[State]: ...
 
-    def rerun(self, job_ids: Sequence[str], *, actor: Any, reason: str) -> list[str]:
+    def rerun(self, job_ids: Sequence[str], reason: str) -> list[str]:
         """Run ended jobs again, and return for each that cannot the reason."""
 
     def programs(self) -> list[str]:
         """Return the names of the programs that a job may run; none: any program."""
 
-    def submit(self, program: str, arguments: Sequence[str], subject: str, *, actor: Any) -> str:
+    def submit(self, program: str, arguments: Sequence[str], subject: str) -> str:
         """Submit a job, and return its id. `subject`: a queue of a project; empty: the default."""
 
-    def steer(self, worker_id: str, action: str, *, actor: Any, reason: str) -> None:
+    def steer(self, worker_id: str, action: str, reason: str) -> None:
         """Do one of the `actions` of a worker: detach, attach, drain, undrain, degrade (the leader steps down)."""
 
     def pauses(self) -> list[View]:
         """Return the paused patterns, as `tasuki pause` shows them."""
 
-    def set_paused(self, pattern: str, paused: bool, *, actor: Any, reason: str) -> None:
+    def set_paused(self, pattern: str, paused: bool, reason: str) -> None:
         """Pause the subjects of a pattern, or resume them."""
 
 
 class ProjectBackend:
-    """A Django project: its database, on the connection of the request's thread, and its users."""
+    """A Django project: its database, on the connection of the request's thread, with the rights of one of its users."""
 
     screens = frozenset({"definitions", "events", "settings"})
     streams: tuple[str, ...] = ("stdout", "stderr", ERRORS)
     start_worker = "python manage.py tasuki_worker"
     token_file = ""
+
+    def __init__(self, user: Any) -> None:
+        self._user = user
 
     def log_in(self, request: HttpRequest) -> bool:
         from django.contrib.auth.forms import AuthenticationForm  # a server has no users of Django
@@ -213,37 +216,37 @@ class ProjectBackend:
         columns = ("at", "actor", "action", "target", "detail")
         return [{name: getattr(row, name) for name in columns} | {"number": row.pk} for row in page]
 
-    def cancel(self, job_ids: Sequence[str], *, actor: Any, reason: str) -> list[State]:
-        return operations.cancel_runs(job_ids, actor=actor, reason=reason)
+    def cancel(self, job_ids: Sequence[str], reason: str) -> list[State]:
+        return operations.cancel_runs(job_ids, actor=self._user, reason=reason)
 
-    def rerun(self, job_ids: Sequence[str], *, actor: Any, reason: str) -> list[str]:
+    def rerun(self, job_ids: Sequence[str], reason: str) -> list[str]:
         try:
-            operations.rerun(job_ids, actor=actor, reason=reason)
+            operations.rerun(job_ids, actor=self._user, reason=reason)
         except InvalidInput as error:
             if len(job_ids) == 1:
                 return [error.message]
-            return [problem for job_id in job_ids for problem in self.rerun([job_id], actor=actor, reason=reason)]
+            return [problem for job_id in job_ids for problem in self.rerun([job_id], reason)]
         return []
 
     def programs(self) -> list[str]:
         return sorted(allowed_commands())
 
-    def submit(self, program: str, arguments: Sequence[str], subject: str, *, actor: Any) -> str:
-        return operations.enqueue(program, arguments, queue=subject, actor=actor)
+    def submit(self, program: str, arguments: Sequence[str], subject: str) -> str:
+        return operations.enqueue(program, arguments, queue=subject, actor=self._user)
 
-    def steer(self, worker_id: str, action: str, *, actor: Any, reason: str) -> None:
+    def steer(self, worker_id: str, action: str, reason: str) -> None:
         if action in ("detach", "attach"):
-            operations.set_detached(worker_id, action == "detach", actor=actor, reason=reason)
+            operations.set_detached(worker_id, action == "detach", actor=self._user, reason=reason)
         elif action in ("drain", "undrain"):
-            operations.drain(worker_id, action == "drain", actor=actor, reason=reason)
+            operations.drain(worker_id, action == "drain", actor=self._user, reason=reason)
         else:
-            operations.degrade_leader(actor=actor, reason=reason)
+            operations.degrade_leader(actor=self._user, reason=reason)
 
     def pauses(self) -> list[View]:
         return [msgspec.structs.asdict(one) for one in operations.pauses()]
 
-    def set_paused(self, pattern: str, paused: bool, *, actor: Any, reason: str) -> None:
-        operations.set_paused(pattern, paused, actor=actor, reason=reason)
+    def set_paused(self, pattern: str, paused: bool, reason: str) -> None:
+        operations.set_paused(pattern, paused, actor=self._user, reason=reason)
 
 
 def has_agents() -> bool:
@@ -287,10 +290,7 @@ def screen_cache() -> BaseCache:
     return LocMemCache("tasuki-ops", {}) if isinstance(found, DummyCache) else found
 
 
-PROJECT = ProjectBackend()
-
-
 def backend_of(request: HttpRequest) -> Backend:
     """Return the backend of a request: that of the server which serves it, else the project's."""
-    found: Backend = getattr(request, "tasuki_backend", PROJECT)
-    return found
+    found: Backend | None = getattr(request, "tasuki_backend", None)
+    return ProjectBackend(getattr(request, "user", None)) if found is None else found

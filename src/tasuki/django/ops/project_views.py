@@ -39,8 +39,7 @@ from tasuki.django.conf import project_settings
 from tasuki.django.definitions import scheduler_settings
 from tasuki.django.enqueueing import project_store
 from tasuki.django.models import Event, JobDefinition, JobRun, SchedulerSettings
-from tasuki.django.ops.screens import EXPORT_MAX, Button, Table, back, lacks, number_of, screen
-from tasuki.django.ops.views import PAGE, job_columns, job_row
+from tasuki.django.ops.screens import EXPORT_MAX, PAGE, Button, Table, back, job_columns, job_row, lacks, number_of, screen
 from tasuki.errors import InvalidInput, NotFound, TasukiError, quoted
 from tasuki.server.queries import describe
 

@@ -9,6 +9,7 @@ import csv
 import functools
 import hashlib
 import json
+import shlex
 import unicodedata
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
@@ -46,6 +47,7 @@ NAME_FAILURES_MAX = 30  # of one name, from all addresses
 LOGIN_PAUSE_S = 300
 ASSET_KEPT_S = 30 * 86_400  # an address has the hash of its file, which an upgrade changes
 EXPORT_MAX = 10_000
+PAGE = 50
 NUMBER_MAX_CHARS = 18
 DONE_S = 60  # for which a page says what was done
 DONE_SALT = "tasuki-ops-done"
@@ -336,6 +338,26 @@ def number_of(request: HttpRequest) -> int | None:
 def moment(at: float | None) -> datetime | None:
     """Return a time of a job for a template."""
     return None if at is None else datetime.fromtimestamp(at, UTC)
+
+
+def job_columns() -> dict[str, str]:
+    """Return the headings of a list of jobs."""
+    return {
+        "job_id": _("Job"),
+        "state": _("State"),
+        "subject": _("Subject"),
+        "command": _("Command"),
+        "created": _("Created"),
+        "ended": _("Ended"),
+    }
+
+
+def job_row(view: dict[str, Any]) -> dict[str, Any]:
+    """Return the row of a job in a list, from its description."""
+    times = {"created": "created_at", "started": "started_at", "ended": "finished_at"}
+    plain = {name: value for name, value in view.items() if not name.endswith("_at")}
+    command = shlex.join([view["exec"], *view["args"]] if view["exec"] else view["args"])
+    return {"id": view["job_id"], **plain, "command": command} | {name: moment(view[key]) for name, key in times.items()}
 
 
 def back(name: str, *arguments: Any, done: str = "") -> HttpResponse:

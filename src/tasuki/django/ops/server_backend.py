@@ -400,13 +400,11 @@ class ServerBackend:
 
     # ------------------------------------------------------------------------------------------------ changes
 
-    def cancel(self, job_ids: Sequence[str], *, actor: Any, reason: str) -> list[State]:
-        del actor  # the session's own
+    def cancel(self, job_ids: Sequence[str], reason: str) -> list[State]:
         answers = self._screens.wait(self._client().cancel(*job_ids, reason=reason))
         return [State(answer.state) for answer in answers.values()]
 
-    def rerun(self, job_ids: Sequence[str], *, actor: Any, reason: str) -> list[str]:
-        del actor
+    def rerun(self, job_ids: Sequence[str], reason: str) -> list[str]:
         answers = self._screens.wait(self._client().retry(*job_ids, reason=reason))
         kept = {job_id: answer for job_id, answer in answers.items() if not answer.done}
         return [why_not_again(job_id, answer.state, answer.still_running) for job_id, answer in kept.items()]
@@ -414,13 +412,11 @@ class ServerBackend:
     def programs(self) -> list[str]:
         return []
 
-    def submit(self, program: str, arguments: Sequence[str], subject: str, *, actor: Any) -> str:
-        del actor
+    def submit(self, program: str, arguments: Sequence[str], subject: str) -> str:
         job = self._client().submit(exec=program, args=tuple(arguments), subject=subject or DEFAULT_SUBJECT, watch=False)
         return self._screens.wait(job).job_id
 
-    def steer(self, worker_id: str, action: str, *, actor: Any, reason: str) -> None:
-        del actor
+    def steer(self, worker_id: str, action: str, reason: str) -> None:
         if action == "degrade":
             self._call(action, reason=reason)
         elif action in ("detach", "attach"):
@@ -433,8 +429,7 @@ class ServerBackend:
         found: list[View] = self._call("paused")
         return found
 
-    def set_paused(self, pattern: str, paused: bool, *, actor: Any, reason: str) -> None:
-        del actor
+    def set_paused(self, pattern: str, paused: bool, reason: str) -> None:
         self._call("pause" if paused else "resume", pattern=pattern, reason=reason)
 
     # ------------------------------------------------------------------------------------------------ tokens and caches

@@ -25,11 +25,22 @@ from tasuki.django import operations
 from tasuki.django.ops.backend import Backend, View, backend_of
 from tasuki.django.ops.charts import SPANS, charts, shown_seconds, totals
 from tasuki.django.ops.reasons import KINDS, reasons, taker_reason
-from tasuki.django.ops.screens import EXPORT_MAX, Button, Table, back, lacks, moment, number_of, screen
+from tasuki.django.ops.screens import (
+    EXPORT_MAX,
+    PAGE,
+    Button,
+    Table,
+    back,
+    job_columns,
+    job_row,
+    lacks,
+    moment,
+    number_of,
+    screen,
+)
 from tasuki.errors import InvalidInput, NotFound, quoted
 from tasuki.stores.sql.store import FIND_SCAN_MAX
 
-PAGE = 50
 FIND_STEP = 100
 EXPORT_FINDS_MAX = 200  # some 4 s where nothing is found
 AUDIT_STEP = 1_000
@@ -45,26 +56,6 @@ LOG_SHOWN_BYTES = 64 * 1024
 LINE_SHOWN_CHARS = 2_000
 ESCAPE_SEQUENCE = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b\n]*(?:\x07|\x1b\\)|[@-Z\\^_])")
 """An escape sequence of a terminal: a colour, a move of the cursor, the title or link of an OSC."""
-
-
-def job_columns() -> dict[str, str]:
-    """Return the headings of a list of jobs."""
-    return {
-        "job_id": _("Job"),
-        "state": _("State"),
-        "subject": _("Subject"),
-        "command": _("Command"),
-        "created": _("Created"),
-        "ended": _("Ended"),
-    }
-
-
-def job_row(view: View) -> View:
-    """Return the row of a job in a list, from its description."""
-    times = {"created": "created_at", "started": "started_at", "ended": "finished_at"}
-    plain = {name: value for name, value in view.items() if not name.endswith("_at")}
-    command = shlex.join([view["exec"], *view["args"]] if view["exec"] else view["args"])
-    return {"id": view["job_id"], **plain, "command": command} | {name: moment(view[key]) for name, key in times.items()}
 
 
 # ---------------------------------------------------------------------------------------------------- overview, subjects
@@ -211,7 +202,7 @@ def _pause(request: HttpRequest, backend: Backend) -> HttpResponse:
         raise InvalidInput(f"action must be one of pause, resume, got {quoted(action)}")
     pattern = check_pattern(request.POST.get("id", "").strip())
     reason = (request.POST.get("reason") or "on the screen of subjects")[:1000]
-    backend.set_paused(pattern, action == "pause", actor=request.user, reason=reason)
+    backend.set_paused(pattern, action == "pause", reason)
     said = _("%s is paused: its jobs wait.") if action == "pause" else _("%s is resumed.")
     return back("subjects", done=said % pattern)
 
@@ -247,7 +238,7 @@ def workers(request: HttpRequest) -> HttpResponse | dict[str, Any]:
         if action not in buttons:
             raise InvalidInput(f"action must be one of {', '.join(buttons)}, got {quoted(action)}")
         reason = (request.POST.get("reason") or "on the screen of workers")[:1000]
-        backend.steer(worker_id, action, actor=request.user, reason=reason)
+        backend.steer(worker_id, action, reason)
         return back("workers", done=buttons[action][2] % worker_id)
     rows = [
         {
@@ -405,19 +396,19 @@ def _act_on_jobs(request: HttpRequest) -> HttpResponse:
         raise InvalidInput(_("no job was chosen; tick some first"))
     reason = (request.POST.get("reason") or "on the screen of jobs")[:1000]
     if action == "cancel":
-        states = backend.cancel(chosen, actor=request.user, reason=reason)
+        states = backend.cancel(chosen, reason)
         ended = sum(state.terminal for state in states)
         done = _("Canceled: %(ended)d. Being stopped: %(others)d.") % {"ended": ended, "others": len(states) - ended}
     elif action == "rerun":
-        done = _rerun(backend, chosen, request, reason)
+        done = _rerun(backend, chosen, reason)
     else:
         raise InvalidInput(f"action must be one of cancel, rerun, got {quoted(action)}")
     return back("job", chosen[0], done=done) if "one" in request.POST else back("jobs", done=done)
 
 
-def _rerun(backend: Backend, job_ids: list[str], request: HttpRequest, reason: str) -> str:
+def _rerun(backend: Backend, job_ids: list[str], reason: str) -> str:
     """Run jobs again, and return what is to be said; InvalidInput if none of them can."""
-    refused = backend.rerun(job_ids, actor=request.user, reason=reason)
+    refused = backend.rerun(job_ids, reason)
     if len(refused) == len(job_ids):
         raise InvalidInput(refused[0])
     done = _("Run again: %d.") % (len(job_ids) - len(refused))
@@ -440,7 +431,7 @@ def dead(request: HttpRequest) -> HttpResponse | dict[str, Any]:
             chosen = [request.POST.get("id", "")]
         if not chosen:
             raise InvalidInput(_("no dead letter has this reason any more"))
-        return back("dead", done=_rerun(backend, chosen, request, "replayed on the screen of dead letters"))
+        return back("dead", done=_rerun(backend, chosen, "replayed on the screen of dead letters"))
     rows = [
         {
             "id": reason,
@@ -577,7 +568,7 @@ def run(request: HttpRequest) -> HttpResponse | dict[str, Any]:
         program = request.POST.get("program", "").strip()
         if not program:
             raise InvalidInput(_("no program was named; write one, as in: echo"))
-        made = backend.submit(program, words, request.POST.get("subject", "").strip(), actor=request.user)
+        made = backend.submit(program, words, request.POST.get("subject", "").strip())
         return back("job", made, done=_("Submitted."))
     if not _may_operate(request):
         raise lacks(request, operations.OPERATE)
