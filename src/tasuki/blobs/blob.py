@@ -124,8 +124,8 @@ class BlobWriter(ABC):
     def commit(self) -> BlobRef:
         """Make the blob durable and visible, in one step, and return its reference.
 
-        Corrupt (naming both values) if sha256 or size are not the announced ones; DiskFull. Whatever it raises, the
-        writer is then aborted.
+        Corrupt (naming both values) if sha256 or size are not the announced ones; DiskFull. The writer is
+        aborted if this raises anything.
         """
         self._check_open()
         try:

@@ -267,7 +267,7 @@ app_options = cli.options(
 @cli.flag(
     "--presign",
     help="With --blobs s3://… and --http: peers over HTTP move large blobs straight to and from the bucket, by links "
-    "that are good for some minutes. Those who cannot reach it go on through the server.",
+    "that are good for some minutes. Peers that cannot reach the bucket go on through the server.",
 )
 @cli.option("--presign-endpoint", metavar="URL", help="Where peers reach the bucket, if not where this server does.")
 @webhook_options

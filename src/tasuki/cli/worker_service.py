@@ -227,7 +227,7 @@ def unit_text(chosen: InstallOptions, folder: DataFolder, path: Path) -> str:
             *pauses,
             "# Its token is not good any more: no start would change that.",
             "RestartPreventExitStatus=4",
-            "# SIGTERM to the worker alone: it drains, then stops what still runs. Whatever is left after that is killed.",
+            "# SIGTERM to the worker alone: it drains, then stops what still runs. All that is left after that is killed.",
             "KillMode=mixed",
             f"TimeoutStopSec={drain_s + STOP_GRACE_S:.0f}",
             "# A job that takes too much memory fails alone.",

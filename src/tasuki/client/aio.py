@@ -634,7 +634,7 @@ class AsyncClient(CacheCalls):
         return read_answer(page, JobPage)
 
     async def cancel(self, *job_ids: str, reason: str = "") -> dict[str, CancelAnswer]:
-        """Cancel up to 1,024 jobs: waiting ones at once, running ones when their worker has stopped them. What has ended stays.
+        """Cancel up to 1,024 jobs: waiting ones at once, running ones when their worker has stopped them. Ended ones stay.
 
         await client.cancel("nightly-1", "nightly-2", reason="wrong input")
         """

@@ -62,7 +62,7 @@ class OutcomeStatus(msgspec.Struct, frozen=True, kw_only=True, repr_omit_default
 
     exit_code: int | None = None
     error_code: str | None = None
-    """None: success. Else a stable word: EXIT_CODE, TIMED_OUT, HANDLER_ERROR, …"""
+    """None: success; else a stable word: EXIT_CODE, TIMED_OUT, HANDLER_ERROR, …"""
     message: str = ""
     result_bytes: int = 0
     """Size of the result."""

@@ -188,7 +188,7 @@ class Outcome(msgspec.Struct, frozen=True, gc=False, omit_defaults=True, kw_only
 
     exit_code: int | None = None
     error_code: str | None = None
-    """None: success. Else a stable word: EXIT_CODE, SIGNAL, TIMED_OUT, CANCELED, HANDLER_ERROR, EXEC_NOT_ALLOWED, …"""
+    """None: success; else a stable word: EXIT_CODE, SIGNAL, TIMED_OUT, CANCELED, HANDLER_ERROR, EXEC_NOT_ALLOWED, …"""
     message: str = ""
     result: bytes | None = None
     """Up to RESULT_INLINE_MAX_BYTES; recorded in the finish's own transaction."""

@@ -122,7 +122,7 @@ def group_of(subject: str) -> str:
 
 
 def only_worker(subject: str) -> str | None:
-    """Return the worker that the subject is for, and nobody else, also while it is away: `w1` for `render.@w1`. Else None."""
+    """Return the worker that the subject is for, and nobody else, also while it is away: `w1` for `render.@w1`; or None."""
     if "@" not in subject:  # as nearly all
         return None
     before, _, worker_id = subject.rpartition("@")

@@ -1,4 +1,4 @@
-"""Durations, times and sizes as people write and read them: `90s`, `1h30m`, `64MiB`. What is shown can be typed in again."""
+"""Durations, times and sizes as people write and read them: `90s`, `1h30m`, `64MiB`. The shown forms can be typed in again."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ class FiringRecords(Protocol):
     """Reads and writes of definitions, events and runs in one transaction of the leader."""
 
     def make_waiting_ready(self) -> int:
-        """Make runs ready whose predecessor has ended; return how many. Those that somebody else has locked are left."""
+        """Make runs ready whose predecessor has ended; return how many. Runs that another transaction has locked are left."""
 
     def due_definitions(self, now: float, ahead_until: float, limit: int) -> Sequence[tuple[Definition, FiringState]]:
         """Return definitions to look at: due or changed, or whose notes are of a time ahead of `now`, the longest due first; and

@@ -4,7 +4,7 @@ A carrier promises little, because a hint is never the only way to learn somethi
 reaches the other servers soon, or not at all. `publish` neither blocks nor raises nor grows without bound, and a server that may
 have missed a hint is told to look at everything. A carrier belongs to one event loop, and is used on its thread alone.
 
-Messages of publish/subscribe travel the same way, behind the hints. Those that cannot be sent in time are dropped, and counted.
+Messages of publish/subscribe travel the same way, behind the hints; if they cannot be sent in time they are dropped, and counted.
 
 `Wakeups` keeps a connection that listens and, while there are hints to send, one that notifies. It decides what all carriers
 share: the queue of hints to send, when details become an `everything`, how long to wait before the next try, and that an outage

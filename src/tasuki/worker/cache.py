@@ -171,8 +171,8 @@ class CacheFolder:
     # ------------------------------------------------------------------------------------------------ names
 
     def name(self, cache_id: str, entry: CacheEntry) -> None:
-        """Give a file of the cache its name for people, unless it was evicted. What had the name before, in a cache that was
-        removed, loses it."""
+        """Give a file of the cache its name for people, unless it was evicted. A file that had the name before, in a cache that
+        was removed, loses it."""
         path, target = self._path(entry.sha256), self.root / check_name(cache_id, "cache_id") / check_file_name(entry.name)
         with contextlib.suppress(FileNotFoundError):
             if target.lstat().st_ino == path.lstat().st_ino:

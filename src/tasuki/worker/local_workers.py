@@ -31,7 +31,7 @@ class LocalWorkers:
         self, count: int, command: Sequence[str], on_end: Callable[[int, int, float], None], **streams_and_env: Any
     ) -> None:
         """`on_end` is told the number of a worker that ended by itself, its exit code, and in how many seconds it is started
-        again. What workers write to stdout is dropped unless the last arguments, those of `Popen`, say otherwise."""
+        again. Output of workers to stdout is dropped unless the last arguments, those of `Popen`, say otherwise."""
         self._count = count
         self._command = command
         self._on_end = on_end

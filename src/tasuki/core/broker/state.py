@@ -537,7 +537,7 @@ class BrokerState:
         """Ask for work for idle workers that may take this queue: jobs that the next turn submits, or with `backlog` others.
 
         No more than `enough` workers look: more than there are jobs, so that the least busy can be chosen, and far fewer than
-        all, whose number would be the cost of every turn. Those that get all they asked for let others look.
+        all, whose number would be the cost of every turn. Workers that get all they asked for let others look.
         """
         named = self.named_worker(subject)
         if named is not None and subject in named.again and named.account.available:

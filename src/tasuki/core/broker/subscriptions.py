@@ -3,7 +3,7 @@
 Theory of operation. Leasing for a pattern with wildcards may walk over everything that waits, so a worker must not ask again and
 again for what is not there. Each queue that becomes ready is noted, under the next number, at the patterns that match it: new
 jobs, and those that came back, of this server's turns; those of other servers by their hints. A worker remembers the number up to
-which it has looked. What was noted since then is all that can be new for it, and it asks for exactly these subjects: a seek each.
+which it has looked. Only subjects that were noted since then can be new for it, and it asks for exactly these: a seek each.
 It asks by its patterns only when that is not enough: at first, after it got all that it asked for, or when more was noted than a
 pattern remembers.
 

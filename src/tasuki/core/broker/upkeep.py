@@ -132,7 +132,7 @@ class Upkeep:
         return 0.0 if self._reached_at is None else now.monotonic - self._reached_at
 
     def until_due_s(self, now: Now, most_s: float) -> float:
-        """Return the time until the next job or definition is due, at most `most_s`. What is overdue waits for the store."""
+        """Return the time until the next job or definition is due, at most `most_s`. Overdue ones wait for the store."""
         leads = self._state.epoch and self._state.config.fires
         return min(most_s, self._fire_at - now.monotonic) if leads and self._fire_at > now.monotonic else most_s
 

@@ -10,8 +10,8 @@ not come to, or its successor does not know of, is in the next list.
     due, its worker is gone         taken back: it is ready, and a free worker takes it
 
 A run that nobody could be assigned to becomes ready at its time, and is pulled. An order is a hint: the store alone says what is
-assigned to whom, so that one that is lost, late or doubled does no harm. What a worker has fetched is not in the list: from then
-on its lease decides.
+assigned to whom, so that one that is lost, late or doubled does no harm. A run that a worker has fetched is not in the list:
+from then on its lease decides.
 """
 
 from __future__ import annotations

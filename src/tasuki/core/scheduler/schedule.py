@@ -13,8 +13,8 @@
 | cron             | `30 2 * * mon-fri` | the five fields; minute or hour begins with `*`     | as shown           |
 |                  |                    | the five fields otherwise                           | once               |
 
-A zone's clock is set forward (a gap: some local times never come) and back (an overlap: some come twice). What then happens to a
-schedule is one of these, and `ClockChange` names it:
+A zone's clock is set forward (a gap: some local times never come) and back (an overlap: some come twice). `ClockChange` names
+what then happens to a schedule, one of these:
 
 - **once**: a time in a gap becomes the first instant after the gap, a time in an overlap is its first occurrence. Each local date
   has its run.

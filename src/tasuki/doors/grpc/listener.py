@@ -150,7 +150,7 @@ class PeerConnection:
 
 
 class _RelayEnd(asyncio.Protocol):
-    """One end of a relayed connection. What it receives goes to the other end, which slows it down when it cannot keep up."""
+    """One end of a relayed connection. Received bytes go to the other end, which slows this one down when it cannot keep up."""
 
     def __init__(self) -> None:
         self.transport: asyncio.Transport | None = None

@@ -52,7 +52,7 @@ class BlobOffer(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class BlobStatus(msgspec.Struct):
-    """`have`: the blob is stored. Else send it from `offset` on; the bytes before came earlier, in an upload that was cut off."""
+    """`have`: the blob is stored. If not, send it from `offset` on; earlier bytes came in an upload that was cut off."""
 
     have: bool
     offset: int = 0

@@ -42,7 +42,7 @@ class PayloadCheck:
         """By token: it has one request that is checked at a time, so that others wait for one payload of it at most."""
 
     async def problems(self, payloads: Sequence[bytes], token: str) -> list[InvalidInput | None]:
-        """Return for each payload why it is refused, or None. Those behind one that takes too long are refused with it."""
+        """Return for each payload why it is refused, or None. Payloads behind one that takes too long are refused with it."""
         found: list[InvalidInput | None] = []
         turn = self._turns.setdefault(token, asyncio.Lock())
         async with turn:

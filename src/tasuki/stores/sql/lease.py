@@ -243,7 +243,7 @@ class ReadyIndex:
             scans = {place: scan for place, scan in scans.items() if self._go_on(scan, place)}
 
     def queues(self, priority: int, group: str, subjects: list[str], request: LeaseRequest) -> list[tuple[str, int, str]]:
-        """Return the queues of these subjects that the request may take from. Those that it names may be empty."""
+        """Return the queues of these subjects that the request may take from. The named ones may be empty."""
         named, whole = request.offer.queues()
         found = [(subject, kind, exec_) for subject in subjects for kind, exec_ in named]
         for kind in whole:

@@ -9,7 +9,7 @@ had evidence for.
     print(checker.evidence)        # Counter({"I5": 812, …}): on how many facts each invariant was judged
 
 It states the invariants once more, in its own words: it shares no rule with the code that it judges, only the names of the
-states. What a history does not tell is never a violation, but no evidence either; a test that means to show I9 asserts
+states. Facts that a history does not tell are never a violation, but no evidence either; a test that means to show I9 asserts
 `checker.evidence["I9"]` as well.
 
 Each judge has its share: `checker_store.py` those of the store's commits (JobJudge) and of the rows that they left (RowJudge);

@@ -103,7 +103,7 @@ class JobFacts:
         self.forget()
 
     def forget(self) -> None:
-        """Forget the facts of one life of the job, which is not there any more. What clients were told of earlier ones stays."""
+        """Forget the facts of one life of the job, which is not there any more. Answers to clients about earlier lives stay."""
         self.exists = False
         self.body: str | None = None
         self.attempt: int | None = None
@@ -509,7 +509,7 @@ class JobJudge(Judge):
             self._led = [*self._led[-1:], (line.at, line.waited_s)]
 
     def _was_renewable(self, lease: GrantedLease) -> None:
-        """Judge `lease`: its leader has seen the store take turns since the worker was to renew it. Else nobody could."""
+        """Judge `lease`: its leader has seen the store take turns since the worker was to renew it: before, nobody could."""
         if len(self._led) < 2 or history.LedEvent not in self.told:
             return
         (before, _), (at, waited_s) = self._led

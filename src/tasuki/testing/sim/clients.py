@@ -68,8 +68,8 @@ def draw_operations(streams: Streams, options: SimOptions) -> list[Operation]:
 
 
 def _draw_pauses(streams: Streams, options: SimOptions) -> list[Operation]:
-    """Draw pauses of subjects. What is still paused at the end is resumed when all is healed: a client that was cut off may have
-    said its pause again after another one resumed it."""
+    """Draw pauses of subjects. Those left at the end are resumed when all is healed: a client that was cut off may have said its
+    pause again after another one resumed it."""
     chance, found = streams.pauses, []
     clients = [f"client-{number}" for number in range(1, (options.clients or 1) + 1)]
     for _ in range(options.pauses):

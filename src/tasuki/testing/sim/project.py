@@ -1,7 +1,7 @@
 """The applications of a Django project beside the servers: definitions and events, written to the store between its turns.
 
 Their writes are operations of the client `project`, drawn from the seed as all others. Nominal times come every few seconds here,
-and end before the faults do, since a world lasts 18 s and must come to rest. What must have been fired is told at the end: each
+and end before the faults do, since a world lasts 18 s and must come to rest. The history ends with all due firings: each
 time of a definition's last version, and a run of each event for each definition by event, whatever the store's clock did.
 """
 
