@@ -31,7 +31,7 @@ STOP_TIMEOUT_S = 15.0
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None)  # before any fork: the child must not load a library
 _leftovers: dict[object, Callable[[], None]] = {}
-"""How to end what is still there when the time is up."""
+"""Functions that end what is still there when the time is up."""
 
 
 @contextlib.contextmanager
@@ -144,7 +144,7 @@ def start_server(data: Path, *options: str, tcp: str = "127.0.0.1:0", store: str
 
 @contextlib.contextmanager
 def server(data: Path, *options: str, store: str = "") -> Iterator[Process]:
-    """The same for the time of a block."""
+    """Run a server for the time of a block."""
     process = start_server(data, *options, store=store)
     try:
         yield process
@@ -174,7 +174,7 @@ def folder(place: str | None = None) -> Iterator[Path]:
 
 
 def machine() -> dict[str, Any]:
-    """Where and what was measured."""
+    """Return where and what was measured."""
     commit = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=HERE, capture_output=True, text=True).stdout.strip()
     cpu = next(
         (line.split(":", 1)[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line), "?"

@@ -42,7 +42,7 @@ def postgresql() -> Iterator[PostgresService]:
 
 
 def settings(service: PostgresService) -> dict[str, str]:
-    """What the figures depend on."""
+    """Return the settings that the figures depend on."""
     return {name: service.execute("SELECT current_setting(%s)", (name,))[0][0] for name in RECORDED}
 
 
@@ -75,7 +75,7 @@ def raw_commits_ms(service: PostgresService, count: int) -> list[float]:
 
 
 def table_of(service: PostgresService, url: str) -> dict[str, Any]:
-    """How the jobs lie on disk after a run: rows, and the share of updates that needed no new index entry."""
+    """Return how the jobs lie on disk after a run: rows, and the share of updates that needed no new index entry."""
     [[live, dead, updates, hot]] = service.execute(
         "SELECT n_live_tup, n_dead_tup, n_tup_upd, n_tup_hot_upd FROM pg_stat_user_tables WHERE relname = 'tasuki_jobrun'",
         url=url,

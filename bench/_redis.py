@@ -35,7 +35,7 @@ def redis_server() -> Iterator[RedisService]:
 
 
 def settings(service: RedisService) -> dict[str, str]:
-    """What the figures depend on."""
+    """Return the settings that the figures depend on."""
     with contextlib.closing(service.client()) as client:
         found: dict[str, str] = client.config_get(*RECORDED[:1])
         for name in RECORDED[1:]:
@@ -52,7 +52,7 @@ def cpu_s(service: RedisService) -> float:
 
 
 def commands(service: RedisService) -> dict[str, int]:
-    """How often each command was called so far, inside scripts too."""
+    """Return the number of calls of each command so far, inside scripts too."""
     with contextlib.closing(service.client()) as client:
         return {name.removeprefix("cmdstat_"): row["calls"] for name, row in _info(client, "commandstats").items()}
 

@@ -25,7 +25,7 @@ async def typed_noop() -> None:
 
 
 async def stamp(job: object) -> str:
-    """When it was started, on the clock that all processes of a machine share."""
+    """Return the time of its start, on the clock that all processes of a machine share."""
     return str(time.monotonic_ns())
 
 

@@ -57,7 +57,7 @@ LOOK_S = 0.02
 
 
 class Size:
-    """How much is done."""
+    """The amount of work."""
 
     def __init__(self, *, quick: bool) -> None:
         self.seconds = 1.0 if quick else 4.0
@@ -193,7 +193,7 @@ class Large:
         self.idle_client_mb = 0.0
 
     async def warm(self) -> None:
-        """What every agent and every client needs sooner or later is in memory."""
+        """Load what every agent and every client needs sooner or later."""
         _, self.idle_client_mb = await self._whole("small", self._small)
 
     async def measure(self, number: int, curl: Curl) -> None:
@@ -252,7 +252,7 @@ class Large:
 
 
 class Quiet:
-    """Whoever asks for nothing but the result."""
+    """A client that asks for nothing but the result."""
 
     def sent(self, done_bytes: int) -> None: ...
 
@@ -328,7 +328,7 @@ class Takeover:
         return (max(starts.values()) - killed_ns) / 1e6
 
     async def _starts(self, notes: Path, count: int, running: asyncio.Task[AgentResult]) -> dict[str, int]:
-        """When it was started, by node."""
+        """Return the times of its starts, by node."""
         async with asyncio.timeout(STARTED_TIMEOUT_S):
             while True:
                 said = {note.name.removeprefix("start-"): note.read_text() for note in notes.glob("start-*")}
@@ -358,7 +358,7 @@ MEASURES: dict[str, Callable[[Size, Path], Awaitable[dict[str, Any]]]] = {"short
 
 
 def verdicts(figures: dict[str, dict[str, Any]]) -> dict[str, bool]:
-    """Whether each target that was measured is met."""
+    """Return whether each target that was measured is met."""
     return {
         f"{part}_{key}": figures[part][key] <= target if target > 0 else figures[part][key] >= -target
         for part, key, target in TARGETS

@@ -117,7 +117,7 @@ def command_worker(data: Path, stamp: str) -> Iterator[Process]:
 
 
 class Cpu:
-    """What each process of ours has used since the last look."""
+    """CPU time that each process of ours has used since the last look."""
 
     def __init__(self, broker: Process, worker: Process) -> None:
         self._broker, self._worker = broker, worker
@@ -239,7 +239,7 @@ def compared(figures: dict[str, Any]) -> dict[str, Any]:
 
 
 def peer_rounds(venv: Path | None, jobs: int) -> Callable[[int], Any]:
-    """What measures HyperQueue in round `number`, its shapes in turn; without an environment nothing."""
+    """Return the function that measures HyperQueue in round `number`, its shapes in turn; without an environment nothing."""
     if venv is None:
         return lambda number: None
     from peers.on_processes import SHAPES, measure_hyperqueue, prepare

@@ -67,7 +67,7 @@ def make_tokens(url: str) -> Tokens:
 
 
 class Host:
-    """Where one of the servers runs: its folder, its port, and the process that is there now."""
+    """The place of one of the servers: its folder, its port, and the process that is there now."""
 
     def __init__(self, data: Path, store: str, tokens: Tokens, lead_ttl_s: float) -> None:
         with socket.socket() as probe:
@@ -87,7 +87,7 @@ class Host:
         self.process = await asyncio.to_thread(start_server, self._data, *options, tcp=self.address, store=self._store)
 
     async def kill(self) -> tuple[int, int]:
-        """When the SIGKILL was sent, and when the process was gone."""
+        """Return when the SIGKILL was sent, and when the process was gone."""
         assert self.process is not None
         process, self.process = self.process, None
         sent_ns = time.monotonic_ns()

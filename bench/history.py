@@ -34,7 +34,7 @@ async def new_jobs(client: AsyncClient, jobs: int) -> float:
 
 
 async def while_asked(client: AsyncClient, jobs: int) -> dict[str, float]:
-    """The same while somebody looks at `stats` and `list` ten times a second."""
+    """Measure while somebody looks at `stats` and `list` ten times a second."""
     times: dict[str, list[float]] = {"stats": [], "list": [], "list_failed": []}
 
     async def look() -> None:
@@ -69,7 +69,7 @@ async def idle_asks(client: AsyncClient) -> dict[str, float]:
 
 
 async def take_queue(client: AsyncClient, jobs: int) -> float:
-    """How fast the queue itself is worked off while as many new jobs are put behind it."""
+    """Return how fast the queue itself is worked off while as many new jobs are put behind it."""
     before = (await client.counts())["math"].succeeded
     began = time.perf_counter()
     for start in range(0, jobs, CHUNK):

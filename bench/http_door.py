@@ -51,7 +51,7 @@ LIMIT_S = 240.0  # on a machine that is busy with other things; alone it takes l
 
 
 class Size:
-    """How much is done."""
+    """The amount of work."""
 
     def __init__(self, *, quick: bool) -> None:
         self.seconds = 1.0 if quick else 5.0
@@ -176,7 +176,7 @@ def server(store: str) -> Iterator[tuple[Process, Path]]:
 
 
 class Leased(msgspec.Struct):
-    """What of a leased job is needed to report it."""
+    """The parts of a leased job that a report needs."""
 
     job_id: str
     lease_id: str
@@ -310,7 +310,7 @@ async def latency(site: Site, count: int) -> dict[str, Any]:
 
 
 async def waiting(site: Site, count: int, idle_s: float) -> dict[str, Any]:
-    """What it costs to be waited at: everything that the server has of such a worker, its sockets and tokens included."""
+    """Return the cost of waiting requests: everything that the server has of such a worker, its sockets and tokens included."""
     await leased_once(await site.workers(WARM_WORKERS))
     before_mb = site.process.memory_mb()
     workers = await site.workers(count)
@@ -363,7 +363,7 @@ def celery(venv: str | None) -> dict[str, Any]:
 
 
 def verdicts(figures: dict[str, dict[str, Any]]) -> dict[str, bool]:
-    """Whether each store meets each target that was measured."""
+    """Return whether each store meets each target that was measured."""
     found = {}
     for store, parts in figures.items():
         for part, key, target, is_most in TARGETS:

@@ -62,7 +62,7 @@ from tasuki.django.models import JobDefinition, JobRun
 
 
 class Size:
-    """How much is done."""
+    """The amount of work."""
 
     def __init__(self, *, quick: bool) -> None:
         self.due_s = 65.0 if quick else 180.0
@@ -176,7 +176,7 @@ for second in range(0, 60, {ZONE_STEP_S}):
 
 
 def due_cluster(service: PostgresService, size: Size, data: Path) -> dict[str, Any]:
-    """What one node does in `due` and `crowd`, by orders of a leader that only leads."""
+    """Return what one node does in `due` and `crowd`, by orders of a leader that only leads."""
     with site_on(service, data) as site, contextlib.ExitStack() as nodes:
         for number in range(CLUSTER_NODES):
             nodes.enter_context(site.node("--grpc", "127.0.0.1:0", node_id=f"n{number % CLUSTER_NODE_IDS + 1}"))
@@ -387,7 +387,7 @@ def site_on(service: PostgresService, data: Path) -> Iterator[Site]:
 
 
 def verdict(figures: dict[str, Any]) -> dict[str, Any]:
-    """What was asked for, and what came of it: at most so much, or (tasks, times faster) at least."""
+    """Return the targets and what came of them: at most so much, or (tasks, times faster) at least."""
     most: dict[str, tuple[float, float]] = {}
     least: dict[str, tuple[float, float]] = {}
     for part in ("due", "due_cluster"):

@@ -69,7 +69,7 @@ class Memory:
 
 
 def plain_s(data: Path, size_bytes: int) -> float:
-    """The same program, writing to a file."""
+    """Return the time of the same program when it writes to a file."""
     target = data / "took"
     with (data / "plain.log").open("wb") as log:
         subprocess.run([sys.executable, "-c", WRITER, str(size_bytes), str(target)], stdout=log, check=True)

@@ -54,7 +54,7 @@ QUICK_LIMIT_S = 120.0
 
 
 class Size:
-    """How much is done."""
+    """The amount of work."""
 
     def __init__(self, *, quick: bool) -> None:
         self.store_s = 0.7 if quick else 5.0
@@ -101,7 +101,7 @@ def cpu_of(service: PostgresService, store: SqlStore, batch: int, new_ids: Itera
 
 
 def waits_per_turn(store: SqlStore, batch: int, new_ids: Iterator[str]) -> float:
-    """How often the driver waits for an answer in one turn under load; counted apart, since counting costs."""
+    """Return how often the driver waits for an answer in one turn under load; counted apart, since counting costs."""
     waits = 0
     original = psycopg.Connection.wait
 
@@ -147,7 +147,7 @@ FROM unnest(%s::bigint[], %s::bytea[], %s::text[]) AS row (id, result, sha256) W
 
 
 def raw_limit(service: PostgresService, batch: int, enough_s: float) -> dict[str, float]:
-    """The same rows through bare statements."""
+    """Measure the same rows through bare statements."""
     url = service.database()
     new_ids = ids("ordered")
     spec = JobSpec(job_id="x" * 36, subject=SUBJECT, payload=b"7")
@@ -201,7 +201,7 @@ def broker(service: PostgresService, size: Size) -> dict[str, Any]:
 
 
 def pairs(service: PostgresService, size: Size) -> dict[str, Any]:
-    """The same two clients and two workers, on one server and on two, alternating: what else goes on hits both alike."""
+    """Measure two clients and two workers on one server and on two, alternating: what else goes on hits both alike."""
     rates: dict[int, list[float]] = {1: [], 2: []}
     for number in range(size.pair_rounds):
         for servers in (1, 2) if number % 2 == 0 else (2, 1):
@@ -317,7 +317,7 @@ PARTS: dict[str, Callable[[PostgresService, Size], dict[str, Any]]] = {
 
 
 def verdict(figures: dict[str, Any]) -> dict[str, Any]:
-    """What was asked for, and what came of it."""
+    """Return the targets and what came of them."""
     got: dict[str, float] = {}
     if "store" in figures:
         got["store_jobs_per_s"] = figures["store"]["rows"][-1]["jobs_per_s"]

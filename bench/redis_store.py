@@ -51,7 +51,7 @@ Step = Callable[[], int]
 
 
 def turns(store: RedisStore, batch: int, subject: str, new_ids: IdMaker, *, starts: bool = False) -> tuple[Step, Step]:
-    """What makes the next turn, which is not measured, and what does it."""
+    """Return the function that makes the next turn, which is not measured, and the one that does it."""
     request = LeaseRequest(worker_id="w1", incarnation="w1/1", patterns=(subject,), limit=batch)
     leased: list[Grant] = []
     started: list[Grant] = []
@@ -81,7 +81,7 @@ def turns(store: RedisStore, batch: int, subject: str, new_ids: IdMaker, *, star
 
 
 def raw(connection: socket.socket, batch: int, new_ids: IdMaker) -> tuple[Step, Step]:
-    """The same number of round trips and the least that must be written, without a rule, and without a client library."""
+    """Return steps of as many round trips and the least that must be written, without a rule, and without a client library."""
     spec, lease = b"s" * 200, b"r" * 150  # as long as those of the store
     reader = hiredis.Reader()
     before: list[bytes] = []

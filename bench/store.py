@@ -126,7 +126,7 @@ def measure(store: SqlStore, batch: int, new_ids: Iterator[str], enough_s: float
 
 
 def beside_a_busy_thread(work: Callable[[], dict[str, float]]) -> dict[str, float]:
-    """The same while another thread wants the GIL nearly all the time."""
+    """Measure while another thread wants the GIL nearly all the time."""
     stop = threading.Event()
     near, far = socket.socketpair()
 

@@ -1,4 +1,4 @@
-"""What all tests share: Hypothesis profiles, the rule for things that may be missing on a machine, and real services."""
+"""Hypothesis profiles, the rule for things that may be missing on a machine, and real services."""
 
 import gc
 import itertools

@@ -22,7 +22,7 @@ DONE_TIMEOUT_S = 120
 
 
 class TaskModule(Protocol):
-    """What each tasks_*.py offers to the client."""
+    """Functions that each tasks_*.py offers to the client."""
 
     def arm(self, jobs: int) -> None: ...
 

@@ -35,7 +35,7 @@ WARM_UP_JOBS = 300
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """How its worker runs: jobs at once, and connections in its pool (one of them listens)."""
+    """Settings of a worker: jobs at once, and connections in its pool (one of them listens)."""
 
     concurrency: int
     connections: int
@@ -52,7 +52,7 @@ SETTINGS: Mapping[str, Setting] = {
 def measure_procrastinate(
     url: str, setting: str, venv: Path = DEFAULT_VENV, *, seconds: float, rounds: int = 1
 ) -> dict[str, Any]:
-    """Its best round with this setting, on this empty database."""
+    """Return the best round of a peer with this setting, on this empty database."""
     venv = venv.absolute()
     ensure_environment(venv, HERE / "requirements-postgresql.txt")
     chosen = SETTINGS[setting]

@@ -78,7 +78,7 @@ class Peer:
 
 @dataclasses.dataclass(frozen=True)
 class PeerResult:
-    """What one peer did in its best measured round."""
+    """The best measured round of one peer."""
 
     name: str
     setting: str
@@ -91,7 +91,7 @@ class PeerResult:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What to measure and how; see `measure_peers`."""
+    """The things to measure, and how; see `measure_peers`."""
 
     names: Sequence[str]
     jobs: int | None
@@ -267,7 +267,7 @@ def _redis(server: Path, scratch: Path) -> Iterator[int]:
 
 
 def _answers_ping(port: int) -> bool:
-    """Whether a Redis server answers on that loopback port now."""
+    """Return whether a Redis server answers on that loopback port now."""
     try:
         with socket.create_connection(("127.0.0.1", port), timeout=1.0) as connection:
             connection.sendall(b"PING\r\n")

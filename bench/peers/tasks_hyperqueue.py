@@ -52,7 +52,7 @@ def jobs_of(shape: str, tasks: int) -> list[Job]:
 
 
 def one_round(client: Any, shape: str, tasks: int) -> float:
-    """When it began; returns when HyperQueue says that all have succeeded."""
+    """Run one round until HyperQueue says that all have succeeded; return the time of its start."""
     began = time.monotonic()
     submitted = tuple(client.submit(job).id for job in jobs_of(shape, tasks))
     failed = client.connection.wait_for_jobs(submitted, lambda progress: None)  # `Client.wait_for_jobs` draws a progress bar

@@ -233,7 +233,7 @@ def forces_of(output: str, atoms: int) -> list[float]:
 
 
 def final_positions_of(output: str, atoms: int) -> list[float]:
-    """Where the relaxation ended, in bohr."""
+    """Return the positions at which the relaxation ended, in bohr."""
     final = output.partition(FINAL_HEAD)[2].partition(FINAL_END)[0]
     found = [place for position in POSITION.findall(final) for place in position]
     return _numbers(found, 3 * atoms, f"the final positions of {atoms} atoms", output)

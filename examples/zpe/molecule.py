@@ -44,7 +44,7 @@ PSEUDOPOTENTIALS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Molecule:
-    """What is computed, and how. Positions are x, y, z of the first atom, then of the second, and so on."""
+    """A molecule, and how it is computed. Positions are x, y, z of the first atom, then of the second, and so on."""
 
     name: str
     elements: list[str]

@@ -1,4 +1,4 @@
-"""What can go wrong, by name: the error codes that a job's owner sees, and the exit code of each."""
+"""Problems by name: the error codes that a job's owner sees, and the exit code of each."""
 
 INVALID_PAYLOAD = "INVALID_PAYLOAD"
 QE_NOT_FOUND = "QE_NOT_FOUND"

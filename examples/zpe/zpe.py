@@ -189,7 +189,7 @@ def _options() -> argparse.Namespace:
 
 
 def _terminated(number: int, frame: object) -> NoReturn:
-    """As an exception, so that pw.x is ended and the scratch folder removed on the way out."""
+    """Raise the signal as an exception, so that pw.x is ended and the scratch folder removed on the way out."""
     raise SystemExit(TERMINATED_EXIT_CODE)
 
 

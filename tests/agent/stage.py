@@ -1,4 +1,4 @@
-"""What the tests of the agent share: an agent in a thread of the test's own process, and raw bytes that no client would send."""
+"""Stage of the tests of the agent: an agent in a thread of the test's own process, and raw bytes that no client would send."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class AgentStage:
         return self.http.post(f"/run/{job_id}{query}", files=parts, data=fields)
 
     def begin(self, job_id: str, script: str, **fields: str) -> Started:
-        """The same in a thread, for a job that goes on while the test looks at it."""
+        """Send a job in a thread, for one that goes on while the test looks at it."""
         return Started(lambda: self.run(job_id, script, **fields))
 
     def state(self, job_id: str) -> str | None:

@@ -22,7 +22,7 @@ def opened(folder: Path, name: str) -> int:
 
 
 def pipe_end() -> int:
-    """What cannot be fsynced."""
+    """A descriptor that cannot be fsynced."""
     reading, writing = os.pipe()
     os.close(writing)
     return reading
@@ -38,7 +38,7 @@ def is_open(descriptor: int) -> bool:
 
 @pytest.fixture
 def batches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many waited for each hop into a thread."""
+    """The number of waiters for each hop into a thread."""
     sizes = []
 
     def synced(batch: Any, root: Any, real: Callable[[Any, Any], Any] = folders._synced) -> Any:

@@ -1,4 +1,4 @@
-"""What an agent is sent by those who mean no good, or break off: 4xx, at once, and nothing is left of it."""
+"""Requests of peers who mean no good, or break off: 4xx, at once, and nothing is left of them."""
 
 from __future__ import annotations
 

@@ -291,7 +291,7 @@ def test_a_store_that_refuses_us_for_a_moment_costs_no_result(
 
 
 def restarted(node: SharingStage, folder: Path) -> SharingStage:
-    """What a new process finds where the old one was killed at this moment. That one lives on, unknown to the new one."""
+    """A process that finds all as if the old one was killed at this moment. The old one lives on, unknown to it."""
     shutil.copytree(node.data, folder / "data", ignore=shutil.ignore_patterns("runs", "trash", "spare", "*.lock"))
     return SharingStage(folder, node.registry_url, node="n1")
 

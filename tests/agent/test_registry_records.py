@@ -1,4 +1,4 @@
-"""What a registry is told, without one: how a job stands, who is who, when a lease is over, and which options make sense."""
+"""Records of a registry, without one: how a job stands, who is who, when a lease is over, and which options make sense."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a registry is told, and what its answers do: the desk asks before it runs, and tells how it ended."""
+"""An agent and a registry: it asks before it runs a job, obeys the answer, and tells how the job ended."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is old goes, and nothing else."""
+"""Old folders are removed, and nothing else."""
 
 from __future__ import annotations
 

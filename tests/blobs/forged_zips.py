@@ -33,7 +33,7 @@ class Forged:
     local_flags: int | None = None
     local_method: int | None = None
     header_offset: int | None = None
-    """Where the directory says the entry starts, if that is not where it does."""
+    """Start of the entry according to the directory, if that is not its start."""
     omit_contents: bool = field(default=False)
     """Only the directory knows it: for entries that point into another one."""
 

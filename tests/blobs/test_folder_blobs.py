@@ -59,7 +59,7 @@ def run_writer(*arguments: object, before: tuple[str, ...] = ()) -> subprocess.C
 
 
 def written_content(size_bytes: int) -> bytes:
-    """What blob_writer.py writes."""
+    """The bytes that blob_writer.py writes."""
     chunks = range(0, size_bytes, CHUNK_BYTES)
     return b"".join(bytes([start // CHUNK_BYTES % 256]) * min(CHUNK_BYTES, size_bytes - start) for start in chunks)
 

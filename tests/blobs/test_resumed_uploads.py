@@ -1,4 +1,4 @@
-"""What is left of a half-sent blob: on a disk after a kill, in a bucket after a while, and what becomes of it."""
+"""A half-sent blob: what is left of it on a disk after a kill and in a bucket after a while, and what becomes of that."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def put_aside(blobs: FolderBlobs | S3Blobs, size_bytes: int = MIB, resume_key: s
 
 
 def offset(blobs: FolderBlobs | S3Blobs, resume_key: str = ALICE) -> int:
-    """Where the next writer goes on."""
+    """The place where the next writer goes on."""
     writer = blobs.begin(SHA256, len(DATA), resume_key=resume_key)
     try:
         return writer.size_bytes

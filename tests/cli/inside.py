@@ -12,7 +12,7 @@ from tasuki.cli.main import main
 
 
 class Done(NamedTuple):
-    """How a command ended."""
+    """The end of a command."""
 
     stdout: str
     stderr: str

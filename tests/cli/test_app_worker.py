@@ -1,4 +1,4 @@
-"""What the program of an app leaves behind, as the app's contract has it."""
+"""Files that the program of an app leaves behind, as the app's contract has it."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ def sim(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.fixture(scope="module")
 def broken() -> tuple[str, ...]:
-    """What runs a seed that fails, because a safeguard is switched off."""
+    """The command that runs a seed which fails, because a safeguard is switched off."""
     options = SimOptions(servers=1, jobs=16, chaos_s=5.0, faults=5)
     failing = (seed for seed in range(50) if run_order(SeedOrder(seed, options, "body_hash")).failure is not None)
     return ("--seed", str(next(failing)), "--without", "body_hash", *SMALL)

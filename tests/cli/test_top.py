@@ -50,7 +50,7 @@ class Terminal:
 
     @property
     def text(self) -> str:
-        """What the window shows."""
+        """The text in the window."""
         return self._tmux("capture-pane", "-p")
 
     def wait_for(self, *texts: str, without: str = "") -> str:

@@ -1,4 +1,4 @@
-"""What a process trusts: its data folder, files with secrets, and the key of its user, which makes a job the user's own."""
+"""Trust of a process: in its data folder, files with secrets, and the key of its user, which makes a job the user's own."""
 
 from __future__ import annotations
 

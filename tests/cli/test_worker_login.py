@@ -1,4 +1,4 @@
-"""How `tasuki worker` gets in over HTTP: enrolled once, then with what it keeps; and what it says when it may not."""
+"""Login of `tasuki worker` over HTTP: enrolled once, then with its credential; and its messages when it may not come in."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def come_in(url: str, data: Path, **wish: Any) -> WorkerLogin:
-    """As whom the worker would run; it has ended when this returns."""
+    """The login with which the worker would run; it has ended when this returns."""
     with logged_in(parse_url(url), LoginOptions(data, **wish)) as found:
         return found
 

@@ -76,7 +76,7 @@ class StandIn(Watched):
         self.removal_queries: list[str] = []
         self.job: dict[str, Any] | None = None
         self.inputs: dict[str, bytes] | None = None
-        """What it keeps, as a dispatcher does."""
+        """Inputs that are kept, as a dispatcher does."""
         self.on_post: Callable[[Asked], Awaitable[Reply]] = self.take
         self.on_result: Callable[[Asked], Awaitable[Reply]] = self.stored
         self._writers: set[asyncio.StreamWriter] = set()
@@ -103,7 +103,7 @@ class StandIn(Watched):
         self.die()
 
     def die(self) -> None:
-        """As after SIGKILL: the port is closed, and connections are reset."""
+        """Die as of SIGKILL: the port is closed, and connections are reset."""
         self._server.close()
         for writer in self._writers:
             writer.transport.abort()
@@ -127,7 +127,7 @@ class StandIn(Watched):
                     break
             await reader.read()  # whatever still comes
         except (ConnectionError, asyncio.IncompleteReadError):
-            """Whoever asked has left."""
+            """The asker has left."""
         finally:
             self._writers.discard(writer)
             writer.close()

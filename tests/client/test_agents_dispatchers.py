@@ -18,8 +18,9 @@ from tasuki.clocks import now
 from tasuki.core.failover.nodes import BreakerState, NodeState
 from tasuki.dispatcher.settings import Mode
 from tasuki.errors import Unauthorized
+from tests.agent.stage import code_of
 from tests.client.agent_stand_in import Asked, Reply, StandIn, refusal, result
-from tests.dispatcher.stage import DispatcherStage, code_of, job, tell, two_nodes
+from tests.dispatcher.stage import DispatcherStage, job, tell, two_nodes
 
 LARGE = bytes(range(256)) * (LARGE_BYTES // 256)
 SMALL = b"spot,strike\n"

@@ -1,4 +1,4 @@
-"""What one node cannot do, and what is no result: the job goes on elsewhere. Real sockets, nodes of the test's own."""
+"""Refusals of one node, and answers that are no result: the job goes on elsewhere. Real sockets, nodes of the test's own."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ def test_a_certificate_that_is_not_trusted_here_opens_no_breaker(tmp_path: Path,
 
 
 def test_a_certificate_that_changes_before_the_post_opens_no_breaker(tmp_path: Path) -> None:
-    """It was well when it was looked at."""
+    """The node was well when it was looked at."""
 
     async def story(desk: Desk) -> None:
         changed, other = desk.nodes

@@ -1,4 +1,4 @@
-"""What only a real Redis can show: many who ask at once, lost connections, forgotten epochs, and that errors keep secrets."""
+"""Coordination as only a real Redis shows it: many at once, lost connections, forgotten epochs, errors that keep secrets."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""What only a real PostgreSQL can show: many who ask at once, lost connections, timeouts, and that errors keep secrets."""
+"""Coordination as only a real PostgreSQL shows it: many who ask at once, lost connections, timeouts, errors that keep secrets."""
 
 import subprocess
 import sys

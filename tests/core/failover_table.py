@@ -80,7 +80,7 @@ class Table:
         return self.hear(TimePassed())
 
     def later(self, seconds: float) -> Table:
-        """As a driver does it: a tick whenever one is due."""
+        """Let time pass as a driver does: with a tick whenever one is due."""
         end = self.now + seconds
         while not self.plan.over and self.now < end and (due_at := self.plan.due_at(self.now)) < end:
             self.now = min(end, max(self.now + 1e-3, due_at))

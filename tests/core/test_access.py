@@ -1,4 +1,4 @@
-"""Who may see and do what."""
+"""Rights of identities: who may see and do what."""
 
 from __future__ import annotations
 

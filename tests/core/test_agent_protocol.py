@@ -1,4 +1,4 @@
-"""What agents and their clients agree on: the hash of an input, what a repeated id means, the fields of a form."""
+"""The contract of agents and their clients: the hash of an input, what a repeated id means, the fields of a form."""
 
 from __future__ import annotations
 

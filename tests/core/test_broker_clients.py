@@ -1,4 +1,4 @@
-"""What clients may ask of a broker, and whose jobs they may touch."""
+"""Requests of clients to a broker, and the jobs that they may touch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a worker gets, changes and loses its token: one enrol token is one worker, and nobody becomes somebody else."""
+"""Enrolment: a worker gets, changes and loses its token; one enrol token is one worker, and nobody becomes somebody else."""
 
 from __future__ import annotations
 

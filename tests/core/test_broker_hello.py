@@ -1,4 +1,4 @@
-"""Who may come in: Hello, tokens, versions, roles; and what ends a connection."""
+"""The handshake, and who may come in: Hello, tokens, versions, roles; and what ends a connection."""
 
 from __future__ import annotations
 

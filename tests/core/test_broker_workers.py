@@ -1,4 +1,4 @@
-"""What a broker does with workers: credit, leasing, endings, heartbeats, and the turns that carry them to the store."""
+"""A broker and its workers: credit, leasing, endings, heartbeats, and the turns that carry them to the store."""
 
 from __future__ import annotations
 

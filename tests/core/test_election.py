@@ -324,7 +324,7 @@ def test_another_ttl_is_asked_for_at_once_and_nobody_waits_for_the_end_of_a_long
 
 # ------------------------------------------------------------------------------------------------------- a world
 class Fate:
-    """What the world does to one question: when it is carried out, and what the one who asked hears, and when."""
+    """The course of one question: when it is carried out, and what the asker hears of it, and when."""
 
     def __init__(self, carried_out_after_s: float | None, answered_after_s: float, lost: bool) -> None:
         self.carried_out_after_s = carried_out_after_s
@@ -351,7 +351,7 @@ class Server:
         self.offset_s = offset_s
         self.frozen_until = 0.0
         self.questions = 0
-        """How many are out."""
+        """The number of questions without an answer."""
         self.leading = 0
 
     def now(self) -> float:
@@ -423,7 +423,7 @@ class World:
         self.now = 0.0
         self.kind = False
         self.trouble_until = 0.0
-        """When all that went wrong so far is over."""
+        """The time at which all that went wrong so far is over."""
         self.coordination = MemoryCoordination(lambda: self.now)
         self.epochs = [0]
         """All that were registered, in order."""

@@ -110,7 +110,7 @@ def test_a_run_that_was_left_there_is_stopped_through_the_dispatcher() -> None:
 
 
 def asked_in_vain(table: Table, *, alive: bool, seconds: float) -> Table:
-    """It is asked every second, and never says how the job stands."""
+    """Ask a node every second, which never says how the job stands."""
     table.hear(Uploaded(table.last.ticket))
     for _ in range(int(seconds)):
         table.later(1.0)

@@ -20,7 +20,7 @@ PATIENCE_S = 1.0  # duties and reconnects are due within this
 
 
 def messages(pieces: list[bytes]) -> list[object]:
-    """What bytes on their way say."""
+    """The messages in bytes on their way."""
     decoder = FrameDecoder(2**20)
     return [decode(frame, 2**20) for piece in pieces for frame in decoder.feed(piece)]
 

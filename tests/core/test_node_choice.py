@@ -1,4 +1,4 @@
-"""What a dispatcher decides: order of nodes, whose word counts, how often to look."""
+"""Decisions of a dispatcher: order of nodes, whose word counts, how often to look."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which node comes first."""
+"""The ranking of nodes."""
 
 import itertools
 

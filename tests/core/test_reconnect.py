@@ -32,7 +32,7 @@ def lost(redial: Redial, now: float) -> float:
 
 
 def learned(redial: Redial, *servers: str) -> set[str]:
-    """What it knows after a Welcome that names these, besides what it was given."""
+    """The addresses known after a Welcome that names these, besides the given ones."""
     given = {str(address) for address in redial.addresses}
     redial.connected(1000.0, servers)
     return {str(address) for address in redial.addresses} - given

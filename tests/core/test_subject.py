@@ -213,7 +213,7 @@ pairs = st.lists(st.tuples(patterns, st.integers(0, 5)), max_size=30)
 
 
 def scan(held: list[tuple[str, int]], subject: str) -> tuple[int, ...]:
-    """What the trie must answer, found the slow way: each value once, at the place of its first matching pair."""
+    """The right answer of the trie, found the slow way: each value once, at the place of its first matching pair."""
     return tuple(dict.fromkeys(value for pattern, value in held if matches(pattern, subject)))
 
 

@@ -1,4 +1,4 @@
-"""What a worker's machine makes of questions about logs, and of what its jobs tell of their progress."""
+"""A worker's machine, questions about logs, and the progress that its jobs tell."""
 
 from __future__ import annotations
 

@@ -510,7 +510,7 @@ def test_new_patterns_are_told_now_and_after_a_reconnect(bench: Bench) -> None:
 
 
 def alone(bench: Bench, seconds: float) -> list[Exit]:
-    """It is told to end, and so much time passes without a server."""
+    """Tell the machine to end, and let so much time pass without a server."""
     bench.do(Drain())
     commands = []
     for _ in range(int(seconds * 2)):

@@ -174,7 +174,7 @@ def test_a_short_attempt_is_not_told_to_have_started_and_one_that_lasts_is(bench
 
 
 def test_credit_never_exceeds_places_and_what_may_be_ahead(bench: Bench) -> None:
-    """Whatever is assigned, ended and recorded: given minus used is never more than capacity + ahead."""
+    """In any order of assignments, ends and records: given minus used is never more than capacity + ahead."""
     given, used = 4, 1  # 1 and then 3; "first"
     for number in range(50):
         job_id = f"j{number}"

@@ -31,7 +31,7 @@ class Bench:
         return Now(self.time, self.time + 1e9)
 
     def do(self, event: Any) -> list[Any]:
-        """What the machine wants after this event, and at the end of the loop's turn."""
+        """Return the commands of the machine after this event, and at the end of the loop's turn."""
         commands: list[Any] = self.machine.apply(event, self.now)
         commands = [*commands, *self.machine.flush(self.now)]
         self.commands += commands

@@ -1,4 +1,4 @@
-"""What the tests of the dispatcher share: a dispatcher in the test's own loop, before nodes that do as they are told."""
+"""Stage of the tests of the dispatcher: a dispatcher in the test's own loop, before nodes that do as they are told."""
 
 from __future__ import annotations
 
@@ -84,12 +84,6 @@ def tell(story: Coroutine[Any, Any, None]) -> None:
     asyncio.run(main())
 
 
-def code_of(answer: httpx.Response) -> tuple[int, str]:
-    error = answer.json()["error"]
-    assert set(error) == {"code", "message", "details"}, error
-    return answer.status_code, error["code"]
-
-
 def sha256_of(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
@@ -100,5 +94,5 @@ def hash_of(data: bytes = BOOK, exec_: str = "pricer") -> str:
 
 
 def job(state: str, **facts: Any) -> dict[str, Any]:
-    """What a node says of a job."""
+    """The answer of a node about a job."""
     return {"state": state, "input": hash_of(), "exec": "pricer", "node": "n1", "started_at": 1.0, **facts}

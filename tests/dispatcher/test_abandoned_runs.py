@@ -24,7 +24,7 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def freezing(node: StandIn) -> None:
-    """It takes the job, is heard of once, and falls silent."""
+    """Let the node take the job, be heard of once, and fall silent."""
 
     async def freeze(asked: Asked) -> Reply:
         await asked.body()

@@ -17,8 +17,8 @@ from tasuki.core.address import Address, parse_url
 from tasuki.core.failover.agent_protocol import InputRecord, input_hash
 from tasuki.errors import NotFound, Unavailable
 from tasuki.worker.execs import parse_exec_flag
-from tests.agent.stage import members
-from tests.dispatcher.stage import DEADLINE_S, code_of, dispatching, sha256_of, tell
+from tests.agent.stage import code_of, members
+from tests.dispatcher.stage import DEADLINE_S, dispatching, sha256_of, tell
 
 SCRIPT = b"wc -c < in/data.bin"
 DATA = bytes(range(256)) * 8192  # 2 MiB

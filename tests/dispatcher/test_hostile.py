@@ -1,4 +1,4 @@
-"""What nobody should send: malformed, oversized, half-sent, duplicated, unauthorised. Answered with 4xx; nothing is passed on."""
+"""Requests that are malformed, oversized, half-sent, duplicated or unauthorised. Answered with 4xx; nothing is passed on."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from tasuki.agent import upload
-from tests.agent.stage import BOUNDARY, form, head, part
+from tests.agent.stage import BOUNDARY, code_of, form, head, part
 from tests.client.agent_stand_in import Asked, Reply, StandIn, refusal
-from tests.dispatcher.stage import BOOK, DispatcherStage, code_of, dispatching, hash_of, job, tell, two_nodes
+from tests.dispatcher.stage import BOOK, DispatcherStage, dispatching, hash_of, job, tell, two_nodes
 from tests.support.foreign_sites import FOREIGN, OWN
 from tests.support.waiting import until_async
 

@@ -1,4 +1,4 @@
-"""What nobody has used for some days is removed from the store of inputs, and nothing else; in a folder as in a bucket."""
+"""Inputs that nobody has used for some days are removed from their store, and nothing else; in a folder as in a bucket."""
 
 from __future__ import annotations
 
@@ -21,8 +21,9 @@ from tasuki.core.units import DAY_S
 from tasuki.dispatcher import inputs as input_store
 from tasuki.dispatcher.inputs import InputRetention
 from tasuki.dispatcher.metrics import DispatcherMetrics
+from tests.agent.stage import code_of
 from tests.client.agent_stand_in import Asked, Reply, StandIn, refusal
-from tests.dispatcher.stage import BOOK, DispatcherStage, code_of, dispatching, sha256_of, tell, two_nodes
+from tests.dispatcher.stage import BOOK, DispatcherStage, dispatching, sha256_of, tell, two_nodes
 from tests.support.s3_service import BUCKET, S3Service
 from tests.support.waiting import until
 
@@ -36,7 +37,7 @@ def later(days: float) -> Callable[[], float]:
 
 
 def turn_clock(stage: DispatcherStage, days: float) -> InputRetention:
-    """What the dispatcher keeps inputs by, so many days from now."""
+    """The retention of inputs of the dispatcher, so many days from now."""
     inputs = stage.dispatcher._inputs
     assert inputs is not None
     inputs.keeping._clock = later(days)

@@ -13,9 +13,9 @@ from tasuki.agent import input_sources, upload
 from tasuki.agent.input_sources import DispatcherInputs, open_inputs
 from tasuki.core.address import parse_url
 from tasuki.errors import ConfigError, Unavailable
-from tests.agent.stage import AgentStage, members
+from tests.agent.stage import AgentStage, code_of, members
 from tests.client.agent_stand_in import Asked, Reply, StandIn, http
-from tests.dispatcher.stage import BOOK, code_of, dispatching, sha256_of, tell, two_nodes
+from tests.dispatcher.stage import BOOK, dispatching, sha256_of, tell, two_nodes
 from tests.support.waiting import until
 
 LARGE = bytes(range(256)) * 16 * 1024  # 4 MiB

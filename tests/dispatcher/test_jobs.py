@@ -1,4 +1,4 @@
-"""What a dispatcher passes to the node that knows an id, and what it tells about itself and its nodes."""
+"""Requests that a dispatcher passes to the node that knows an id, and its answers about itself and its nodes."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from tasuki.dispatcher.settings import Mode
-from tests.agent.stage import AgentStage
+from tests.agent.stage import AgentStage, code_of
 from tests.client.agent_stand_in import StandIn
-from tests.dispatcher.stage import code_of, dispatching, job, tell, two_nodes
+from tests.dispatcher.stage import dispatching, job, tell, two_nodes
 from tests.support.waiting import until
 
 

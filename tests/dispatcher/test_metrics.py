@@ -1,4 +1,4 @@
-"""What agents and dispatchers count: each figure is driven once and read, and what is documented is what there is."""
+"""Metrics of agents and dispatchers: each figure is driven once and read, and the documented ones are those that there are."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from tasuki.agent.jobs import AgentMetrics
 from tasuki.core.units import DAY_S
 from tasuki.dispatcher.metrics import DispatcherMetrics
-from tests.agent.stage import AgentStage
+from tests.agent.stage import AgentStage, code_of
 from tests.client.agent_stand_in import Asked, Reply, result
-from tests.dispatcher.stage import BOOK, code_of, sha256_of, tell, two_nodes
+from tests.dispatcher.stage import BOOK, sha256_of, tell, two_nodes
 
 DOCS = Path(__file__).parents[2] / "docs/operate"
 
@@ -31,7 +31,7 @@ def figures(text: str) -> dict[str, float]:
 
 
 def names(text: bytes) -> set[str]:
-    """As they are asked for: counters end with _total."""
+    """The names as they are asked for: counters end with _total."""
     kinds = {family.name: family.type for family in text_string_to_metric_families(text.decode())}
     kinds = {name: kind for name, kind in kinds.items() if not name.endswith("_created")}
     return {name + ("_total" if kind == "counter" else "") for name, kind in kinds.items()}

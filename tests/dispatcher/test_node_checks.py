@@ -1,4 +1,4 @@
-"""How a dispatcher looks at its nodes: one poller, never two questions to one node at once, and nobody waits for a frozen one."""
+"""A dispatcher looks at its nodes: one poller, never two questions to one node at once, and nobody waits for a frozen one."""
 
 from __future__ import annotations
 

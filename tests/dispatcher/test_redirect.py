@@ -10,8 +10,9 @@ import pytest
 from tasuki.client.agents.client import AsyncAgentsClient
 from tasuki.dispatcher.settings import Mode
 from tasuki.errors import Unavailable
+from tests.agent.stage import code_of
 from tests.client.agent_stand_in import Asked, Reply, StandIn, http
-from tests.dispatcher.stage import BOOK, code_of, dispatching, hash_of, job, tell, two_nodes
+from tests.dispatcher.stage import BOOK, dispatching, hash_of, job, tell, two_nodes
 
 LARGE = bytes(3 * 1024 * 1024)
 

@@ -27,9 +27,9 @@ from tasuki.dispatcher.app import Dispatcher
 from tasuki.dispatcher.settings import DispatcherConfig
 from tasuki.errors import ConfigError
 from tests.agent.sharing import SharingStage, two_nodes
-from tests.agent.stage import members, report
+from tests.agent.stage import code_of, members, report
 from tests.client.agent_stand_in import Asked, Reply, StandIn, refusal, result
-from tests.dispatcher.stage import DispatcherStage, code_of, job, tell
+from tests.dispatcher.stage import DispatcherStage, job, tell
 from tests.support.postgres_service import PostgresService
 from tests.support.redis_service import RedisService
 from tests.support.waiting import until_async

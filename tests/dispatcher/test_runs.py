@@ -11,9 +11,9 @@ import pytest
 from tasuki.agent import upload
 from tasuki.core.failover.nodes import BreakerRules, NodeState
 from tasuki.dispatcher import dispatch, node_pool
-from tests.agent.stage import DOTNET_KIND, DOTNET_NAMES, AgentStage, dotnet_form, form, head, members, part
+from tests.agent.stage import DOTNET_KIND, DOTNET_NAMES, AgentStage, code_of, dotnet_form, form, head, members, part
 from tests.client.agent_stand_in import Asked, Reply, StandIn, http, refusal, result, result_zip
-from tests.dispatcher.stage import BOOK, code_of, dispatching, hash_of, job, sha256_of, tell, two_nodes
+from tests.dispatcher.stage import BOOK, dispatching, hash_of, job, sha256_of, tell, two_nodes
 
 LARGE = bytes(3 * 1024 * 1024)
 

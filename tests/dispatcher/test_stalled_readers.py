@@ -68,7 +68,7 @@ def is_cut_off(sock: socket.socket) -> bool:
 
 
 def open_results() -> int:
-    """How many results the agent has open; it is in this process."""
+    """The number of results that the agent, which is in this process, has open."""
     return sum(target.name.startswith("result.zip") for target in opened(os.getpid()))
 
 

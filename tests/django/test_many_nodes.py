@@ -52,7 +52,7 @@ class Kill(NamedTuple):
 
 
 class Look(NamedTuple):
-    """What the watch saw."""
+    """One sight of the watch."""
 
     at: float
     slowness: float
@@ -61,7 +61,7 @@ class Look(NamedTuple):
 
 
 class Storm(NamedTuple):
-    """What happened between the two times."""
+    """The events between two times."""
 
     since: float
     until: float

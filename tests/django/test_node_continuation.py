@@ -1,4 +1,4 @@
-"""When a node asks about its runs, and what the store shows meanwhile: the driver, with a store and other nodes in memory."""
+"""A node that asks about its runs, and what the store shows meanwhile: the driver, with a store and other nodes in memory."""
 
 from __future__ import annotations
 

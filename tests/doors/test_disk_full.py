@@ -13,6 +13,7 @@ import pytest
 from tasuki import Client
 from tasuki.errors import DiskFull
 from tests.conftest import Require
+from tests.support.disks import small_disk
 from tests.support.processes import SOURCE, TASUKI, ServerProcess, start_server, start_worker
 from tests.support.waiting import until
 
@@ -23,18 +24,8 @@ DISK_BYTES = 120 * MIB  # the floor below which a server takes no work is 64 MiB
 
 @pytest.fixture
 def disk(tmp_path: Path, require: Require) -> Iterator[Path]:
-    """A small file system of its own."""
-    require("root", os.geteuid() == 0, "only root can mount a small disk")
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "tmpfs", folder], capture_output=True, text=True, check=False
-    )
-    require("mount", mounted.returncode == 0, f"a tmpfs cannot be mounted here: {mounted.stderr.strip()}")
-    try:
-        yield folder
-    finally:
-        subprocess.run(["umount", "-l", folder], check=True)
+    with small_disk(tmp_path / "disk", DISK_BYTES, require) as disk:
+        yield disk
 
 
 class Filler:

@@ -1,4 +1,4 @@
-"""What the end-to-end tests share: how a test's workers are started, the ledger that counts runs, and the deadlines."""
+"""Stage of the end-to-end tests: the start of a test's workers, the ledger that counts runs, and the deadlines."""
 
 from __future__ import annotations
 

@@ -6,7 +6,6 @@ import contextlib
 import hashlib
 import json
 import os
-import subprocess
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -19,6 +18,7 @@ from tasuki.cli.output import ExitCode
 from tasuki.core.job import InputFile
 from tests.conftest import Require
 from tests.e2e.stage import SOON_S, in_background, stdout_of, wait_until_met
+from tests.support.disks import small_disk
 from tests.support.processes import ServerProcess, WorkerProcess, start_server, start_servers, start_worker, url_of
 from tests.support.s3_service import S3Service
 from tests.support.waiting import until
@@ -47,18 +47,8 @@ def client(server: ServerProcess) -> Iterator[Client]:
 
 @pytest.fixture
 def disk(tmp_path: Path, require: Require) -> Iterator[Path]:
-    """A small file system of its own."""
-    require("root", os.geteuid() == 0, "only root can mount a small disk")
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "tmpfs", folder], capture_output=True, text=True, check=False
-    )
-    require("mount", mounted.returncode == 0, f"a tmpfs cannot be mounted here: {mounted.stderr.strip()}")
-    try:
-        yield folder
-    finally:
-        subprocess.run(["umount", "-l", folder], check=True)
+    with small_disk(tmp_path / "disk", DISK_BYTES, require) as disk:
+        yield disk
 
 
 def worker(server: ServerProcess, folder: Path, name: str, subject: str, *arguments: str, **options: Any) -> WorkerProcess:

@@ -29,7 +29,7 @@ pytestmark = pytest.mark.e2e
 
 
 def worker_and_work(kind: str, gate: Path) -> tuple[Callable[..., WorkerProcess], dict[str, Any]]:
-    """How a worker of this kind is started, and a job for it that lasts until the gate is there."""
+    """The start of a worker of this kind, and a job for it that lasts until the gate is there."""
     if kind == "handler":
         return jobs_worker, {"payload": f"hold {gate}".encode()}
     return command_worker, {"exec": "step", "args": ["hold", str(gate)]}

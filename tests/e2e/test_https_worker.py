@@ -133,7 +133,7 @@ def test_it_offers_its_programs_and_is_given_no_other(lab: Seat, client: Client)
 
 
 class Story(NamedTuple):
-    """What became of the jobs of three workers whose lines were cut."""
+    """The fate of the jobs of three workers whose lines were cut."""
 
     kept: Seat
     kept_result: str

@@ -176,7 +176,7 @@ def shell(client: Client, job_id: str, script: str, **fields: object) -> None:
 
 @pytest.mark.usefixtures("shared_worker")
 class TestWithOneWorker:
-    """What needs no death: one server and one worker for all of them."""
+    """Cases without a death: one server and one worker for all of them."""
 
     def test_a_cut_log_is_marked_and_its_offsets_count_what_is_missing(self, shared_client: Client) -> None:
         shell(shared_client, "cut", "yes 0123456789abcde | head -c 100000; printf end")

@@ -103,7 +103,7 @@ def caddy(folder: Path, port: int, servers: list[str], authority: TestAuthority)
 
 
 class Front:
-    """What stands before the servers."""
+    """A proxy before the servers."""
 
     def __init__(self, process: ChildProcess, url: str, authority: TestAuthority) -> None:
         self.process, self.url, self.authority = process, url, authority

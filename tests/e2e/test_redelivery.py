@@ -1,4 +1,4 @@
-"""What happens between the server's word and the worker's: shown with a worker that speaks the bare protocol."""
+"""Redelivery between the server's word and the worker's: shown with a worker that speaks the bare protocol."""
 
 from __future__ import annotations
 

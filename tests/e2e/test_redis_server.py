@@ -33,7 +33,7 @@ OPTIONS = ("--http", "127.0.0.1:0", "--app", "zpe", "--lead-ttl", str(LEAD_TTL_S
 
 
 class Raw:
-    """What redis-cli sees of the app."""
+    """The app as redis-cli sees it."""
 
     def __init__(self, service: RedisService, url: str) -> None:
         self.client: Any = service.client(int(urlsplit(url).path.strip("/")))
@@ -44,12 +44,12 @@ class Raw:
         self.client.lpush("zpe:queue", job_id)
 
     def keys_of(self, job_id: str) -> set[str]:
-        """Those of the contract that are there now."""
+        """The keys of the contract that are there now."""
         kinds = ("payload", "status", "lease", "retry_count", "result", "summary", "freqs")
         return {kind for kind in kinds if self.client.exists(f"zpe:{kind}:{job_id}")}
 
     def places_of(self, job_id: str) -> set[str]:
-        """Where it waits, or is counted."""
+        """The places where the job waits, or is counted."""
         lists = {name for name in ("queue", "dlq") if job_id in self.client.lrange(f"zpe:{name}", 0, -1)}
         return lists | {name for name in ("delay", "lease:index") if self.client.zscore(f"zpe:{name}", job_id) is not None}
 

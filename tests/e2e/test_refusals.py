@@ -1,4 +1,4 @@
-"""What a job may not ask for: over TCP a worker runs what its operator allowed, as he allowed it, and nothing else."""
+"""Jobs that a worker refuses: over TCP a worker runs what its operator allowed, as he allowed it, and nothing else."""
 
 from __future__ import annotations
 

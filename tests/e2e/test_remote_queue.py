@@ -122,7 +122,7 @@ def test_a_failure_that_the_program_names_is_the_jobs(tmp_path: Path, redis_url:
 
 
 def private_folder(pid: int) -> Path:
-    """Where the worker's own socket is: it holds a lock there."""
+    """The folder of the worker's own socket, where it holds a lock."""
     [lock] = [path for path in opened(pid) if path.parent.name.startswith("tasuki-guest-")]
     return lock.parent
 

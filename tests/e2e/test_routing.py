@@ -1,4 +1,4 @@
-"""Which worker gets a job is decided by subjects, by routes, and by nothing else."""
+"""Subjects and routes decide which worker gets a job, and nothing else does."""
 
 from __future__ import annotations
 

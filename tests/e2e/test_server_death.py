@@ -204,5 +204,5 @@ def _states(client: Client, *job_ids: str) -> list[str]:
 
 
 def _workers(client: Client) -> dict[str, int]:
-    """How many jobs each live worker runs, by its incarnation."""
+    """The number of jobs that each live worker runs, by its incarnation."""
     return {worker.incarnation: worker.running for worker in client.workers()}

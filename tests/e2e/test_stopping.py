@@ -15,7 +15,7 @@ pytestmark = pytest.mark.e2e
 
 
 def alive(pid: int) -> bool:
-    """Whether the process runs; the dead one that nobody has reaped yet does not."""
+    """Return whether the process runs; a dead one that nobody has reaped yet does not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):

@@ -86,7 +86,7 @@ class Place:
         until(self.proxy.listens, DEADLINE_S, "HAProxy listens")
 
     def _agent(self, folder: Path, name: str) -> AgentStage:
-        """Its program notes its start, and says what it was given; with "hold" it ends when the test lets it go."""
+        """An agent whose program notes its start, and says what it was given; with "hold" it ends when the test lets it go."""
         folder.mkdir()
         program = folder / "pricer.sh"
         program.write_text(

@@ -70,7 +70,7 @@ def alive(pid: int) -> bool:
 
 @pytest.fixture
 def pids(tmp_path: Path) -> Path:
-    """Where a job writes down its two process numbers."""
+    """The file in which a job writes down its two process numbers."""
     path = tmp_path / "pids"
     path.touch()
     return path

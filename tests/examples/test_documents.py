@@ -126,7 +126,7 @@ def tasuki_lines(text: str) -> Iterator[list[str]]:
 
 
 def unknown_words(arguments: list[str]) -> list[str]:
-    """What the command line of this version does not have: the command, or an option before the job's own words."""
+    """Return what the command line of this version does not have: the command, or an option before the job's own words."""
     name = arguments[0] if arguments else ""
     command: Any = root.get_command(click.Context(root), name)
     if command is None:

@@ -65,7 +65,7 @@ def server(tmp_path: Path) -> Iterator[ServerProcess]:
 
 
 def environment(tmp_path: Path, **extra: str) -> dict[str, str]:
-    """What a user's shell has: `tasuki` on the PATH, and nothing that leads to another server."""
+    """The environment of a user's shell: `tasuki` on the PATH, and nothing that leads to another server."""
     bin_folder = tmp_path / "bin"
     bin_folder.mkdir()
     script = bin_folder / "tasuki"
@@ -90,7 +90,7 @@ def test_every_example_has_a_test() -> None:
 
 
 def test_the_csharp_client_knows_what_node_agents_answer() -> None:
-    """Its form is checked with the bytes that .NET sends (tests/agent), and what it looks at in answers here."""
+    """The client's form is checked with the bytes that .NET sends (tests/agent), and the fields that it reads in answers here."""
     code = (EXAMPLES / "csharp/RunJob.cs").read_text()
     contract = (ROOT / "docs/operate/agents.md").read_text()
     table = contract.partition("What `POST /run` answers:")[2].partition("\n\n**")[0]

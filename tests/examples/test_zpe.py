@@ -69,7 +69,7 @@ def test_the_zero_point_energy_of_h2(tmp_path: Path) -> None:
 
 
 def run_as_job(data: Path, payload: bytes, heard: list[Progress]) -> RunResult:
-    """As a worker runs it: payload on stdin, a folder of its own, next to nothing in the environment."""
+    """Run the program as a worker does: payload on stdin, a folder of its own, next to nothing in the environment."""
 
     async def run() -> RunResult:
         execs = exec_of(*PROGRAM, name="zpe")

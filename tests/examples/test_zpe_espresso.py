@@ -1,4 +1,4 @@
-"""What examples/zpe tells pw.x, and what it reads in the answers that pw.x 6.7 once gave."""
+"""The input of examples/zpe for pw.x, and its reading of the answers that pw.x 6.7 once gave."""
 
 from __future__ import annotations
 

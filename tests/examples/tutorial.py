@@ -95,7 +95,7 @@ class Terminals:
         return place
 
     def _run(self, name: str, block: str) -> None:
-        """What it exports, the next block of the same terminal knows."""
+        """Run a block; the next one of the same terminal knows what it exports."""
         variables = self._place(name) / ".exported"
         known, note = self._variables.get(name, ""), f"export -p > {shlex.quote(str(variables))}"
         script = "\n".join(["set -eu", self._start, known, block, note])
@@ -127,6 +127,6 @@ class Terminals:
 
 
 def check_shown(block: str, printed: str) -> None:
-    """Whether the block is what was printed, as far as it says."""
+    """Check that the block is what was printed, as far as it says."""
     wanted = ".*?".join(re.escape(part) for part in block.strip().split("…"))
     assert re.search(wanted, printed, re.DOTALL), f"the page shows\n{block}\nand this was printed:\n{printed}"

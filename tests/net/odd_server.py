@@ -73,7 +73,7 @@ class OddServer(Watched):
         self.answer = answer
         self.asked: list[Asked] = []
         self.hung_up = 0
-        """How many requests their sender left before they were answered."""
+        """The number of requests that their sender left before they were answered."""
         self._tls = tls
         self._connections: set[asyncio.StreamWriter] = set()
 
@@ -107,7 +107,7 @@ class OddServer(Watched):
         except ValueError:
             writer.write(http(400, b"this is not HTTP"))
         except (ConnectionError, asyncio.IncompleteReadError):
-            """Whoever asked has left."""
+            """The asker has left."""
         finally:
             self._connections.discard(writer)
             writer.close()

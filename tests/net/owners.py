@@ -1,4 +1,4 @@
-"""Whoever owns a link: hears what a machine would hear of it."""
+"""Owner of a link, which hears what a machine would hear of it."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ def reply(**body: object) -> bytes:
 
 
 class Keeper:
-    """What a server does with pieces. `refuse` may answer a piece instead."""
+    """A server that takes pieces. `refuse` may answer a piece instead."""
 
     def __init__(self, kept: bytes = b"") -> None:
         self.kept = kept

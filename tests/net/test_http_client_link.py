@@ -42,7 +42,7 @@ HELLO = HelloClient(msg_id=1, client_id="me", token="tsk_c_secret", version=2)
 
 
 class Owner(LinkOwner):
-    """What a machine would hear of a link."""
+    """Owner of a client's link."""
 
     kind = HttpClientLink
 

@@ -102,7 +102,7 @@ def numbers_of(asked: Asked) -> dict[str, str]:
 
 
 class Owner(LinkOwner):
-    """What a machine would hear of a link."""
+    """Owner of a worker's link."""
 
     kind = HttpWorkerLink
 

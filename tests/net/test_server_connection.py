@@ -20,7 +20,7 @@ WELCOME = Welcome(corr_id=1, version=2, server_id="s", identity="i", kind="clien
 
 
 class Ears:
-    """What a machine was told."""
+    """The messages that a machine was told."""
 
     def __init__(self) -> None:
         self.events: asyncio.Queue[Any] = asyncio.Queue()

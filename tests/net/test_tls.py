@@ -92,14 +92,14 @@ def accepting(tls: ssl.SSLContext) -> Iterator[int]:
 
 
 def refusal(dial: Dial, serving: ssl.SSLContext, trusting: ssl.SSLContext) -> str:
-    """What a client says to which a server says why not."""
+    """The message of a client to which a server says why not."""
     with accepting(serving) as port, pytest.raises(Unavailable) as failed:
         uvloop.run(dial(port, "127.0.0.1", trusting))
     return failed.value.message
 
 
 def told(dial: Dial, serving: ssl.SSLContext | None, trusting: ssl.SSLContext | None, host: str = "127.0.0.1") -> str:
-    """What a client says that fails to connect."""
+    """The message of a client that fails to connect."""
 
     async def main() -> str:
         async with asyncio.timeout(DEADLINE_S), listening(serving) as port:

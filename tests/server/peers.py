@@ -31,7 +31,7 @@ M = TypeVar("M", bound=Message)
 
 
 class FakeConnection(Watched):
-    """What doors give to the server. While `writable` is not set it takes nothing more."""
+    """A connection as doors give it to the server. While `writable` is not set it takes nothing more."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -132,7 +132,7 @@ class Frail(MemoryCoordination):
 
 
 class World:
-    """What the servers share."""
+    """The store, the coordination and the hints that the servers share."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

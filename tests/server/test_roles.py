@@ -1,4 +1,4 @@
-"""What a node does about a leader that does not work and nodes that are silent: its roles, with a cluster in memory."""
+"""Roles of a node, with a cluster in memory: what it does about a leader that does not work, and nodes that are silent."""
 
 from __future__ import annotations
 

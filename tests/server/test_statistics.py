@@ -1,4 +1,4 @@
-"""What a server counts of its turns and messages, by group; when it writes that, and what can be asked of it."""
+"""Counts of a server's turns and messages, by group: when they are written, and what can be asked of them."""
 
 from __future__ import annotations
 

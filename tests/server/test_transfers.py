@@ -46,7 +46,7 @@ def blobs(tmp_path: Path) -> FolderBlobs:
 
 
 def run(blobs: BlobStore, work: Callable[[BlobTransfers, FakeConnection], Awaitable[None]]) -> FakeConnection:
-    """What arrived is recorded at once, as a broker's store would."""
+    """Run `work`; arrived blobs are recorded at once, as a broker's store would."""
 
     async def main() -> FakeConnection:
         link = FakeConnection()

@@ -58,7 +58,7 @@ class Module:
         return tuple(node for node in ast.walk(self.tree) if isinstance(node, Function))
 
     def _package(self) -> str:
-        """What a relative import starts from."""
+        """Return the package that a relative import starts from."""
         folder = Path(self.path).parent.as_posix()
         return "tasuki" if folder == "." else "tasuki." + folder.replace("/", ".")
 
@@ -113,7 +113,7 @@ def _found(folder: Path) -> Iterator[Module]:
 
 @cache
 def _module(path: str, text: str) -> Module:
-    """The same for the same text: every test looks at all of them, and parsing takes longest."""
+    """Return one module for one text: every test looks at all of them, and parsing takes longest."""
     return Module(path, text)
 
 

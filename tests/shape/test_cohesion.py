@@ -22,7 +22,7 @@ _WORD = re.compile(r"[A-Z]+(?=[A-Z][a-z])|[A-Z]?[a-z]+|[A-Z]+|[0-9]+")
 
 
 def import_graph(found: Iterable[Module]) -> dict[str, set[str]]:
-    """Which module imports which, by dotted name below `tasuki`. Lazy and type-only imports count as well."""
+    """The imports of each module, by dotted name below `tasuki`. Lazy and type-only imports count as well."""
     by_name = {module.name: module for module in found}
     return {name: {other for other in _reached(module, by_name) if other != name} for name, module in by_name.items()}
 
@@ -71,7 +71,7 @@ def crumbs(found: list[Module]) -> list[str]:
 
 
 def classes(found: Iterable[Module]) -> dict[str, list[str]]:
-    """Where each public class is defined. Django's own names for inner and command classes are not ours."""
+    """The modules that define each public class. Django's own names for inner and command classes are not ours."""
     places: defaultdict[str, list[str]] = defaultdict(list)
     for module in found:
         for node in ast.walk(module.tree):

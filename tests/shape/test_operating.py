@@ -43,7 +43,7 @@ NEEDED = {"dispatcher": ("--agents", "https://n1:7090")}  # what the unit's own 
 
 
 def words_of(call: str) -> list[str]:
-    """What the shell hands over."""
+    """The words that the shell hands over."""
     words = shlex.split(call, comments=True)
     end = next((place for place, word in enumerate(words) if word in _END_OF_CALL), len(words))
     return words[:end]
@@ -57,7 +57,7 @@ def calls_in(text: str) -> Iterator[list[str]]:
 
 
 def option_lines() -> Iterator[list[str]]:
-    """What the examples of environment files add to the units' command lines."""
+    """The words that the examples of environment files add to the units' command lines."""
     for word in ("server", "worker", "agent", "dispatcher"):
         text = (ROOT / f"deploy/systemd/{word}.env.example").read_text()
         for options in re.findall(rf"^#?TASUKI_{word.upper()}_OPTIONS=(.*)$", text, re.MULTILINE):

@@ -1,4 +1,4 @@
-"""What `import tasuki` gives: the names the README shows, loaded when they are used, and never Django."""
+"""The names that `import tasuki` gives: those that the README shows, loaded when they are used, and never Django."""
 
 import ast
 import json

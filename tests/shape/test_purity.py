@@ -1,4 +1,4 @@
-"""Where clocks, chance, the environment and I/O may be touched, and that pickle never is."""
+"""Clocks, chance, the environment and I/O are touched only where they may be, and pickle never is."""
 
 import ast
 from collections.abc import Iterator

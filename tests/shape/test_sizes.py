@@ -113,8 +113,9 @@ def test_every_module_says_what_it_is_for() -> None:
 
 def test_docstrings_begin_with_a_verb_or_name_the_thing() -> None:
     first_words = {
-        f"{module.path}:{node.lineno}": node.value.value.split()[0]
-        for module in modules()
+        f"{folder}/{module.path}:{node.lineno}": (node.value.value.split() or [""])[0]
+        for folder in ("src", "tests", "examples")
+        for module in modules(ROOT / folder)
         for node in ast.walk(module.tree)
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
     }

@@ -178,7 +178,7 @@ class Model:
             self.lines.append(arrived(job.job_id, job.attempt, state))
 
     def _lose(self, job: ModelJob) -> None:
-        """Its worker crashes with all that it runs, and its lease runs out."""
+        """Let the job's worker crash with all that it runs, and the lease run out."""
         self.lines.append(process("crashed", job.worker))
         for other in self._jobs:
             if other.worker == job.worker:

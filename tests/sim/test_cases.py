@@ -1,4 +1,4 @@
-"""What fails is made small: only what the failure needs is left, and it is still the same failure."""
+"""Failing cases are made small: only what the failure needs is left, and it is still the same failure."""
 
 from collections.abc import Callable
 
@@ -6,24 +6,16 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from tasuki.core.store_messages import Reaped, Submission
+from tasuki.core.store_messages import Reaped
 from tasuki.errors import InvalidInput
-from tasuki.stores.memory.store import Answered, MemoryStore
+from tasuki.stores.memory.store import MemoryStore
 from tasuki.testing.sim.cases import Case, CaseFailure, StillFails, case_of, same_failure, shrink, try_case
 from tasuki.testing.sim.run import Plan
 from tasuki.testing.sim.world import SimOptions
+from tests.sim.worlds import AcceptsAnyBody
 
 SMALL = SimOptions(servers=2, workers=3, clients=2, jobs=16, chaos_s=6.0, faults=8, heal_limit_s=20.0)
 CASE = case_of(1, SMALL)
-
-
-class AcceptsAnyBody(MemoryStore):
-    """Forgets to compare bodies."""
-
-    def _submit(self, submission: Submission, *, rerun: bool) -> Answered:
-        record = self._records.get(submission.spec.job_id)
-        known = replace(submission, body_hash=record.job.body_hash) if record is not None else submission
-        return super()._submit(known, rerun=rerun)
 
 
 class NeverReaps(MemoryStore):

@@ -54,7 +54,7 @@ def test_a_good_history_passes(seed: int) -> None:
 @settings(max_examples=100, deadline=None)
 @given(seed=seeds, chance=st.randoms(use_true_random=False))
 def test_a_part_of_a_good_history_passes(seed: int, chance: object) -> None:
-    """Whatever kinds of lines an observer cannot see."""
+    """An observer may not see some kinds of lines."""
     lines = Model(seed).history()
     kinds = sorted({type(line) for line in lines} - set(EXCUSES), key=lambda kind: kind.__name__)
     unseen = set(chance.sample(kinds, chance.randint(1, len(kinds))))  # type: ignore[attr-defined]
@@ -87,7 +87,7 @@ Damage = Callable[[Lines], Lines | None]
 
 
 def _one(lines: Lines, wanted: Callable[[AnyLine], bool]) -> int | None:
-    """Where the middle one of those that fit is."""
+    """The place of the middle one of those that fit."""
     found = [n for n, line in enumerate(lines) if wanted(line)]
     return found[len(found) // 2] if found else None
 

@@ -1,4 +1,4 @@
-"""What the checker says of clients and workers: what they were told, what ran where; and of the end, when all must be over."""
+"""Verdicts on clients and workers: what they were told, what ran where; and on the end, when all must be over."""
 
 from __future__ import annotations
 

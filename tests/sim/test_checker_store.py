@@ -1,4 +1,4 @@
-"""What the checker says of the store's commits: for each invariant a history that keeps it, and the smallest that break it."""
+"""Verdicts on the store's commits: for each invariant a history that keeps it, and the smallest that break it."""
 
 from __future__ import annotations
 

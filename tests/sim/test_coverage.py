@@ -1,4 +1,4 @@
-"""What of the rare has happened is counted, and what has not is named; to look changes nothing."""
+"""Rare events that happened are counted, those that did not are named, and counting changes nothing."""
 
 from collections import Counter
 

@@ -9,12 +9,13 @@ from msgspec.structs import replace
 
 from tasuki.core.job import Lease, State
 from tasuki.core.lifecycle import JobEvent
-from tasuki.core.store_messages import Report, ReportAnswer, ReportStatus, Submission
+from tasuki.core.store_messages import Report, ReportAnswer, ReportStatus
 from tasuki.stores.memory.records import MemoryJob
-from tasuki.stores.memory.store import Answered, MemoryStore
+from tasuki.stores.memory.store import MemoryStore
 from tasuki.testing.sim.history import AnyLine, EndedEvent, FaultEvent, FiredEvent, HealedEvent, RowEvent
 from tasuki.testing.sim.run import check_seed, plan_of, run_plan
 from tasuki.testing.sim.world import HotLoop, SimOptions, World
+from tests.sim.worlds import AcceptsAnyBody
 
 SEEDS = (1, 3, 5, 6)
 SMALL = SimOptions(jobs=12, chaos_s=6.0, faults=4)
@@ -104,15 +105,6 @@ def test_the_text_of_an_outcome_names_the_seed_and_all_that_was_drawn() -> None:
 
 
 # ---------------------------------------------------------------------------------------------------- what is wrong is seen
-
-
-class AcceptsAnyBody(MemoryStore):
-    """Forgets to compare bodies."""
-
-    def _submit(self, submission: Submission, *, rerun: bool) -> Answered:
-        record = self._records.get(submission.spec.job_id)
-        known = replace(submission, body_hash=record.job.body_hash) if record is not None else submission
-        return super()._submit(known, rerun=rerun)
 
 
 class TakesLateFinishes(MemoryStore):

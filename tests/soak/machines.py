@@ -22,7 +22,7 @@ FIRST = 11
 
 
 def missing() -> str:
-    """What such machines need and this one lacks; empty if it has all."""
+    """Return what such machines need and this one lacks; empty if it has all."""
     if os.geteuid() != 0:
         return "not root: network namespaces and VRRP need it"
     made = subprocess.run(["unshare", "--net", "true"], capture_output=True, text=True, check=False)

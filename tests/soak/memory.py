@@ -1,4 +1,4 @@
-"""How much memory a process takes while something happens."""
+"""The memory that a process takes while something happens."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ def put(server: ServerProcess, *arguments: str) -> tuple[int, dict[str, str]]:
 
 
 def put_watched(server: ServerProcess, *arguments: str) -> tuple[int, dict[str, str], int]:
-    """As `put`, with the most memory that the client took."""
+    """Do a `put`; return the most memory that the client took, too."""
     env = {**clean_environment(), "TASUKI_URL": server.url, "TASUKI_TOKEN": server.token}
     command = [sys.executable, "-m", "tasuki", "cache", "put", "--json", *arguments]
     peak = 0

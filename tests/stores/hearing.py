@@ -1,4 +1,4 @@
-"""What servers hear of each other's hints, whatever carries them."""
+"""Hints that servers hear of each other, whatever carries them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ W = TypeVar("W", bound=Wakeups)
 
 
 class Ear(Watched):
-    """What one server heard."""
+    """The hints that one server heard."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -13,7 +13,7 @@ from tasuki.stores.common import FairTurns
 
 
 class Waiting:
-    """How many items each group has; `take` hands them out, and notes who was asked for how many."""
+    """The number of items of each group; `take` hands them out, and notes who was asked for how many."""
 
     def __init__(self, **items: int) -> None:
         self.left = Counter(items)

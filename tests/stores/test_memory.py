@@ -1,4 +1,4 @@
-"""What is the memory store's own: turns that nest, leases that stay cheap, indexes that stay true."""
+"""Properties of the memory store alone: turns that nest, leases that stay cheap, indexes that stay true."""
 
 from __future__ import annotations
 

@@ -11,32 +11,22 @@ from typing import Any
 
 import pytest
 
-from tasuki.core.job import JobSpec, State, body_hash
-from tasuki.core.store_messages import LeaseRequest, Offer, Submission, Takes
+from tasuki.core.job import State
+from tasuki.core.store_messages import LeaseRequest, Offer, Takes
 from tasuki.errors import Unavailable
-from tasuki.stores.sql.postgres import PostgresDatabase
 from tasuki.stores.sql.store import SqlStore
 from tasuki.testing.clocks import FakeClock
 from tasuki.testing.store_stage import PAST_LEASE_S, Stage
+from tests.stores.steps import connection_of, submission
 from tests.support import nursery
 from tests.support.postgres_service import PostgresService
 
 PROCESSES = 8
 
 
-def submission(job_id: str, **fields: Any) -> Submission:
-    spec = JobSpec(job_id=job_id, **{"subject": "render.eu", **fields})
-    return Submission(spec, "alice", body_hash(spec))
-
-
 def lease(store: SqlStore, limit: int, **fields: Any) -> list[str]:
     request = LeaseRequest(**{"worker_id": "w1", "incarnation": "w1/1", "patterns": (">",), "limit": limit, **fields})
     return [grant.job_id for grant in store.lease([request])[0]]
-
-
-def connection_of(store: SqlStore) -> Any:
-    assert isinstance(store._database, PostgresDatabase)
-    return store._database.connection
 
 
 @pytest.fixture

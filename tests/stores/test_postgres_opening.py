@@ -7,31 +7,20 @@ import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlsplit
 
 import psycopg
 import pytest
 
 from tasuki.core.election import LOCK_TTL_S
-from tasuki.core.job import JobSpec, body_hash
-from tasuki.core.store_messages import Filter, LeaseRequest, Submission
+from tasuki.core.store_messages import Filter, LeaseRequest
 from tasuki.errors import ConfigError, TurnInterrupted, Unavailable
 from tasuki.stores.sql import postgres as postgres_module
-from tasuki.stores.sql.postgres import PostgresDatabase, check_server, clear_text_problem
+from tasuki.stores.sql.postgres import check_server, clear_text_problem
 from tasuki.stores.sql.store import SqlStore
 from tasuki.stores.store import Feature
+from tests.stores.steps import connection_of, submission
 from tests.support.postgres_service import PostgresService
-
-
-def submission(job_id: str, **fields: Any) -> Submission:
-    spec = JobSpec(job_id=job_id, **{"subject": "render.eu", **fields})
-    return Submission(spec, "alice", body_hash(spec))
-
-
-def connection_of(store: SqlStore) -> Any:
-    assert isinstance(store._database, PostgresDatabase)
-    return store._database.connection
 
 
 def shown(store: SqlStore, name: str) -> str:

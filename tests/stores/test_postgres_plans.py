@@ -1,4 +1,4 @@
-"""How PostgreSQL runs the statements: by index, whatever the size of the tables and however wrong their statistics are."""
+"""Plans of PostgreSQL for the statements: by index, whatever the size of the tables and however wrong their statistics are."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from tasuki.core.store_messages import LeaseRequest
-from tasuki.stores.sql.postgres import PostgresDatabase
 from tasuki.stores.sql.store import SqlStore
 from tests.stores import sql_statements
 from tests.stores.sql_statements import POSTGRES_STATEMENTS
+from tests.stores.steps import connection_of
 from tests.support.postgres_service import PostgresService
 
 ALL = {name: statement for name, statement in POSTGRES_STATEMENTS.items() if not statement.text.startswith("LOCK ")}
@@ -65,11 +65,6 @@ def store(postgres: PostgresService, request: pytest.FixtureRequest) -> Iterator
     yield store
     store.close()
     postgres.drop(url)
-
-
-def connection_of(store: SqlStore) -> Any:
-    assert isinstance(store._database, PostgresDatabase)
-    return store._database.connection
 
 
 def nodes(plan: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -144,7 +139,7 @@ def test_what_a_lease_costs_does_not_depend_on_the_length_of_the_queue(postgres:
 
 
 def rows_touched_by_a_lease(store: SqlStore, limit: int) -> int:
-    """How many rows of jobs one lease looks at."""
+    """The number of rows of jobs that one lease looks at."""
     request = LeaseRequest(worker_id="w1", incarnation="1", patterns=(">",), limit=limit)
     statement = "SELECT idx_tup_fetch + seq_tup_read FROM pg_stat_xact_user_tables WHERE relname = 'tasuki_jobrun'"
     with store.turn():

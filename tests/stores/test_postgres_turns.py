@@ -11,23 +11,18 @@ from typing import Any
 
 import pytest
 
-from tasuki.core.job import JobSpec, Outcome, State, body_hash
-from tasuki.core.store_messages import Answers, LeaseRequest, Report, Submission, Turn
+from tasuki.core.job import Outcome, State
+from tasuki.core.store_messages import Answers, LeaseRequest, Report, Turn
 from tasuki.errors import DiskFull, InterruptCause, StaleEpoch, TasukiError, TurnInterrupted, Unavailable
 from tasuki.stores import common
 from tasuki.stores.batching import StoreThread, execute_surely
-from tasuki.stores.sql.postgres import PostgresDatabase
 from tasuki.stores.sql.store import SqlStore
 from tests.stores.cutting_proxy import CuttingProxy
+from tests.stores.steps import connection_of, submission
 from tests.support.postgres_service import PostgresService
 from tests.support.waiting import until
 
 WAIT_S = 20.0
-
-
-def submission(job_id: str, **fields: Any) -> Submission:
-    spec = JobSpec(job_id=job_id, **{"subject": "render.eu", **fields})
-    return Submission(spec, "alice", body_hash(spec))
 
 
 def request(limit: int = 1, **fields: Any) -> LeaseRequest:
@@ -38,11 +33,6 @@ def sleepy(seconds: float) -> bool:
     """A pause that really waits, and goes on."""
     threading.Event().wait(seconds)
     return True
-
-
-def connection_of(store: SqlStore) -> Any:
-    assert isinstance(store._database, PostgresDatabase)
-    return store._database.connection
 
 
 def backend_of(store: SqlStore) -> int:

@@ -1,4 +1,4 @@
-"""How values travel to PostgreSQL: what is sent comes back, and every statement has one form."""
+"""Values on their way to PostgreSQL: what is sent comes back, and every statement has one form."""
 
 from __future__ import annotations
 

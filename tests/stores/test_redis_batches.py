@@ -1,4 +1,4 @@
-"""What the Redis store does in one go for many jobs is what it does for each of them."""
+"""The Redis store does in one go for many jobs what it does for each of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where Lua must decide, it decides as core.lifecycle does: both are asked the same questions."""
+"""Lua decides as core.lifecycle does, where it must: both are asked the same questions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whatever outsiders write beside honest jobs, in any order: honest jobs are done, the others are told of, and no turn fails."""
+"""Outsiders write anything beside honest jobs, in any order: honest jobs are done, the others are told of, and no turn fails."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tasuki.core.job import JobSpec, Outcome, State, body_hash
+from tasuki.core.job import Outcome, State
 from tasuki.core.store_messages import (
     Answers,
     BlobClaim,
@@ -19,7 +19,6 @@ from tasuki.core.store_messages import (
     ReportStatus,
     RequeueOrder,
     Retention,
-    Submission,
     Submitted,
     Turn,
 )
@@ -31,14 +30,10 @@ from tasuki.stores.store import Store
 from tasuki.testing.clocks import FakeClock
 from tasuki.testing.store_stage import token_row
 from tests.stores.redis_proxy import RedisProxy
+from tests.stores.steps import submission
 from tests.support.redis_service import RedisService
 
 TIMEOUT_S = 2.0
-
-
-def submission(job_id: str, **fields: object) -> Submission:
-    spec = JobSpec(job_id=job_id, **{"subject": "render.eu", **fields})  # type: ignore[arg-type]
-    return Submission(spec, "alice", body_hash(spec))
 
 
 def request(limit: int = 1) -> LeaseRequest:

@@ -1,4 +1,4 @@
-"""What verbs cost and leave behind on the SQL stores: statements by the batch, not by the job; no rows that nothing needs."""
+"""Costs of verbs on the SQL stores: statements by the batch, not by the job; no rows are left behind that nothing needs."""
 
 from __future__ import annotations
 

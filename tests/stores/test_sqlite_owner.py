@@ -9,18 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from tasuki.core.job import JobSpec, Outcome, State, body_hash
+from tasuki.core.job import Outcome, State
 from tasuki.core.lifecycle import LEASE_MARGIN_S
-from tasuki.core.store_messages import Filter, HeldLease, LeaseRequest, LeaseStatus, Report, ReportStatus, Submission
+from tasuki.core.store_messages import Filter, HeldLease, LeaseRequest, LeaseStatus, Report, ReportStatus
 from tasuki.errors import ConfigError, Unavailable
 from tasuki.stores.sql.sqlite import file_system_of
 from tasuki.stores.sql.store import SqlStore
 from tasuki.testing.clocks import FakeClock
-
-
-def submission(job_id: str, **fields: object) -> Submission:
-    spec = JobSpec(job_id=job_id, subject="render.eu", **fields)  # type: ignore[arg-type]
-    return Submission(spec, "alice", body_hash(spec))
+from tests.stores.steps import submission
 
 
 def request(limit: int = 1, **fields: object) -> LeaseRequest:

@@ -1,4 +1,4 @@
-"""How SQLite runs the statements: by the partial indexes, never by reading all jobs, whatever their number."""
+"""Plans of SQLite for the statements: by the partial indexes, never by reading all jobs, whatever their number."""
 
 from __future__ import annotations
 

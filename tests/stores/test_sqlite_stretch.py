@@ -25,7 +25,7 @@ def test_the_journal_is_stretched_and_the_store_is_empty(tmp_path: Path) -> None
 
 
 def test_what_is_committed_after_the_stretch_survives_a_process_that_never_closed(tmp_path: Path) -> None:
-    """As after SIGKILL: the next owner finds the commits, and behind them filler that counts for nothing."""
+    """The next owner finds the commits, as after SIGKILL, and behind them filler that counts for nothing."""
     store = SqlStore.open_sqlite(tmp_path / "tasuki.db", stretch_bytes=4 * MB)
     store.submit([Submission(JobSpec(job_id="a"), "someone", b"hash")])
     copy = tmp_path / "copy"

@@ -10,18 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from tasuki.core.job import JobSpec, Outcome, State, body_hash
-from tasuki.core.store_messages import Filter, HeldLease, LeaseRequest, Report, Submission, Turn
+from tasuki.core.job import Outcome, State
+from tasuki.core.store_messages import Filter, HeldLease, LeaseRequest, Report, Turn
 from tasuki.errors import DiskFull, StaleEpoch, TasukiError, Unavailable
 from tasuki.stores import batching
 from tasuki.stores.batching import execute_surely
 from tasuki.stores.sql.store import SqlStore
 from tests.conftest import Require
-
-
-def submission(job_id: str, payload: bytes = b"") -> Submission:
-    spec = JobSpec(job_id=job_id, subject="render.eu", payload=payload)
-    return Submission(spec, "alice", body_hash(spec))
+from tests.stores.steps import submission
 
 
 def request(limit: int) -> LeaseRequest:
@@ -47,7 +43,7 @@ def test_a_full_database_refuses_the_turn_and_works_again_with_space(path: Path)
     def fill() -> None:
         with store.turn():
             store.submit([submission("small")])
-            store.submit([submission(f"large-{number}", b"x" * 60_000) for number in range(20)])
+            store.submit([submission(f"large-{number}", payload=b"x" * 60_000) for number in range(20)])
 
     with pytest.raises(DiskFull, match="full"):
         fill()
@@ -55,7 +51,7 @@ def test_a_full_database_refuses_the_turn_and_works_again_with_space(path: Path)
     assert store.get(["small", "large-0"]) == [None, None]
     assert store.counts()["render"].pending == 1
     asked(store, "PRAGMA max_page_count = 1000000")
-    store.submit([submission("large", b"x" * 60_000)])
+    store.submit([submission("large", payload=b"x" * 60_000)])
     assert store.counts()["render"].pending == 2
     store.close()
 
@@ -148,7 +144,7 @@ def test_a_verb_that_broke_half_way_spoils_the_turn_even_if_its_error_was_caught
         with store.turn():
             store.submit([submission("small")])
             with pytest.raises(DiskFull):
-                store.submit([submission(f"large-{number}", b"x" * 60_000) for number in range(20)])
+                store.submit([submission(f"large-{number}", payload=b"x" * 60_000) for number in range(20)])
 
     with pytest.raises(Unavailable, match="rolled back"):
         careless()

@@ -53,7 +53,7 @@ class PostgresCarrier:
 
 
 class SharedCarrier(PostgresCarrier):
-    """The same, over the connection of the coordination of each server."""
+    """Hints over the connection of the coordination of each server."""
 
     def __init__(self, service: PostgresService, url: str) -> None:
         super().__init__(service, url)

@@ -29,7 +29,7 @@ class CutNetwork:
         self._owners: dict[int, int] = {}
         """Processes by the ports from which they connected."""
         self._onward: dict[int, int] = {}
-        """Those ports, by the ports from which the network itself connected to the place."""
+        """The ports of these processes, by the ports from which the network itself connected to the place."""
         self._spared: set[int] = set()
         """Ports of connections that are carried all the same."""
         self._servers: list[asyncio.Server] = []

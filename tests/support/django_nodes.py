@@ -45,7 +45,7 @@ class RigNode:
 
     @property
     def worker_id(self) -> str:
-        """Its number; another one after it has come back."""
+        """The number of the node; another one after it has come back."""
         return re.findall(r"connected to unix socket as (\d+)\n", self.process.output())[-1]
 
     @property

@@ -63,7 +63,7 @@ async def fail(job):
 
 @worker.handler("big")
 async def big(job):
-    """As many bytes as the payload's number says."""
+    """Return as many bytes as the payload's number says."""
     return os.urandom(1024) * (int(job.payload) // 1024)
 
 
@@ -108,7 +108,7 @@ if options.plain:
 
     @worker.handler("plain.read")
     def plain_read(job):
-        """As `read`; runs in a child process."""
+        """Do as `read`, in a child process."""
         return asyncio.run(read(job))
 
     @worker.handler("plain.spin")

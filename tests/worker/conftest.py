@@ -1,4 +1,4 @@
-"""What every test of the worker leaves behind: nothing."""
+"""Every test of the worker leaves nothing behind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the tests of the keeper share: orders for it, and a look at what it holds."""
+"""Stage of the tests of the keeper: orders for it, and a look at what it holds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the tests of the worker share: attempts, runners and a look into result archives."""
+"""Stage of the tests of the worker: attempts, runners and a look into result archives."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def run(runner: CommandRunner, attempt: Attempt, meanwhile: Meanwhile | None = N
 
 
 def alive(pid: int) -> bool:
-    """Whether a process runs; a zombie does not."""
+    """Return whether a process runs; a zombie does not."""
     try:
         return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0] not in (b"Z", b"X")
     except (FileNotFoundError, ProcessLookupError):

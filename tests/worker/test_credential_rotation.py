@@ -51,7 +51,7 @@ class Control:
 
 
 class Worker:
-    """What stands around a Rotation: a connection that is dialed again, and a machine that hears what is its business."""
+    """A worker around a Rotation: a connection that is dialed again, and a machine that hears what is its business."""
 
     def __init__(self, control: Control, data: Path) -> None:
         self.control = control
@@ -108,7 +108,7 @@ class Worker:
 
     @property
     def kept(self) -> Credential:
-        """As it is on disk."""
+        """The credential as it is on disk."""
         found = self.seat.load()
         assert found is not None
         return found
@@ -121,7 +121,7 @@ class Worker:
 
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What failed is tried again at once, not in a minute."""
+    """Failed rotations are tried again at once, not in a minute."""
     monkeypatch.setattr(module, "RETRY_FIRST", 1e-9)
     monkeypatch.setattr(module, "RETRY_MIN_S", 0.001)
 
@@ -255,7 +255,7 @@ async def settled_with(worker: Worker, asked: list[dict[str, str]]) -> None:
 
 
 def test_a_request_that_was_done_after_its_connection_was_lost_counts_too(tmp_path: Path) -> None:
-    """It reached the server, which was slow: meanwhile the worker came back with the old token and asked again."""
+    """The request reached the server, which was slow: meanwhile the worker came back with the old token and asked again."""
     old = aged("old", 0.9)
     enrolled(tmp_path, old)
     control = Control(old)

@@ -1,4 +1,4 @@
-"""What an enrolled worker keeps on disk: for its user only, whole or not there, and for one process at a time."""
+"""The credential that an enrolled worker keeps on disk: for its user only, whole or not there, and for one process at a time."""
 
 from __future__ import annotations
 

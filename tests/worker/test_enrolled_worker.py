@@ -200,7 +200,7 @@ def test_a_worker_that_is_revoked_stops_its_jobs_and_says_why(stage: Stage, tcp_
 
 
 def test_a_worker_whose_exchanged_token_was_revoked_is_told_of_that_one(stage: Stage, tmp_path: Path) -> None:
-    """It began a rotation that never reached the server. What is said of that token must not hide why it may not come in."""
+    """The worker began a rotation that never reached the server. News of that token must not hide why it may not come in."""
     enrolled = Enrolled(stage, stage.url, tmp_path)
     enrolled.seat.save(
         Credential(

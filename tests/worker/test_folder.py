@@ -15,7 +15,7 @@ from tasuki.worker.folder import JobRefused, RunFolders, remove_tree
 from tests.worker.runs import attempt_of
 
 DEEP = 1100  # deeper than Python recurses, and its path longer than the longest
-"""As a path this would be longer than the system allows, and deeper than Python's stack."""
+"""Number of folders: as a path longer than the system allows, and deeper than Python's stack."""
 
 
 @pytest.mark.parametrize("name", ["../evil", "/evil", "a/../../evil", "..", "a//evil", "a\\evil", ""])

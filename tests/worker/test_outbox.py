@@ -50,7 +50,7 @@ class Scene:
         return asyncio.ensure_future(self.endings.upload(one, self.stop, lambda: self.stopped))
 
     def on_disk(self) -> list[OutboxRecord]:
-        """What the next process would find."""
+        """The records that the next process would find."""
         return [] if self.unreported is None else self.unreported.load()
 
 

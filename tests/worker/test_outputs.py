@@ -1,4 +1,4 @@
-"""What of out/ goes into a result, what a job's tricks with it lead to, and what is said about the rest."""
+"""Files of out/ that go into a result, a job's tricks with them, and what is said about the rest."""
 
 import hashlib
 import io

@@ -87,7 +87,7 @@ def keeper_of(runner: CommandRunner) -> int:
 
 
 def interpreter_of(runner: CommandRunner) -> int:
-    """It is older than what it has parked."""
+    """Return the interpreter, which is older than the processes that it has parked."""
     return min((pid for pid in below(keeper_of(runner)) if _serves(pid)), key=lambda pid: (_born(pid), pid))
 
 

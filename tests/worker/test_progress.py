@@ -1,4 +1,4 @@
-"""What a job tells of its progress, and what it cannot do with it."""
+"""Progress that a job tells, and what it cannot do with it."""
 
 from __future__ import annotations
 

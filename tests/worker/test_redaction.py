@@ -1,4 +1,4 @@
-"""What is masked of a job's output, however it is cut into pieces, and that offsets stay what they were."""
+"""Values are masked in a job's output, however it is cut into pieces, and offsets stay what they were."""
 
 import re
 import time

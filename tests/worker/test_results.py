@@ -1,4 +1,4 @@
-"""What a command's result is made of: its archive, its logs and its report. Its outputs are in test_outputs.py."""
+"""The parts of a command's result: its archive, its logs and its report. Its outputs are in test_outputs.py."""
 
 import io
 import zipfile

@@ -1,4 +1,4 @@
-"""What a worker says of itself in a file: whole, no more often than needed, true after its death, and without secrets."""
+"""The status of a worker in a file: whole, no more often than needed, true after its death, and without secrets."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ def transitions(zone: ZoneInfo) -> list[int]:
 
 
 class Walk:
-    """What the clock of a zone shows: at which instants a local minute begins, and which minutes a jump leaves out."""
+    """The clock of a zone: at which instants a local minute begins, and which minutes a jump leaves out."""
 
     def __init__(self, zone: ZoneInfo, begin: int, end: int) -> None:
         self.shown: defaultdict[int, list[tuple[date, int]]] = defaultdict(list)

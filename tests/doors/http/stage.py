@@ -17,7 +17,7 @@ import pytest
 from tasuki.config import DataFolder
 from tasuki.core.access import token_sha256
 from tasuki.core.address import Address
-from tasuki.core.protocol import HelloClient, Request
+from tasuki.core.protocol import FRAME_MAX_BYTES, FRAMES_TYPE, HelloClient, Message, Request
 from tasuki.doors.http.context import HttpConfig
 from tasuki.doors.http.door import HttpDoor
 from tasuki.doors.http.routes import Route
@@ -25,6 +25,7 @@ from tasuki.doors.http.virtual_connection import VirtualConnection
 from tasuki.server.assembly import StorageLocations, make_secret, make_server
 from tasuki.server.backup import prepare_folder
 from tasuki.server.server import ServerConfig
+from tasuki.wire.messages import FrameDecoder, decode
 from tests.support.sqlite_files import with_tables
 
 T = TypeVar("T")
@@ -37,6 +38,16 @@ ANSWER = {"result": {"zpe_ev": 0.27}, "summary_text": "ZPE 0.27 eV", "freqs_csv"
 def path_of(route: Route) -> str:
     """The route's path, with made-up names for what it is about."""
     return route.path.format(**MADE_UP)
+
+
+def messages_of(answer: httpx.Response) -> list[Message]:
+    """The messages of an answer in frames."""
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["content-type"] == FRAMES_TYPE
+    decoder = FrameDecoder(FRAME_MAX_BYTES)
+    found = [decode(frame, FRAME_MAX_BYTES) for frame in decoder.feed(answer.content)]
+    assert not decoder.partial
+    return found
 
 
 class Stage:

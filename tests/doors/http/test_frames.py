@@ -15,7 +15,6 @@ from tasuki.core.job import BlobRef, InputFile, JobSpec, State
 from tasuki.core.protocol import (
     FRAME_MAX_BYTES,
     FRAMES_MAX,
-    FRAMES_TYPE,
     Accepted,
     BlobPut,
     CacheAck,
@@ -42,21 +41,11 @@ from tasuki.core.store_messages import Answers, CacheEntry, Turn
 from tasuki.doors.http.exchange import BodyBudget
 from tasuki.doors.http.frames import DECODED_ITEM_BYTES
 from tasuki.server import server as server_module
-from tasuki.wire.messages import FrameDecoder, decode, encode, encode_frame
-from tests.doors.http.stage import Stage, Worker
+from tasuki.wire.messages import encode, encode_frame
+from tests.doors.http.stage import Stage, Worker, messages_of
 from tests.support.waiting import until
 
 HELLO = HelloClient(msg_id=1, client_id="c", version=2)
-
-
-def said(answer: httpx.Response) -> list[Message]:
-    """The messages of an answer."""
-    assert answer.status_code == 200, answer.text
-    assert answer.headers["content-type"] == FRAMES_TYPE
-    decoder = FrameDecoder(FRAME_MAX_BYTES)
-    found = [decode(frame, FRAME_MAX_BYTES) for frame in decoder.feed(answer.content)]
-    assert not decoder.partial
-    return found
 
 
 def post(stage: Stage, *messages: Message, token: str = "", query: str = "") -> httpx.Response:
@@ -76,7 +65,7 @@ def code(answer: httpx.Response) -> tuple[int, str]:
 
 
 def test_a_hello_is_welcomed_by_the_token_of_the_request_and_not_by_its_own(stage: Stage) -> None:
-    [welcome] = said(post(stage, HelloClient(msg_id=7, client_id="c", token="another", version=2)))
+    [welcome] = messages_of(post(stage, HelloClient(msg_id=7, client_id="c", token="another", version=2)))
 
     assert isinstance(welcome, Welcome)
     assert (welcome.corr_id, welcome.kind, welcome.version, welcome.servers) == (7, "client", 2, ())
@@ -90,7 +79,7 @@ def test_a_hello_is_welcomed_by_the_token_of_the_request_and_not_by_its_own(stag
     ],
 )
 def test_a_hello_that_is_refused_is_told_as_over_tcp(stage: Stage, hello: HelloClient, refusal: str) -> None:
-    [error] = said(post(stage, hello))
+    [error] = messages_of(post(stage, hello))
 
     assert isinstance(error, ErrorMessage)
     assert (error.corr_id, error.code) == (0, refusal)
@@ -99,8 +88,8 @@ def test_a_hello_that_is_refused_is_told_as_over_tcp(stage: Stage, hello: HelloC
 def test_several_messages_have_their_answers_under_their_own_numbers(stage: Stage) -> None:
     submit = SubmitJobs(5, [job("frames-1"), job("frames-2"), job("bad id")])
 
-    first = said(post(stage, submit, Request(9, "get", {"job_ids": ["nobody"]}), Heartbeat(11), Request(12, "nothing")))
-    again = said(post(stage, submit, CancelJobs(6, ["frames-1"])))
+    first = messages_of(post(stage, submit, Request(9, "get", {"job_ids": ["nobody"]}), Heartbeat(11), Request(12, "nothing")))
+    again = messages_of(post(stage, submit, CancelJobs(6, ["frames-1"])))
 
     accepted, missing, beat, unknown = first
     assert isinstance(accepted, Accepted)
@@ -127,7 +116,7 @@ def test_answers_are_compressed_if_the_request_says_so(stage: Stage) -> None:
 
     plain, packed = post(stage, ask), post(stage, ask, query="?codec=zstd")
 
-    assert said(plain) == said(packed)
+    assert messages_of(plain) == messages_of(packed)
     assert len(packed.content) < len(plain.content) / 4
 
 
@@ -137,7 +126,7 @@ def test_a_list_of_jobs_with_large_headers_shows_their_names_and_fits_a_frame(st
     post(stage, SubmitJobs(1, specs[:300]))
     post(stage, SubmitJobs(2, specs[300:]))
 
-    [page] = said(post(stage, Request(3, "find", {"subject": "huge.here", "limit": 600})))
+    [page] = messages_of(post(stage, Request(3, "find", {"subject": "huge.here", "limit": 600})))
     post(stage, CancelJobs(4, [spec.job_id for spec in specs]))
 
     assert isinstance(page, Reply)
@@ -150,12 +139,12 @@ def test_a_list_of_jobs_with_large_headers_shows_their_names_and_fits_a_frame(st
 def test_a_watch_waits_for_the_first_end_and_tells_it(stage: Stage, worker: Worker) -> None:
     job_ids = [stage.submit() for _ in range(2)]
     watch = Request(4, "watch", {"job_ids": job_ids})
-    before = said(post(stage, watch))
+    before = messages_of(post(stage, watch))
     with futures.ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(post, stage, watch, query="?wait=20")
         worker.finish(worker.take(job_ids[0]))
-        answer = said(waiting.result(10.0))
-    after = said(post(stage, watch, query="?wait=20"))
+        answer = messages_of(waiting.result(10.0))
+    after = messages_of(post(stage, watch, query="?wait=20"))
 
     assert before == [Reply(4, {"states": dict.fromkeys(job_ids, "PENDING")})]
     for told in (answer, after):
@@ -166,7 +155,7 @@ def test_a_watch_waits_for_the_first_end_and_tells_it(stage: Stage, worker: Work
 def test_a_watch_of_a_job_that_nobody_knows_is_refused_at_once_beside_one_that_waits(stage: Stage) -> None:
     good, bad = Request(4, "watch", {"job_ids": [stage.submit()]}), Request(5, "watch", {"job_ids": ["nobody"]})
 
-    answers = {message.corr_id: message for message in said(post(stage, good, bad, query="?wait=30"))}  # type: ignore[union-attr]
+    answers = {message.corr_id: message for message in messages_of(post(stage, good, bad, query="?wait=30"))}  # type: ignore[union-attr]
 
     assert isinstance(answers[4], Reply)
     assert isinstance(answers[5], ErrorMessage)
@@ -176,9 +165,9 @@ def test_a_watch_of_a_job_that_nobody_knows_is_refused_at_once_beside_one_that_w
 def test_a_watch_of_somebody_elses_job_is_refused_though_it_is_watched_by_its_owner(stage: Stage) -> None:
     job_id = stage.submit()
     watch = Request(4, "watch", {"job_ids": [job_id]})
-    said(post(stage, watch))
+    messages_of(post(stage, watch))
 
-    [error] = said(post(stage, watch, token=stage.create_token("client"), query="?wait=1"))
+    [error] = messages_of(post(stage, watch, token=stage.create_token("client"), query="?wait=1"))
 
     assert isinstance(error, ErrorMessage)
     assert error.code == "NOT_FOUND"
@@ -187,9 +176,9 @@ def test_a_watch_of_somebody_elses_job_is_refused_though_it_is_watched_by_its_ow
 def test_jobs_that_are_watched_already_cost_the_store_nothing_when_they_are_named_again(stage: Stage) -> None:
     job_ids = [stage.submit() for _ in range(3)]
     watch = Request(4, "watch", {"job_ids": job_ids})
-    said(post(stage, watch))
+    messages_of(post(stage, watch))
 
-    [reply] = said(post(stage, watch))
+    [reply] = messages_of(post(stage, watch))
 
     assert reply == Reply(4, {"states": {}})
 
@@ -197,10 +186,10 @@ def test_jobs_that_are_watched_already_cost_the_store_nothing_when_they_are_name
 def test_ends_between_two_polls_are_told_by_the_next_one(stage: Stage) -> None:
     job_id = stage.submit()
     watch = Request(4, "watch", {"job_ids": [job_id]})
-    said(post(stage, watch))
+    messages_of(post(stage, watch))
     post(stage, CancelJobs(5, [job_id]))
 
-    answer = said(post(stage, watch, query="?wait=20"))
+    answer = messages_of(post(stage, watch, query="?wait=20"))
 
     [results] = [message for message in answer if isinstance(message, Results)]
     assert [(item.job_id, item.state) for item in results.items] == [(job_id, State.CANCELED)]
@@ -222,7 +211,7 @@ def test_more_results_than_one_answer_takes_come_in_several(stage: Stage, worker
         left = [job_id for job_id in job_ids if job_id not in ended]
         answer = post(stage, Request(4, "watch", {"job_ids": left}), query="?wait=20")
         assert len(answer.content) < 6 * 1024 * 1024
-        ended |= {item.job_id for message in said(answer) if isinstance(message, Results) for item in message.items}
+        ended |= {item.job_id for message in messages_of(answer) if isinstance(message, Results) for item in message.items}
         answers += 1
 
     assert answers == 2
@@ -294,11 +283,11 @@ def test_jobs_of_requests_that_wait_are_counted_in_the_memory_of_their_token(
 
     assert code(post(stage, *submits)) == (429, "TOO_MANY_REQUESTS")
     assert code(post(stage, many_args)) == (429, "TOO_MANY_REQUESTS")
-    assert len(said(post(stage, submits[0]))) == 1
+    assert len(messages_of(post(stage, submits[0]))) == 1
 
 
 def test_messages_that_wait_for_the_store_follow_it_some_at_a_time(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They woke up all at once, and the next turn had all of them, however many they were."""
+    """Else all would wake up at once, and the next turn would have all of them, however many they are."""
     for module in (server_module, state):
         monkeypatch.setattr(module, "OWNER_PER_TURN", 10)
     longest = 0
@@ -310,14 +299,14 @@ def test_messages_that_wait_for_the_store_follow_it_some_at_a_time(stage: Stage,
     monkeypatch.setattr(stage.server, "on_turn", note)
     submits = [SubmitJobs(number, [job(f"burst-{number}-{n}") for n in range(5)]) for number in range(1, 61)]
 
-    assert len(said(post(stage, *submits))) == 60
+    assert len(messages_of(post(stage, *submits))) == 60
     assert longest <= 20
 
 
 def test_a_request_that_is_newer_than_the_server_has_an_answer_and_the_others_too(stage: Stage) -> None:
     newer = encode_frame(200, b"\x81\xa6msg_id\x08", b"")
 
-    answers = said(stage.call("POST", "/v1/frames", stage.client, content=newer + encode(Heartbeat(9))))
+    answers = messages_of(stage.call("POST", "/v1/frames", stage.client, content=newer + encode(Heartbeat(9))))
 
     assert [message.corr_id for message in answers] == [8, 9]  # type: ignore[union-attr]
     assert isinstance(answers[0], ErrorMessage)
@@ -327,7 +316,7 @@ def test_a_request_that_is_newer_than_the_server_has_an_answer_and_the_others_to
 def test_a_request_that_cannot_be_read_fails_alone(stage: Stage) -> None:
     unreadable = encode(Request(8, "watch", {"job_ids": [1]}))
 
-    answers = said(stage.call("POST", "/v1/frames", stage.client, content=unreadable + encode(Heartbeat(9))))
+    answers = messages_of(stage.call("POST", "/v1/frames", stage.client, content=unreadable + encode(Heartbeat(9))))
 
     assert [message.corr_id for message in answers] == [8, 9]  # type: ignore[union-attr]
     assert isinstance(answers[0], ErrorMessage)
@@ -345,8 +334,8 @@ def test_a_client_is_not_told_what_is_wrong_behind_the_server_and_an_admin_is(
     monkeypatch.setattr(stage.server, "_look_at_disk", lambda: None)  # it would see that there is room
     monkeypatch.setattr(stage.server.broker, "disk_problem", "/srv/secret has 5 bytes free")
 
-    [told] = said(post(stage, SubmitJobs(1, [job("full-1")])))
-    [told_admin] = said(post(stage, SubmitJobs(1, [job("full-1")]), token=stage.admin))
+    [told] = messages_of(post(stage, SubmitJobs(1, [job("full-1")])))
+    [told_admin] = messages_of(post(stage, SubmitJobs(1, [job("full-1")]), token=stage.admin))
 
     assert isinstance(told, ErrorMessage)
     assert isinstance(told_admin, ErrorMessage)
@@ -356,7 +345,7 @@ def test_a_client_is_not_told_what_is_wrong_behind_the_server_and_an_admin_is(
 
 
 def test_a_client_token_may_not_give_an_admins_orders(stage: Stage) -> None:
-    [error] = said(post(stage, Request(1, "token.list")))
+    [error] = messages_of(post(stage, Request(1, "token.list")))
 
     assert isinstance(error, ErrorMessage)
     assert error.code == "FORBIDDEN"
@@ -364,7 +353,7 @@ def test_a_client_token_may_not_give_an_admins_orders(stage: Stage) -> None:
 
 def test_a_token_that_is_revoked_while_it_waits_is_told_so(stage: Stage) -> None:
     token_id, secret = stage.create_named_token("client")
-    said(post(stage, SubmitJobs(1, [job("revoked-1")]), token=secret))
+    messages_of(post(stage, SubmitJobs(1, [job("revoked-1")]), token=secret))
     watch = Request(4, "watch", {"job_ids": ["revoked-1"]})
     with futures.ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(post, stage, watch, token=secret, query="?wait=20")
@@ -389,7 +378,7 @@ def blob(stage: Stage) -> tuple[str, BlobRef, bytes]:
     ref = BlobRef(hashlib.sha256(data).hexdigest(), len(data))
     assert put(stage, data).json() == {"sha256": ref.sha256, "size_bytes": ref.size_bytes}
     file = InputFile("in.bin", sha256=ref.sha256, size_bytes=ref.size_bytes)
-    [accepted] = said(post(stage, SubmitJobs(1, [job("with-blob", files=(file,))])))
+    [accepted] = messages_of(post(stage, SubmitJobs(1, [job("with-blob", files=(file,))])))
     assert isinstance(accepted, Accepted)
     assert not accepted.exceptions
     return "with-blob", ref, data
@@ -514,14 +503,14 @@ def test_caches_are_for_tokens_whose_scope_says_so(stage: Stage, blob: tuple[str
 
     for token in (stage.client, other):
         for message in (putting, removing):
-            [error] = said(post(stage, message, token=token))
+            [error] = messages_of(post(stage, message, token=token))
             assert isinstance(error, ErrorMessage)
             assert error.code == "FORBIDDEN"
     assert post(stage, putting, token=stage.create_token("worker")).status_code == 403
-    [stored] = said(post(stage, putting, token=mine))
+    [stored] = messages_of(post(stage, putting, token=mine))
     assert stored == CacheAck(1, "scene", [])
     for token in (stage.client, other):
-        listed, shown = said(post(stage, listing, showing, token=token))
+        listed, shown = messages_of(post(stage, listing, showing, token=token))
         assert isinstance(listed, Reply)
         assert listed.body["caches"] == []
         assert isinstance(shown, ErrorMessage)
@@ -529,14 +518,14 @@ def test_caches_are_for_tokens_whose_scope_says_so(stage: Stage, blob: tuple[str
     assert code(stage.post("/v1/jobs", body, stage.client)) == (404, "NOT_FOUND")
     assert stage.get(f"/v1/blobs/{ref.sha256}?job_id=cache:scene/a.bin", other).status_code == 404
 
-    listed, shown = said(post(stage, listing, showing, token=mine))
+    listed, shown = messages_of(post(stage, listing, showing, token=mine))
     assert isinstance(listed, Reply)
     assert [one["cache_id"] for one in listed.body["caches"]] == ["scene"]
     assert isinstance(shown, Reply)
     assert [one["name"] for one in shown.body["files"]] == ["a.bin"]
     assert stage.post("/v1/jobs", body, mine).json()["created"]
     assert stage.get("/v1/jobs/with-cache", mine).json()["file_hashes"] == {"in": ref.sha256}
-    [removed] = said(post(stage, removing, token=mine))
+    [removed] = messages_of(post(stage, removing, token=mine))
     assert isinstance(removed, Reply)
     assert removed.body["files"] == 1
 
@@ -559,6 +548,6 @@ def test_a_file_of_a_json_job_is_inline_or_of_a_cache(stage: Stage, file: dict[s
 
 
 def test_a_subscription_needs_a_connection_and_the_refusal_says_how_messages_are_read(stage: Stage) -> None:
-    [refusal] = said(post(stage, Request(7, "subscribe", {"pattern": "a.>", "queue": ""})))
+    [refusal] = messages_of(post(stage, Request(7, "subscribe", {"pattern": "a.>", "queue": ""})))
     assert isinstance(refusal, ErrorMessage)
     assert (refusal.code, "GET /v1/messages?pattern=" in refusal.message) == ("INVALID", True)

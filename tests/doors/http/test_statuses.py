@@ -102,13 +102,13 @@ def large_payload(stage: Stage, worker: Worker) -> httpx.Response:
 
 
 def job_without_a_body(stage: Stage, worker: Worker) -> httpx.Response:
-    """As `curl -d @missing.json` sends it."""
+    """Send the request as `curl -d @missing.json` does."""
     assert stage.call("POST", "/v1/jobs", stage.client, content=b"").status_code == 400
     return stage.call("POST", "/calc/zpe/jobs", stage.client, content=b"")
 
 
 def enrolment_of_an_id_that_no_worker_can_have(stage: Stage, worker: Worker) -> httpx.Response:
-    """It could never lease: the last token of a subject may name a worker."""
+    """Such a worker could never lease: the last token of a subject may name a worker."""
     assert stage.post("/calc/zpe/compute/enroll-tokens", {"worker_id": "default"}, stage.admin).status_code == 400
     return stage.post("/calc/zpe/compute/enroll-tokens", {"worker_id": "my.lab"}, stage.admin)
 

@@ -20,7 +20,6 @@ from tasuki.core.machine import Now
 from tasuki.core.protocol import (
     FRAME_MAX_BYTES,
     FRAMES_MAX,
-    FRAMES_TYPE,
     SESSION_HEADER,
     AssignJobs,
     BlobPut,
@@ -44,8 +43,8 @@ from tasuki.core.store_messages import Grant
 from tasuki.doors.http import worker_sessions
 from tasuki.doors.http.exchange import BODY_MAX_BYTES
 from tasuki.wire.compression import ZSTD
-from tasuki.wire.messages import FrameDecoder, decode, encode, encode_frame
-from tests.doors.http.stage import Stage
+from tasuki.wire.messages import encode, encode_frame
+from tests.doors.http.stage import Stage, messages_of
 from tests.support.waiting import until
 
 WAIT_S = 15.0  # of polls that something must end sooner
@@ -54,16 +53,6 @@ NONSENSE = b"\x04\0\0\0nons"  # a frame with flags that there are not
 
 def body_of(*messages: Message) -> bytes:
     return b"".join(encode(message) for message in messages)
-
-
-def told(answer: httpx.Response) -> list[Message]:
-    """The messages of an answer."""
-    assert answer.status_code == 200, answer.text
-    assert answer.headers["content-type"] == FRAMES_TYPE
-    decoder = FrameDecoder(FRAME_MAX_BYTES)
-    found = [decode(frame, FRAME_MAX_BYTES) for frame in decoder.feed(answer.content)]
-    assert not decoder.partial
-    return found
 
 
 def refusal(answer: httpx.Response) -> tuple[int, str]:
@@ -89,10 +78,10 @@ class WorkerPeer:
 
     def say(self, *messages: Message) -> None:
         self.numbers += 1
-        assert told(self.post(f"?said={self.numbers}", *messages)) == []
+        assert messages_of(self.post(f"?said={self.numbers}", *messages)) == []
 
     def poll(self, heard: int, wait: float = WAIT_S) -> list[Message]:
-        return told(self.post(f"?heard={heard}&wait={wait}"))
+        return messages_of(self.post(f"?heard={heard}&wait={wait}"))
 
     def begin_poll(self, pool: ThreadPoolExecutor, heard: int = 0) -> Future[list[Message]]:
         """A poll that waits; the server has it when this returns."""
@@ -132,7 +121,7 @@ class WorkerPeer:
 @pytest.fixture
 def peer(stage: Stage) -> WorkerPeer:
     peer = WorkerPeer(stage)
-    assert isinstance(told(peer.opened)[0], Welcome), peer.opened.text
+    assert isinstance(messages_of(peer.opened)[0], Welcome), peer.opened.text
     return peer
 
 
@@ -159,7 +148,7 @@ def error_of(messages: list[Message]) -> str:
 def test_a_hello_opens_a_session_by_the_token_of_the_request_and_names_no_other_server(stage: Stage) -> None:
     peer = WorkerPeer(stage, token="", ttl_s=30.0)
 
-    [welcome] = told(peer.opened)
+    [welcome] = messages_of(peer.opened)
 
     assert isinstance(welcome, Welcome)
     assert (welcome.corr_id, welcome.kind, welcome.lease_ttl_s, welcome.servers) == (1, "worker", 30.0, ())
@@ -204,7 +193,7 @@ def test_a_hello_that_is_refused_is_told_as_over_tcp_and_leaves_nothing(stage: S
 
     peer = WorkerPeer(stage, stage.create_token("worker", scope=["mine.>"]), **{"patterns": ("mine.here",), **hello})
 
-    assert error_of(told(peer.opened)) == code
+    assert error_of(messages_of(peer.opened)) == code
     assert not peer.name
     assert len(stage.door._http.sessions._sessions) == before
 
@@ -212,7 +201,7 @@ def test_a_hello_that_is_refused_is_told_as_over_tcp_and_leaves_nothing(stage: S
 def test_a_token_that_is_bound_to_one_worker_is_not_anothers(stage: Stage) -> None:
     peer = WorkerPeer(stage, stage.create_token("worker", worker_id="bound"), worker_id="another")
 
-    assert error_of(told(peer.opened)) == "FORBIDDEN"
+    assert error_of(messages_of(peer.opened)) == "FORBIDDEN"
 
 
 @pytest.mark.parametrize("kind", ["client", "admin"])
@@ -233,7 +222,7 @@ def test_there_is_a_limit_of_sessions_for_which_those_that_have_ended_do_not_cou
     monkeypatch.setattr(worker_sessions, "SESSIONS_MAX", 2)
 
     assert again.name
-    assert error_of(told(WorkerPeer(stage).opened)) == "OVERLOADED"
+    assert error_of(messages_of(WorkerPeer(stage).opened)) == "OVERLOADED"
     assert (peer.poll(0, 0), again.poll(0, 0)) == ([], [])
 
 
@@ -244,7 +233,7 @@ def test_one_token_has_a_share_of_the_sessions_and_the_others_have_theirs(stage:
     first = WorkerPeer(stage)
     second = WorkerPeer(stage, first.token)
 
-    assert error_of(told(WorkerPeer(stage, first.token).opened)) == "OVERLOADED"
+    assert error_of(messages_of(WorkerPeer(stage, first.token).opened)) == "OVERLOADED"
     assert WorkerPeer(stage).name
 
     stage.run(left(second.at_server))  # it counts no more, though its worker can still read why
@@ -260,8 +249,8 @@ async def left(session: worker_sessions.HttpWorkerSession) -> None:
 
 def test_what_was_said_under_a_number_is_done_once(peer: WorkerPeer) -> None:
     for _ in range(3):
-        assert told(peer.post("?said=1", GiveCredit(3))) == []
-    assert told(peer.post("?said=2", GiveCredit(1))) == []
+        assert messages_of(peer.post("?said=1", GiveCredit(3))) == []
+    assert messages_of(peer.post("?said=2", GiveCredit(1))) == []
 
     assert peer.credit == 4
 
@@ -271,7 +260,7 @@ def test_an_ending_that_is_repeated_is_recorded_once(peer: WorkerPeer) -> None:
     job_id = peer.submit()
     grant = peer.take()
     for _ in range(2):
-        assert told(peer.post("?said=2", finished(grant))) == []
+        assert messages_of(peer.post("?said=2", finished(grant))) == []
 
     recorded = peer.poll(1)
 
@@ -347,7 +336,7 @@ def test_a_message_that_no_worker_may_send_ends_the_session_and_it_hears_why(pee
 def test_a_question_that_is_newer_than_the_server_is_answered(peer: WorkerPeer) -> None:
     newer = encode_frame(99, b"\x81\xa6msg_id\x07")
 
-    assert told(peer.post("?said=1", content=newer + encode(GiveCredit(1)))) == []
+    assert messages_of(peer.post("?said=1", content=newer + encode(GiveCredit(1)))) == []
 
     [error] = peer.poll(0)
     assert isinstance(error, ErrorMessage)
@@ -403,7 +392,7 @@ def test_a_poll_is_answered_as_soon_as_there_is_something(peer: WorkerPeer, pool
 
 
 def test_one_request_may_say_and_hear(peer: WorkerPeer) -> None:
-    answers = told(peer.post(f"?said=1&heard=0&wait={WAIT_S}", Heartbeat(5)))
+    answers = messages_of(peer.post(f"?said=1&heard=0&wait={WAIT_S}", Heartbeat(5)))
 
     assert answers == [HeartbeatAnswer(5)]
 

@@ -77,7 +77,7 @@ def history_of(found: Evidence) -> list[AnyLine]:
 
 
 def client_lines(client: str, notes: Iterable[dict[str, Any]], large_every: int) -> list[AnyLine]:
-    """What a chaos client noted. It asks for one thing at a time: each acceptance answers the submit before it."""
+    """Yield the notes of a chaos client, which asks for one thing at a time: each acceptance answers the submit before it."""
     lines: list[AnyLine] = []
     calls = 0
     for note in notes:

@@ -42,7 +42,7 @@ Query = Callable[[str], Iterable[Sequence[Any]]]
 """Runs one SELECT."""
 
 WATCHED = ("submitted", "reported", "reaped", "shown", "requeued")
-"""What a database tells in full. Not the rows: of those only the last ones."""
+"""The lines that a database tells in full. Of rows it has only the last ones."""
 LEDGER_STEP_S = 0.001  # a ledger's times are rounded: what it notes may have been so much earlier
 
 _JOBS = """SELECT idempotency_key, state, attempt, generation, failures, losses, max_retries, max_losses, lease_id, not_before,
@@ -87,7 +87,7 @@ class StoredIncident(NamedTuple):
 
 
 class StoreEvidence(NamedTuple):
-    """What a store has to say."""
+    """The evidence in a store."""
 
     jobs: list[StoredJob]
     incidents: list[StoredIncident]
@@ -134,7 +134,7 @@ def read_epoch(query: Query) -> tuple[int, str]:
 
 
 def store_lines(stored: StoreEvidence) -> list[AnyLine]:
-    """What happened to each job, without the rows of the end."""
+    """The events of each job, without the rows of the end."""
     stories: dict[str, list[StoredIncident]] = defaultdict(list)
     for incident in stored.incidents:
         stories[incident.job_id].append(incident)
@@ -242,7 +242,7 @@ class _Story:
 
 
 def began_lines(runs: Iterable[RunEvidence]) -> list[AnyLine]:
-    """What the ledger says that ran; a process is called by its pid."""
+    """The runs in the ledger; a process is called by its pid."""
     return [
         BeganEvent(
             at=run.at - LEDGER_STEP_S,
@@ -257,7 +257,7 @@ def began_lines(runs: Iterable[RunEvidence]) -> list[AnyLine]:
 
 
 def leading_lines(led: Mapping[str, Sequence[int]], leads: Iterable[str], at: float) -> list[AnyLine]:
-    """Who led under which epochs, by their own words, and who still does. Told in the order of the epochs, at one moment."""
+    """The leaders with their epochs, by their own words, and who leads still. Told in the order of the epochs, at one moment."""
     leaderships = sorted((epoch, server_id) for server_id, epochs in led.items() for epoch in epochs)
     last = {server_id: max(led[server_id], default=0) for server_id in leads}
     lines: list[AnyLine] = []

@@ -256,7 +256,7 @@ class AgentsRig(Rig):
                     yield f"{job_id}: a run without its lease: {line}, {said}; {self.tale(job_id)}"
 
     def _other_bytes(self) -> Iterator[str]:
-        """What clients were given is what every node gives now."""
+        """Yield the results that a node gives now and that differ from what clients were given."""
         given = {call.job_id: call.result for call in self.calls}
         with httpx.Client(timeout=20.0) as http:
             for job_id, result in given.items():
@@ -273,7 +273,7 @@ class AgentsRig(Rig):
             problems.append(f"{error}: {self._unsettled()}")
 
     def _unsettled(self) -> list[str]:
-        """What is still under way, or was left behind, at agents that run."""
+        """Return what is still under way, or was left behind, at agents that run."""
         found = [str(path) for name in NAMES for path in (self.folder / name / "jobs").glob("*/.running")]
         for name in NAMES:
             for part in ("claims", "incoming", "trash"):

@@ -1,4 +1,4 @@
-"""What the registry of node agents says of its jobs over time, from outside: a witness that looks into it beside the agents.
+"""A witness that looks into the registry of node agents from outside, and notes what it says of its jobs over time.
 
 It only reads. Of every job it keeps who held it, and when that was seen first.
 """
@@ -21,7 +21,7 @@ LOOKS_AT_ALL = 50  # to look at all jobs each time would be most of the load
 
 
 class Sight(NamedTuple):
-    """Who holds a job, or that it is done."""
+    """The holder of a job, or that it is done."""
 
     attempt: int
     """Of the registry: a wait at a dispatcher is one too."""
@@ -44,7 +44,7 @@ class Story:
         return bool(self.sights) and self.sights[-1][1].done
 
     def saw(self, job: Job, at: float) -> None:
-        """It was so before `at`."""
+        """Note how the job stood before `at`."""
         lease = job.lease if not job.state.terminal else None
         holder, name = (lease.worker_id, f"{lease.incarnation}/{lease.lease_id}") if lease is not None else ("", "")
         sight = Sight(job.attempt, attempt_of(job), holder, name, job.state is State.SUCCEEDED)
@@ -67,7 +67,7 @@ class Story:
                 yield f"attempt {attempt} had several leases: {whose}"
 
     def speaks_against(self, at: float, run: int, node: str) -> Sight | None:
-        """That this node did this run at this moment: its lease was over, or somebody else's."""
+        """Return the sight that this node cannot have done this run at this moment: its lease was over, or another's."""
         for since, sight in self.sights:
             if since < at and sight.run > run:
                 return sight
