@@ -258,6 +258,21 @@ def tab_to(page: Page, name: str) -> None:
     raise AssertionError(f"no Tab leads to {name}")
 
 
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_text_in_a_field_is_that_of_the_page_and_no_placeholder_looks_like_it(home: Home, browser: Browser, theme: Any) -> None:
+    context = new_context(browser, color_scheme=theme, storage_state=home.context.storage_state())
+    page = context.new_page()
+    for screen in ("jobs/", "run/", "subjects/", "tokens/", "audit/", "login/"):
+        page.goto(f"{home.url}/ops/{screen}")
+        text, fields = page.evaluate("""() => [getComputedStyle(document.body).color,
+            [...document.querySelectorAll("main input:not([type=hidden]), main select, main textarea")].map(field =>
+                [getComputedStyle(field).color, field.placeholder && getComputedStyle(field, "::placeholder").color])]""")
+        assert fields, screen
+        assert {colour for colour, _placeholder in fields} == {text}, screen
+        assert text not in {placeholder for _colour, placeholder in fields}, screen
+    context.close()
+
+
 def test_times_are_those_of_the_viewers_zone(server: ServerProcess, home: Home, browser: Browser) -> None:
     with server.client() as client:
         client.submit(subject="zone.x", payload=b"", job_id="in-tokyo", watch=False)
