@@ -328,7 +328,7 @@ def member(name, age_s, **facts):
 
 def alerts():
     page = viewer.get("/ops/").content.decode()
-    return re.findall(r'role="alert">([^<]*)<', page), re.search(r"Sub-leaders: ([^<]*)", page)
+    return re.findall(r'class="problem">([^<]*)<', page), re.search(r"Sub-leaders: ([^<]*)", page)
 
 SchedulerSettings.objects.update_or_create(id=1, defaults={"heartbeat_ttl_seconds": 600})
 member("w1", 500, blob_problem="the folder is full")

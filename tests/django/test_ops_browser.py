@@ -16,6 +16,7 @@ from playwright.sync_api import Browser, BrowserContext, Page, expect
 from tasuki.core.subject import DEFAULT_SUBJECT
 from tests.support.browser import TIMEOUT_MS, keep_picture, look_at, new_context, open_browser, refused_by_policy
 from tests.support.processes import ChildProcess, ServerProcess, start_server, start_worker
+from tests.support.waiting import until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
 NOISY = r"""
@@ -183,6 +184,69 @@ def test_live_parts_follow_within_two_seconds_and_rest_in_a_hidden_tab(
     context.clear_cookies()
     expect(page.get_by_label("Admin token")).to_be_visible()
     context.close()
+
+
+KEPT = """
+const row = text => [...document.querySelectorAll("#live tr")].find(one => one.innerText.includes(text));
+"""
+
+
+def test_a_live_list_follows_and_keeps_ticks_focus_marked_text_and_scroll_position(
+    server: ServerProcess, home: Home, browser: Browser
+) -> None:
+    context = new_context(browser, storage_state=home.context.storage_state(), viewport={"width": 700, "height": 600})
+    page = context.new_page()
+    with server.client() as client:
+        for number in range(4):
+            client.submit(subject="kept.a-rather-long-subject-of-a-job", job_id=f"kept-{number}", payload=b"", watch=False)
+        page.goto(f"{home.url}/ops/jobs/?subject=kept.>&state=PENDING")
+        page.get_by_label("Choose kept-1").check()
+        page.get_by_label("Choose kept-0").check()
+        page.get_by_role("link", name="kept-2").focus()
+        page.evaluate(
+            KEPT + "getSelection().selectAllChildren(row('kept-3').cells[3]); document.querySelector('.scroll').scrollLeft = 40"
+        )
+        marked = page.evaluate("String(getSelection())")
+        scrolled = page.evaluate("document.querySelector('.scroll').scrollLeft")
+        client.cancel("kept-0")
+        client.submit(subject="kept.later", job_id="kept-later", payload=b"", watch=False)
+        expect(page.get_by_text("kept-later")).to_be_visible()
+
+        expect(page.get_by_label("Choose kept-1")).to_be_checked()
+        expect(page.get_by_label("Choose kept-0")).to_be_checked()  # not left out of the action because the list went on
+        expect(page.get_by_label("Choose kept-later")).not_to_be_checked()
+        expect(page.get_by_role("link", name="kept-2")).to_be_focused()
+        assert marked.startswith("kept.a-rather")
+        assert page.evaluate("String(getSelection())") == marked
+        assert page.evaluate("document.querySelector('.scroll').scrollLeft") == scrolled > 0
+        client.cancel("kept-1", "kept-2", "kept-3", "kept-later")
+    context.close()
+
+
+def test_an_alert_that_stays_is_announced_once(server: ServerProcess, home: Home) -> None:
+    page = home.context.new_page()
+    page.goto(f"{home.url}/ops/")
+    on(page, "No worker runs.")
+    page.evaluate("""() => {
+        window.announced = [];
+        window.looks = 0;
+        const added = change => [...change.addedNodes].map(node => node.textContent);
+        const watch = changes => window.announced.push(...changes.flatMap(added));
+        new MutationObserver(watch).observe(document.querySelector("[aria-live]"), {childList: true, subtree: true});
+        document.addEventListener("htmx:afterSettle", () => window.looks++);
+    }""")
+    until(lambda: page.evaluate("window.looks") > 2, what="the overview has asked three times")
+    assert page.evaluate("window.announced") == []
+    assert page.locator("#live [role=alert]").count() == 0
+    with worker_of(server, "--worker-id", "alone"), server.client() as client:
+        expect(page.get_by_text("No worker runs.")).to_be_hidden()
+        client.wait(client.aio.call("detach", worker_id="alone"))
+        on(page, "All workers are detached")
+        assert page.evaluate("window.announced.map(text => text.trim()).filter(Boolean)") == [
+            "All workers are detached: no job starts."
+        ]
+        client.wait(client.aio.call("attach", worker_id="alone"))
+    page.close()
 
 
 def test_a_token_is_shown_once_and_revoked_and_the_language_is_changed(home: Home) -> None:
