@@ -8,11 +8,18 @@ import pytest
 
 from tasuki.core.broker.events import AskReady, ReadyFound, TurnDone
 from tasuki.core.broker.state import CHOICE_MIN
-from tasuki.core.broker.subscriptions import NOTED_MAX, PAGE_QUEUES
+from tasuki.core.broker.subscriptions import (
+    FAILED_READ_S,
+    HURRIED_SHARE,
+    NOTED_MAX,
+    PAGE_QUEUES,
+    SLOW_SHARE,
+    ReadyWalk,
+)
 from tasuki.core.job import JobSpec, body_hash
-from tasuki.core.machine import Ticked
+from tasuki.core.machine import Now, Ticked
 from tasuki.core.protocol import GiveCredit, SubmitJobs
-from tasuki.core.store_messages import LeaseRequest, Offer, Submission, Takes
+from tasuki.core.store_messages import LeaseRequest, Offer, ReadyPage, Submission, Takes
 from tasuki.stores.batching import execute
 from tests.core.broker_stage import BrokerStage
 
@@ -202,13 +209,83 @@ def test_a_walk_that_nobody_needs_reads_a_few_pages_per_second_whatever_waits(st
     assert 10 <= pages <= 50
 
 
-def test_a_page_that_never_came_is_asked_for_again(stage: BrokerStage) -> None:
+def pages_asked(stage: BrokerStage) -> list[AskReady]:
+    """Take the pages that were asked for and have not come."""
+    asks = [command for command in stage.others if isinstance(command, AskReady)]
+    stage.others = [command for command in stage.others if not isinstance(command, AskReady)]
+    return asks
+
+
+def test_a_page_that_could_not_be_read_is_asked_for_again(stage: BrokerStage) -> None:
     worker = stage.worker("w1", credit=1)
     stage.walks = False
     stage.pass_time(2.0)
     add(stage, "job.assign.x")
-    stage.walks = True
+    stage.apply(ReadyFound(None))
+    assert len(pages_asked(stage)) == 1
 
-    stage.pass_time(6.0)
+    stage.pass_time(FAILED_READ_S / 2)
+    assert pages_asked(stage) == []
+    stage.walks = True
+    stage.pass_time(FAILED_READ_S / 2)
 
     assert subjects_of(stage, worker) == ["job.assign.x"]
+
+
+def test_a_page_in_the_middle_that_could_not_be_read_is_asked_for_at_its_place(stage: BrokerStage) -> None:
+    flood(stage, 2 * PAGE_QUEUES)
+    stage.worker("w1", credit=1, patterns=("other.*.x",))
+    stage.walks = False
+    stage.broker.walk.is_wanted = True
+    stage.pass_time(2.0)
+    [first] = pages_asked(stage)
+    page = stage.store.ready_queues(first.place, limit=first.limit)
+    stage.apply(ReadyFound(page))
+    assert [ask.place for ask in pages_asked(stage)] == [page.place]
+
+    stage.apply(ReadyFound(None))
+    stage.pass_time(FAILED_READ_S)
+
+    assert [ask.place for ask in pages_asked(stage)] == [page.place]
+
+
+def test_a_page_that_takes_long_is_not_asked_for_twice(stage: BrokerStage) -> None:
+    stage.worker("w1", credit=1)
+    stage.walks = False
+
+    for _ in range(20):
+        stage.broker.walk.is_wanted = True
+        stage.pass_time(1.0)
+
+    assert len(pages_asked(stage)) == 1
+
+
+@pytest.mark.parametrize(("is_hurried", "share"), [(True, HURRIED_SHARE), (False, SLOW_SHARE)])
+@pytest.mark.parametrize("page", [ReadyPage([], "behind"), ReadyPage([]), None], ids=["middle", "end", "failed"])
+@pytest.mark.parametrize("page_s", [0.1, 0.3, 1.0, 3.0])
+def test_pages_that_take_long_leave_others_their_share_of_the_readers_time(
+    page_s: float, page: ReadyPage | None, is_hurried: bool, share: float
+) -> None:
+    walk, now_s, read_s = ReadyWalk(), 0.0, 0.0
+
+    while now_s < 300.0:
+        now_s += 0.01
+        walk.is_wanted = is_hurried
+        if walk.is_due(Now(now_s, 0.0)):
+            walk.next_place(Now(now_s, 0.0))
+            now_s += page_s
+            read_s += page_s
+            walk.came(page, Now(now_s, 0.0))
+
+    assert 0.0 < read_s / now_s <= share + 0.01
+
+
+def test_quick_pages_of_a_hurried_walk_follow_each_other_at_once() -> None:
+    walk = ReadyWalk()
+    walk.is_wanted = True
+
+    for number in range(100):
+        now = Now(number * 0.01, 0.0)
+        assert walk.is_due(now)
+        walk.next_place(now)
+        walk.came(ReadyPage([], "behind"), Now((number + 1) * 0.01, 0.0))

@@ -7,9 +7,12 @@ from typing import Any
 import pytest
 
 from tasuki.core.broker import routes
-from tasuki.core.broker.events import ClusterView, Hinted, Publish, Query
+from tasuki.core.broker.events import AskRouted, ClusterView, Hinted, Publish, Query, RoutedFound
+from tasuki.core.broker.routes import QUEUE_MAX, RoutedJobs
+from tasuki.core.broker.subscriptions import FAILED_READ_S, HURRIED_SHARE
 from tasuki.core.cluster_messages import Hint
 from tasuki.core.job import InputFile
+from tasuki.core.machine import Now
 from tasuki.core.protocol import GiveCredit, Heartbeat, JobsFinished, Request
 from tasuki.core.routing import ROUTE_WAIT_S, Ring, hash_prefix, parse_route
 from tasuki.core.store_messages import BlobClaim, CacheEntry, CacheOrder
@@ -206,6 +209,61 @@ def test_a_retry_and_a_backlog_longer_than_is_known_are_found() -> None:
         stage.pass_time(A_LOOK_S)
 
     assert got(stage, worker) == [f"job-{number:03}" for number in range(100)]
+
+
+def reads_asked(stage: BrokerStage) -> list[AskRouted]:
+    """Take the reads that were asked for and are not answered."""
+    asks = [command for command in stage.others if isinstance(command, AskRouted)]
+    stage.others = [command for command in stage.others if not isinstance(command, AskRouted)]
+    return asks
+
+
+@pytest.fixture
+def reading() -> tuple[BrokerStage, int]:
+    """A stage and its worker, which has got all jobs that are known; one more is being read."""
+    stage = staged("session.>=sticky")
+    client, worker = stage.node(), roomy(stage, "w1")
+    stage.submit(client, *(f"job-{number:03}" for number in range(QUEUE_MAX + 1)), subject="session.x")
+    stage.walks = False
+    stage.ask(worker, GiveCredit(QUEUE_MAX + 1))
+    stage.pass_time(A_LOOK_S)
+    assert len(got(stage, worker)) == QUEUE_MAX
+    assert [ask.subjects for ask in reads_asked(stage)] == [("session.x",)]
+    return stage, worker
+
+
+def test_a_read_that_failed_is_tried_again(reading: tuple[BrokerStage, int]) -> None:
+    stage, worker = reading
+    stage.apply(RoutedFound(None))
+    stage.walks = True
+
+    stage.pass_time(FAILED_READ_S)
+
+    assert len(got(stage, worker)) == QUEUE_MAX + 1
+
+
+def test_a_read_that_takes_long_is_not_asked_for_twice(reading: tuple[BrokerStage, int]) -> None:
+    stage, _ = reading
+
+    for _ in range(8):
+        stage.pass_time(1.0)
+        stage.broker.routed.note("session.x")
+
+    assert reads_asked(stage) == []
+
+
+def test_reads_that_take_long_leave_others_half_of_the_readers_time() -> None:
+    routed, now_s, read_s = RoutedJobs((parse_route("session.>=sticky"),), ROUTE_WAIT_S, lambda _: []), 0.0, 0.0
+
+    while now_s < 300.0:
+        now_s += 0.01
+        routed.note("session.x")
+        if routed.next_read(Now(now_s, 0.0)):
+            now_s += 1.0
+            read_s += 1.0
+            routed.read([], Now(now_s, 0.0))
+
+    assert 0.0 < read_s / now_s <= HURRIED_SHARE + 0.01
 
 
 def test_jobs_that_nobody_can_run_do_not_stand_before_others() -> None:

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -32,8 +33,8 @@ from tasuki.core.protocol import (
     SubmitJobs,
     Welcome,
 )
-from tasuki.core.store_messages import Submission, Submitted
-from tasuki.errors import Conflict, InternalError, InterruptCause, TurnInterrupted, Unauthorized
+from tasuki.core.store_messages import ReadyPage, Submission, Submitted
+from tasuki.errors import Conflict, InternalError, InterruptCause, TurnInterrupted, Unauthorized, Unavailable
 from tasuki.server import server as server_module
 from tasuki.server.queries import UNREAD_MIN_BYTES
 from tasuki.server.server import Server, ServerConfig
@@ -249,6 +250,30 @@ def test_reads_are_answered_from_the_reader_and_errors_go_to_the_asker(tmp_path:
         server.received(conn, Request(7, "get", {"job_ids": ["ghost"]}))
         error = await link.wait_for(ErrorMessage)
         assert (error.corr_id, error.code) == (7, "NOT_FOUND")
+
+    serve(tmp_path, store, work)
+
+
+@pytest.mark.parametrize("error", [Unavailable("the connection was lost"), RuntimeError("a defect")])
+def test_a_page_of_ready_queues_that_cannot_be_read_is_asked_for_again(
+    tmp_path: Path, store: GatedStore, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    asked = 0
+    is_read_again = threading.Event()
+
+    def ready_queues(place: Any = None, *, limit: int = 256) -> ReadyPage:
+        nonlocal asked
+        asked += 1
+        if asked == 1:
+            raise error
+        is_read_again.set()
+        return MemoryStore.ready_queues(store, place, limit=limit)
+
+    monkeypatch.setattr(store, "ready_queues", ready_queues)
+
+    async def work(server: Server) -> None:
+        await worker(server)
+        assert await asyncio.to_thread(is_read_again.wait, PATIENCE_S)
 
     serve(tmp_path, store, work)
 

@@ -522,21 +522,31 @@ class Server:
                     self._unread.note(query.identity.owner, link)
 
     async def _ask(self, command: events.StoreQuestion) -> None:
-        """Ask the store what other servers did. If it cannot be asked now, the broker asks again in a second."""
+        """Ask the store what no turn told. If it cannot be asked now, the broker asks again in a second."""
+        event: events.Event
         try:
             if isinstance(command, events.AskEnded):
-                ended = await self._readers.ask(lambda reader: reader.ended_among(command.job_ids))
-                self.tell(events.SomeEnded(ended))
+                event = events.SomeEnded(await self._readers.ask(lambda reader: reader.ended_among(command.job_ids)))
             elif isinstance(command, events.AskReady):
                 page = await self._readers.ask(lambda reader: reader.ready_queues(command.place, limit=command.limit))
-                self.tell(events.ReadyFound(page))
+                event = events.ReadyFound(page)
             elif isinstance(command, events.AskRouted):
-                self.tell(events.RoutedFound(await self._readers.ask(lambda reader: routed_jobs(reader, command))))
+                event = events.RoutedFound(await self._readers.ask(lambda reader: routed_jobs(reader, command)))
             else:
                 revoked = await self._token_reader.ask(lambda reader: reader.revoked_among(command.token_ids))
-                self.tell(events.SomeRevoked(revoked))
-        except Unavailable as error:
-            logger.debug("the store could not be asked for changes by other servers: %s", error)
+                event = events.SomeRevoked(revoked)
+        except Exception as error:
+            if isinstance(error, Unavailable):
+                logger.debug("the store could not be asked for changes by other servers: %s", error)
+            else:
+                logger.exception("%s failed", type(command).__name__)
+            if isinstance(command, events.AskReady):
+                event = events.ReadyFound(None)
+            elif isinstance(command, events.AskRouted):
+                event = events.RoutedFound(None)
+            else:
+                return
+        self.tell(event)
 
     async def _detach(self, command: events.Detach) -> None:
         link = self._links.get(command.conn)

@@ -119,8 +119,8 @@ class Broker(BrokerState):
         return []
 
     def _ready_found(self, event: events.ReadyFound, now: Now) -> list[events.Command]:
-        self.walk.came(event.page.place, now)
-        for queue in event.page.queues:
+        self.walk.came(event.page, now)
+        for queue in event.page.queues if event.page is not None else ():
             self.note_ready(*queue)
             self.look_for(*queue, backlog=True, enough=CHOICE_MIN)
         return []

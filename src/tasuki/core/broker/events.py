@@ -127,15 +127,15 @@ class SomeEnded(msgspec.Struct, frozen=True):
 
 
 class ReadyFound(msgspec.Struct, frozen=True):
-    """The answer to AskReady."""
+    """The answer to AskReady; None: the store could not be asked."""
 
-    page: ReadyPage
+    page: ReadyPage | None
 
 
 class RoutedFound(msgspec.Struct, frozen=True):
-    """The answer to AskRouted: some of the jobs, of those that are still there."""
+    """The answer to AskRouted: some of the jobs, of those that are still there; None: the store could not be asked."""
 
-    jobs: list[Job]
+    jobs: list[Job] | None
 
 
 class SomeRevoked(msgspec.Struct, frozen=True):

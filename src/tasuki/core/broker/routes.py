@@ -24,6 +24,7 @@ from typing import TypeVar
 
 import msgspec
 
+from tasuki.core.broker.subscriptions import FAILED_READ_S, HURRIED_SHARE, pause_s
 from tasuki.core.job import READY, Job, JobSpec
 from tasuki.core.machine import Now
 from tasuki.core.routing import Candidate, Policy, RoutingFacts, SubjectRoute, choose, facts_of, preferred, route_of, why
@@ -33,7 +34,6 @@ from tasuki.core.subject import group_of
 QUEUE_MAX = 32  # jobs of one queue that a server knows; others are read when these are gone
 QUEUES_MAX = 4096
 READ_SUBJECTS = 16  # subjects whose jobs are read at once
-READ_TIMEOUT_S = 5.0
 CHOICES_KEPT = 4096  # of other servers, for jobs that are not known here yet
 REASONS_KEPT = 4096
 ELSEWHERE_S = 0.1  # how long another server has for a job that any worker may take as well
@@ -128,7 +128,9 @@ class RoutedJobs:
         """Number of the latest turn of each worker."""
         self._last_turn = 0
         self._unread: dict[str, None] = {}
-        self._asked_at: float | None = None
+        self._reading: tuple[str, ...] = ()
+        """Subjects that are being read."""
+        self._asked_at = self._next_read_at = 0.0
         self._choices: dict[str, str] = {}
         self._reasons: dict[str, tuple[str, str]] = {}
         """(worker of this server, why it was chosen) by job, those of the latest choices."""
@@ -191,19 +193,22 @@ class RoutedJobs:
 
     def next_read(self, now: Now) -> tuple[str, ...]:
         """Return subjects whose jobs are to be read now."""
-        is_reading = self._asked_at is not None and now.monotonic < self._asked_at + READ_TIMEOUT_S
-        if is_reading or not self._unread:
+        if self._reading or not self._unread or now.monotonic < self._next_read_at:
             return ()
-        some = tuple(self._unread)[:READ_SUBJECTS]
-        for subject in some:
+        self._reading = tuple(self._unread)[:READ_SUBJECTS]
+        for subject in self._reading:
             del self._unread[subject]
         self._asked_at = now.monotonic
-        return some
+        return self._reading
 
-    def read(self, jobs: Iterable[Job], now: Now) -> None:
-        """Take the jobs that were read."""
-        self._asked_at = None
-        for job in jobs:
+    def read(self, jobs: Iterable[Job] | None, now: Now) -> None:
+        """Take the jobs that were read; None: they could not be read, and are asked for again."""
+        pause = pause_s(now.monotonic - self._asked_at, HURRIED_SHARE) if self._reading else 0.0
+        if jobs is None:
+            self._unread = dict.fromkeys((*self._reading, *self._unread))
+            pause = max(FAILED_READ_S, pause)
+        self._reading, self._next_read_at = (), now.monotonic + pause
+        for job in jobs or ():
             if job.state in READY:
                 ready_at = now.wall if job.attempt else max(job.created_at, job.not_before or 0.0)
                 waited_s = max(0.0, now.wall - ready_at)

@@ -10,7 +10,8 @@ pattern remembers.
 `ReadyWalk` names all queues again, page by page, through a reader beside the store's writer, and each of them is noted as if it
 had just become ready. One walk is for all workers, whatever the number of their patterns. There is always a slow one, in case a
 hint was lost; and a hurried one when something happened that only a look at everything can answer. So a ready job is found by an
-idle worker that may take it after two walks at the latest.
+idle worker that may take it after two walks at the latest. A page may take long: on PostgreSQL under an old snapshot, for
+instance, it visits the entries of all jobs that were leased since. Pauses leave others their part of the reader's time.
 """
 
 from __future__ import annotations
@@ -19,14 +20,17 @@ from collections.abc import Iterator
 from typing import Any
 
 from tasuki.core.machine import Now
-from tasuki.core.store_messages import JobKind, Offer
+from tasuki.core.store_messages import JobKind, Offer, ReadyPage
 from tasuki.core.subject import SubjectTrie
 
 NOTED_MAX = 256  # subjects that one pattern remembers
 PAGE_QUEUES = 256  # queues that are read at once: some 2 ms of a reader, and 1 ms of the event loop
 PAGE_INTERVAL_S = 0.25  # between the pages of a slow walk: a hundredth of a core, whatever waits
 WALK_INTERVAL_S = 1.0  # from the end of a walk to the next
-PAGE_TIMEOUT_S = 5.0  # after which a page that did not come is asked for again
+FAILED_READ_S = 1.0  # after which a read that failed is tried again
+SLOW_SHARE, HURRIED_SHARE = 0.1, 0.5  # of a reader's time
+QUICK_READ_S = 0.05  # after one that took less nothing has to wait
+PAUSE_MAX_S = 30.0  # also if the whole machine stood still during a read
 
 
 class Subscription:
@@ -99,6 +103,11 @@ class Subscriptions:
             one.note(subject, self.number)
 
 
+def pause_s(took_s: float, share: float) -> float:
+    """Return how long after a read that took so long the next one of its kind has to wait."""
+    return 0.0 if took_s < QUICK_READ_S else min(PAUSE_MAX_S, took_s * (1 / share - 1))
+
+
 class ReadyWalk:
     """The walk over all queues with ready jobs. See the module's docstring."""
 
@@ -109,13 +118,12 @@ class ReadyWalk:
         """The place of the next page; None: the beginning."""
         self._is_hurried = False
         self._asked_at: float | None = None
-        self._next_at = 0.0
+        self._next_at = self._hurried_at = 0.0
 
     def is_due(self, now: Now) -> bool:
         """Return whether the next page must be asked for."""
-        if self._asked_at is not None:
-            return now.monotonic >= self._asked_at + PAGE_TIMEOUT_S
-        return self.is_wanted or now.monotonic >= self._next_at
+        is_hurried = self.is_wanted or self._is_hurried
+        return self._asked_at is None and now.monotonic >= (self._hurried_at if is_hurried else self._next_at)
 
     def next_place(self, now: Now) -> Any:
         """Return the place of the page that is asked for now."""
@@ -124,10 +132,16 @@ class ReadyWalk:
         self._asked_at = now.monotonic
         return self._place
 
-    def came(self, place: Any, now: Now) -> None:
-        """Note that the page came, and the place of the one behind it."""
-        self._asked_at, self._place = None, place
-        if place is None:
-            self._is_hurried, self._next_at = False, now.monotonic + WALK_INTERVAL_S
+    def came(self, page: ReadyPage | None, now: Now) -> None:
+        """Note that the page came; None: it could not be read, and is asked for again."""
+        took_s = now.monotonic - self._asked_at if self._asked_at is not None else 0.0
+        self._asked_at = None
+        interval_s, hurried_s = PAGE_INTERVAL_S, pause_s(took_s, HURRIED_SHARE)
+        if page is None:
+            interval_s = hurried_s = max(FAILED_READ_S, hurried_s)
         else:
-            self._next_at = now.monotonic + (0.0 if self._is_hurried else PAGE_INTERVAL_S)
+            self._place = page.place
+            if page.place is None:
+                self._is_hurried, interval_s = False, WALK_INTERVAL_S
+        self._hurried_at = now.monotonic + hurried_s
+        self._next_at = now.monotonic + max(interval_s, pause_s(took_s, SLOW_SHARE))

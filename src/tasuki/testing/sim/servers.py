@@ -689,12 +689,10 @@ class SimServer(SimProcess, ServerNode):
             self.tell(events.SomeEnded(answer))
 
     def _ready_found(self, answer: ReadyPage | TasukiError) -> None:
-        if not isinstance(answer, TasukiError):  # else the page is asked for again
-            self.tell(events.ReadyFound(answer))
+        self.tell(events.ReadyFound(None if isinstance(answer, TasukiError) else answer))
 
     def _routed_found(self, answer: list[Job] | TasukiError) -> None:
-        if not isinstance(answer, TasukiError):
-            self.tell(events.RoutedFound(answer))
+        self.tell(events.RoutedFound(None if isinstance(answer, TasukiError) else answer))
 
     def _some_revoked(self, answer: list[str] | TasukiError) -> None:
         if not isinstance(answer, TasukiError):
