@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tasuki.core.access import Identity, PeerKind, covers, identify, token_sha256
+from tasuki.core.access import Identity, PeerKind, covers, identify, in_scope, token_sha256
 from tasuki.core.store_messages import TokenRow
 from tasuki.core.subject import matches
 from tasuki.errors import Forbidden, InvalidInput, Unauthorized
@@ -63,6 +63,27 @@ def test_who_may_operate(kind: str, may: bool) -> None:
     if not may:
         with pytest.raises(Forbidden, match="admin token"):
             identity(kind).check_admin("this")
+
+
+def test_a_scope_below_job_submit_is_for_the_jobs_below_job_assign() -> None:
+    who, runner = identity("client", "job.submit.books.>"), identity("worker", "job.submit.books.>")
+
+    who.check_submit("job.assign.books.close")
+    who.check_broadcast("job.assign.books.>")
+    runner.check_patterns(("job.submit.books.>", "job.assign.books.*"))
+    assert who.may_see("token:other", "job.assign.books.close")
+    assert in_scope(runner.scope, "job.assign.books.close")
+    for pattern in ("job.submit.other.>", "job.assign.other.>"):
+        with pytest.raises(Forbidden):
+            runner.check_patterns((pattern,))
+
+
+def test_a_scope_below_job_submit_is_for_messages_of_these_subjects_as_they_are() -> None:
+    who = identity("client", "job.submit.books.>")
+
+    who.check_publish("job.submit.books.close")
+    with pytest.raises(Forbidden):
+        who.check_publish("job.assign.books.close")
 
 
 def test_patterns_are_checked_before_they_are_compared() -> None:

@@ -36,6 +36,16 @@ def got(stage: BrokerStage, conn: int) -> list[str]:
     return list(dict.fromkeys(grant.job_id for grant in stage.grants(conn)))
 
 
+def test_a_broadcast_below_job_submit_reaches_the_workers_below_job_assign(stage: BrokerStage) -> None:
+    conn, worker = stage.node(), stage.worker("w1", credit=1, patterns=("job.assign.books.>",))
+
+    names = targets(stage, conn, "job.submit.books.>")
+    stage.ask(conn, SubmitJobs(9, specs(stage, "job.submit.books.>", names)))
+
+    assert names == ["w1"]
+    assert len(got(stage, worker)) == 1
+
+
 @pytest.mark.parametrize(
     ("subject", "worker_id"),
     [("render.@w1", "w1"), ("@w1", "w1"), ("a.b.@w-1", "w-1"), ("render.w1", None), ("mail.me@w1", None), ("render.@", None)],

@@ -425,3 +425,13 @@ def test_workers_are_told_of_a_removed_cache(stage: BrokerStage) -> None:
     assert removed.body == {"cache_id": "c", "files": 1}
     assert [put.entries for put in stage.all(worker, CachePut)] == [entries(), []]
     assert stage.all(strange, CachePut) == []
+
+
+def test_a_cache_for_workers_below_job_submit_is_one_for_those_below_job_assign(stage: BrokerStage) -> None:
+    conn, worker = stage.node(), renderer(stage, "w1", patterns=("job.assign.books.>",))
+
+    put(stage, conn, target="job.submit.books.>", wait_s=0.0)
+    removed = stage.request(conn, "cache.remove", cache_id="c", target="job.assign.books.>")
+
+    assert isinstance(removed, Reply)
+    assert [put.target for put in stage.all(worker, CachePut)] == ["job.assign.books.>"] * 2

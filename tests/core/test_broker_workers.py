@@ -40,7 +40,7 @@ from tasuki.core.protocol import (
 from tasuki.core.store_messages import BlobClaim, Turn
 from tasuki.errors import DiskFull, InvalidInput, Unavailable
 from tasuki.stores.batching import execute
-from tests.core.broker_stage import UNIX, BrokerStage, claim, ending
+from tests.core.broker_stage import TCP, UNIX, BrokerStage, claim, ending
 
 
 @pytest.fixture
@@ -144,6 +144,20 @@ def test_a_worker_that_takes_no_subjects_gets_nothing_more(stage: BrokerStage) -
     assert stage.grants(worker) == []
     stage.ask(worker, Subscribe(32, (">",)))
     assert len(stage.grants(worker)) == 1
+
+
+@pytest.mark.parametrize("scope", [(), ("job.submit.books.>",), ("job.assign.books.>",)])
+def test_a_worker_below_job_submit_takes_the_jobs_below_job_assign(stage: BrokerStage, scope: tuple[str, ...]) -> None:
+    client, token = stage.node(), stage.token("theirs", "worker", *scope)
+    worker = stage.worker(credit=2, peer=TCP, token=token, patterns=("job.submit.books.>",))
+    stage.submit(client, "a", subject="job.submit.books.close")
+    assert [grant.job_id for grant in stage.grants(worker)] == ["a"]
+
+    stage.ask(worker, Subscribe(31, ("job.submit.books.open",)))
+    stage.submit(client, "b", subject="job.assign.books.open")
+
+    assert stage.last(worker, Reply).body == {"patterns": ["job.assign.books.open"]}
+    assert [grant.job_id for grant in stage.grants(worker)] == ["a", "b"]
 
 
 def test_a_worker_that_stops_taking_while_its_lease_is_made_keeps_its_credit_for_later(stage: BrokerStage) -> None:

@@ -69,6 +69,18 @@ def test_jobs_of_a_paused_subject_wait_and_an_idle_worker_gets_them_when_it_is_r
     ]
 
 
+def test_a_pause_below_job_submit_is_one_of_the_jobs_below_job_assign() -> None:
+    stage = BrokerStage()
+    worker, boss = stage.worker("w1", credit=5, patterns=(">",)), stage.client("admin", "boss")
+
+    stage.ask(boss, Request(9, "pause", {"pattern": "job.submit.books.>"}))
+    stage.submit(stage.client(), "waits", subject="job.submit.books.close")
+
+    assert given(stage, worker) == []
+    stage.ask(boss, Request(10, "resume", {"pattern": "job.assign.books.>"}))
+    assert given(stage, worker) == ["waits"]
+
+
 def test_other_servers_are_told_to_look_everywhere_when_something_is_resumed() -> None:
     first, second = two_servers()
     worker, boss = second.worker("w1", credit=5, patterns=("render.>",)), first.client("admin", "boss")

@@ -131,6 +131,7 @@ def test_without_a_holder_cache_affinity_is_least_load() -> None:
 
 def test_a_route_is_a_pattern_and_a_policy_and_the_first_that_matches_holds() -> None:
     routes = [parse_route("render.>=cache-affinity"), parse_route(">=sticky")]
+    assert parse_route("job.submit.books.>=sticky").pattern == "job.assign.books.>"
 
     assert route_of(routes, "render.eu") == routes[0]
     assert route_of(routes, "session.7") == routes[1]

@@ -119,6 +119,14 @@ def test_find_shows_only_what_one_may_see(store: MemoryStore, who: Identity, fou
     assert [view["job_id"] for view in ask(store, who, "find")["jobs"]] == found
 
 
+def test_find_knows_the_subjects_below_job_submit(store: MemoryStore) -> None:
+    add(store, "book", subject="job.assign.books.close")
+    scoped = Identity(PeerKind.CLIENT, "token:clerk", ("job.submit.books.>",), "clerk")
+
+    assert [view["job_id"] for view in ask(store, scoped, "find", subject="job.submit.books.*")["jobs"]] == ["book"]
+    assert [view["job_id"] for view in ask(store, ADMIN, "find", subject="job.assign.books.*")["jobs"]] == ["book"]
+
+
 def test_find_cannot_be_made_to_look_as_somebody_else(store: MemoryStore) -> None:
     assert ask(store, BOB, "find", submitter="token:alice", scope=[">"])["jobs"] == []
 

@@ -10,7 +10,7 @@ import pytest
 from tasuki import Retry, Worker, WrongType
 from tasuki.core.job import InputFile, JobSpec, Outcome, Progress
 from tasuki.core.protocol import Ending, JobsFinished
-from tasuki.errors import InvalidInput
+from tasuki.errors import ConfigError, InvalidInput
 from tasuki.wire.messages import encode
 from tasuki.worker.attempt import (
     RESULT_HEADERS_MAX_BYTES,
@@ -18,6 +18,7 @@ from tasuki.worker.attempt import (
     Handler,
     HandlerJob,
     HandlerResult,
+    Handlers,
     handler_failure,
     handler_outcome,
     judged,
@@ -185,6 +186,19 @@ def test_a_handler_that_could_only_fail_is_refused_at_once(use: Callable[[Worker
 @pytest.mark.parametrize("function", [_of_job_and_default, print])
 def test_a_handler_that_can_be_called_with_a_job_is_taken(function: Callable[..., object]) -> None:
     assert Worker("tcp://127.0.0.1:1").handler("a")(function) is function
+
+
+def test_a_handler_below_job_submit_is_for_the_jobs_below_job_assign() -> None:
+    handlers = Handlers()
+    handlers.add(Handler("job.submit.books.*", print, asynchronous=False))
+
+    found = handlers.find("job.assign.books.close")
+
+    assert found is not None
+    assert handlers.patterns == (found.name,) == ("job.assign.books.*",)
+    assert list(handlers.plain) == [found.name]
+    with pytest.raises(ConfigError, match="has a handler already"):
+        handlers.add(Handler("job.assign.books.*", print, asynchronous=False))
 
 
 def test_a_job_has_its_inputs_and_a_large_payload_as_files(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ import msgspec
 
 from tasuki.core.job import check_name
 from tasuki.core.store_messages import TokenRow
-from tasuki.core.subject import DEFAULT_SUBJECT, check_pattern, intersects, matches
+from tasuki.core.subject import DEFAULT_SUBJECT, assigned, check_job_pattern, check_pattern, intersects, matches
 from tasuki.core.subscribers import INBOX
 from tasuki.errors import Forbidden, InvalidInput, Unauthorized, quoted
 
@@ -103,8 +103,8 @@ class Identity(msgspec.Struct, frozen=True, gc=False):
     def check_patterns(self, patterns: tuple[str, ...]) -> None:
         """Refuse patterns outside the token's scope."""
         for pattern in patterns:
-            check_pattern(pattern)
-            if self.scope and not any(covers(allowed, pattern) for allowed in self.job_scope):
+            wanted = check_job_pattern(pattern)
+            if self.scope and not any(covers(allowed, wanted) for allowed in self.job_scope):
                 raise Forbidden(f"this token may not subscribe to {pattern!r}; its scope is {', '.join(self.scope)}")
 
     def check_publish(self, subject: str) -> None:
@@ -160,6 +160,8 @@ def patterns_for(right: str, scope: tuple[str, ...]) -> tuple[str, ...]:
     """Return the patterns of a scope for PUBLISH or SUBSCRIBE, or with "" for jobs; an empty scope has none and no limit."""
     other = tuple(prefix for prefix in (PUBLISH, SUBSCRIBE) if prefix != right)
     found = tuple(entry.removeprefix(right) for entry in scope if not entry.startswith(other))
+    if not right:
+        found = tuple(map(assigned, found))
     return found or ((NO_SUBJECT,) if scope else ())
 
 

@@ -30,7 +30,7 @@ from typing import NamedTuple
 import msgspec
 
 from tasuki.core.job import JobSpec
-from tasuki.core.subject import check_pattern, matches
+from tasuki.core.subject import check_job_pattern, matches
 from tasuki.errors import InvalidInput, quoted
 
 ROUTE_WAIT_S = 1.0
@@ -68,7 +68,7 @@ def parse_route(text: str) -> SubjectRoute:
     """Return the route that `PATTERN=POLICY` names, else raise InvalidInput."""
     pattern, _, policy = text.rpartition("=")
     try:
-        return SubjectRoute(check_pattern(pattern), Policy(policy))
+        return SubjectRoute(check_job_pattern(pattern), Policy(policy))
     except ValueError:
         raise InvalidInput(f"route {quoted(text)} has no policy; write PATTERN=POLICY, one of {', '.join(Policy)}") from None
 

@@ -59,6 +59,17 @@ def check_pattern(pattern: str) -> str:
     return pattern
 
 
+def assigned(subject: str) -> str:
+    """Return the subject or pattern of jobs as it is stored: clients submit to `job.submit.X` what workers take from
+    `job.assign.X`."""
+    return ASSIGN + subject.removeprefix(SUBMIT) if subject.startswith(SUBMIT) else subject
+
+
+def check_job_pattern(pattern: str) -> str:
+    """Return a pattern of jobs as it is stored, else raise InvalidInput."""
+    return assigned(check_pattern(pattern))
+
+
 def _problem(text: str) -> str | None:
     """Return the problem of a subject or pattern; None if there is none."""
     # Characters are never more than bytes: counting them first keeps a hostile text from being encoded.

@@ -27,7 +27,7 @@ from tasuki.core.job import Job, State
 from tasuki.core.pauses import PAUSES_MAX, PauseAnswer, PausedPattern, PauseOrder
 from tasuki.core.scheduler.thresholds import Thresholds
 from tasuki.core.store_messages import Filter, Page
-from tasuki.core.subject import check_pattern
+from tasuki.core.subject import check_job_pattern
 from tasuki.django import definitions
 from tasuki.django.commands import enqueue_command
 from tasuki.django.conf import file_of, project_settings
@@ -125,7 +125,7 @@ def find_page(
         if state not in State.__members__:
             raise InvalidInput(f"state must be one of {', '.join(State.__members__)}, got {quoted(state)}")
     if subject is not None:
-        check_pattern(subject)
+        subject = check_job_pattern(subject)
     chosen = tuple(State(state) for state in states)
     definition_id = None
     if definition is not None:
@@ -281,7 +281,7 @@ def pauses() -> list[PausedPattern]:
 def set_paused(pattern: str, paused: bool, *, actor: Actor, reason: str = "") -> bool:
     """Start no more jobs of the subjects of a pattern, or start them again; return whether that was a change."""
     alias = project_settings().database
-    check_pattern(pattern)
+    pattern = check_job_pattern(pattern)
     with _noted(actor, MANAGE, "subject.pause" if paused else "subject.resume", [pattern], reason) as name:
         [answer] = project_store().pause([PauseOrder(pattern, name, reason, resume=not paused)])
         if answer is PauseAnswer.TOO_MANY:

@@ -33,7 +33,7 @@ from tasuki.core.statistics import (
     periods,
 )
 from tasuki.core.store_messages import Filter
-from tasuki.core.subject import check_pattern
+from tasuki.core.subject import check_job_pattern
 from tasuki.errors import InvalidInput, NotFound, TasukiError, TooLarge, Unavailable, unknown_job
 from tasuki.stores.store import Reader
 
@@ -126,7 +126,7 @@ def _find(reader: Reader, query: Query) -> Any:
     except msgspec.ValidationError as error:
         raise InvalidInput(f"find: {error}") from None
     if filter.subject is not None:
-        check_pattern(filter.subject)
+        filter = msgspec.structs.replace(filter, subject=check_job_pattern(filter.subject))
     if not query.identity.admin:
         filter = msgspec.structs.replace(filter, submitter=query.identity.name, scope=query.identity.job_scope)
     views: list[dict[str, Any]] = []

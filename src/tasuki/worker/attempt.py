@@ -25,7 +25,7 @@ import msgspec
 from msgspec.structs import replace
 
 from tasuki.core.job import EMPTY_SHA256, HEADERS_MAX, PAYLOAD_FILE, InputFile, JobSpec, Outcome, Progress
-from tasuki.core.subject import SubjectTrie, check_pattern
+from tasuki.core.subject import SubjectTrie, check_job_pattern
 from tasuki.core.units import shown_duration
 from tasuki.errors import ConfigError, Retry, WrongType
 from tasuki.worker.keeper.protocol import EndReason, Limits, TreeEnded
@@ -433,7 +433,8 @@ class Handlers:
         return len(self._handlers)
 
     def add(self, handler: Handler) -> None:
-        subject = check_pattern(handler.name)
+        subject = check_job_pattern(handler.name)
+        handler = msgspec.structs.replace(handler, name=subject)
         if subject in self._handlers:
             raise ConfigError(f"subject {subject!r} has a handler already; remove one of the two")
         self._handlers[subject] = handler

@@ -52,7 +52,7 @@ from tasuki.core.protocol import (
 )
 from tasuki.core.reconnect import Connect
 from tasuki.core.store_messages import OWN_PROGRAMS, Grant, Offer, Takes
-from tasuki.core.subject import base_subject, check_pattern
+from tasuki.core.subject import base_subject, check_job_pattern
 from tasuki.core.worker import events
 from tasuki.core.worker.machine import WorkerMachine
 from tasuki.errors import ConfigError, TasukiError, Unavailable
@@ -165,7 +165,7 @@ class Worker:
         self._credential_file = credential_file
         """With a credential in it the worker is enrolled; the credential has the token, which is rotated in time."""
         self._rotation: Rotation | None = None
-        self._subjects = tuple(check_pattern(subject) for subject in subjects)
+        self._subjects = tuple(map(check_job_pattern, subjects))
         self._concurrency = check_slots(concurrency)
         self._execs, self._any_program = dict(execs or {}), any_program
         self._key = b""
@@ -430,7 +430,7 @@ class Worker:
 
     def change_subjects(self, *subjects: str) -> None:
         """Change the patterns of a running worker."""
-        self._apply(events.ChangePatterns(tuple(check_pattern(subject) for subject in subjects)))
+        self._apply(events.ChangePatterns(tuple(map(check_job_pattern, subjects))))
 
     def _signaled(self) -> None:
         self._signals += 1

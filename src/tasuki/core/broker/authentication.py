@@ -29,7 +29,7 @@ from tasuki.core.job import TIME_END, check_name, is_sha256
 from tasuki.core.lifecycle import LEASE_MARGIN_S, LEASE_TTL_RANGE_S
 from tasuki.core.machine import Now, Peer, Send
 from tasuki.core.store_messages import LeaseHolder, TokenRow, checked_offer
-from tasuki.core.subject import DEFAULT_PATTERN
+from tasuki.core.subject import DEFAULT_PATTERN, assigned
 from tasuki.errors import Forbidden, InvalidInput, NotFound, ProtocolError, TasukiError, Unauthorized, VersionMismatch, discreet
 
 IDLE_TIMEOUT_S = 60.0  # a client that says nothing for so long is gone; it beats every third of it
@@ -205,7 +205,7 @@ def checked_patterns(identity: Identity, patterns: tuple[str, ...]) -> tuple[str
     if len(patterns) > PATTERNS_MAX:
         raise InvalidInput(f"{len(patterns)} patterns are too many, the limit is {PATTERNS_MAX}")
     identity.check_patterns(patterns)
-    return tuple(dict.fromkeys(patterns))
+    return tuple(dict.fromkeys(map(assigned, patterns)))
 
 
 def _replace_worker(state: BrokerState, worker: WorkerSession) -> list[Command]:

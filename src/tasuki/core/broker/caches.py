@@ -27,7 +27,7 @@ from tasuki.core.job import InputFile, JobSpec, check_file_name, check_name, che
 from tasuki.core.machine import Now, Send
 from tasuki.core.protocol import CacheAck, CachePut, CacheStatus, WorkerCache
 from tasuki.core.store_messages import CachedFile, CacheOrder, CacheStored, MissingBlobs, Submission
-from tasuki.core.subject import check_pattern, intersects
+from tasuki.core.subject import check_job_pattern, intersects
 from tasuki.errors import CacheConflict, InvalidInput, NotFound, Overloaded
 
 PUTS_PER_CLIENT = 8  # questions under way of one connection
@@ -43,7 +43,7 @@ NO_BLOB = "0" * 64  # stands for a file that no cache has: the store knows no su
 def put(state: BrokerState, client: ClientSession, identity: Identity, message: CachePut) -> list[events.Command]:
     """Store the files of a cache, then ask the workers to fetch them."""
     check_name(message.cache_id, "cache_id")
-    check_pattern(message.target)
+    message = replace(message, target=check_job_pattern(message.target))
     identity.check_put(message.target)
     if not message.entries:
         raise InvalidInput(f"cache {message.cache_id!r}: there is no file to put")
@@ -174,7 +174,7 @@ def _answer(pending: PendingCachePut) -> CacheAck:
 def remove(state: BrokerState, client: ClientSession, identity: Identity, request: protocol.Request) -> list[events.Command]:
     """Remove a cache that has this target, and tell the workers here. Jobs that were accepted keep what they need."""
     cache_id = check_name(str(request.params.get("cache_id", "")), "cache_id")
-    target = check_pattern(str(request.params.get("target", "")))
+    target = check_job_pattern(str(request.params.get("target", "")))
     identity.check_put(target)
 
     def removed(counts: Sequence[int], effects: TurnEffects) -> None:

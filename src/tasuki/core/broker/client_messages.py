@@ -35,7 +35,7 @@ from tasuki.core.store_messages import (
     Submitted,
     kind_of,
 )
-from tasuki.core.subject import ASSIGN, SUBMIT, check_pattern, intersects
+from tasuki.core.subject import SUBMIT, assigned, check_job_pattern, intersects
 from tasuki.errors import (
     Conflict,
     DiskFull,
@@ -162,10 +162,8 @@ def lists_bytes(spec: JobSpec) -> int:
 
 
 def routed(spec: JobSpec) -> JobSpec:
-    """Return the spec as it is checked and stored: what clients submit to `job.submit.X`, workers take from `job.assign.X`."""
-    if spec.subject.startswith(SUBMIT):
-        return replace(spec, subject=ASSIGN + spec.subject.removeprefix(SUBMIT))
-    return spec
+    """Return the spec as it is checked and stored."""
+    return replace(spec, subject=assigned(spec.subject))
 
 
 def _submitted(
@@ -496,7 +494,7 @@ def request(
 def _pause(state: BrokerState, client: ClientSession, identity: Identity, request: protocol.Request) -> list[events.Command]:
     """Pause the subjects of a pattern, or resume them and have all workers look for their jobs."""
     identity.check_admin(request.verb)
-    pattern = check_pattern(str(request.params.get("pattern", "")))
+    pattern = check_job_pattern(str(request.params.get("pattern", "")))
     order = PauseOrder(pattern, identity.name, reason_of(request), resume=request.verb == "resume")
 
     def done(answers: Sequence[PauseAnswer], effects: TurnEffects) -> None:
@@ -528,7 +526,7 @@ def _degrade(state: BrokerState, client: ClientSession, identity: Identity, requ
 
 def _targets(state: BrokerState, identity: Identity, params: dict[str, Any]) -> list[str]:
     """Return the live workers, here and elsewhere, that a job for all of a pattern's workers reaches."""
-    target, exec_ = check_pattern(str(params.get("subject", ""))), str(params.get("exec", ""))
+    target, exec_ = check_job_pattern(str(params.get("subject", ""))), str(params.get("exec", ""))
     identity.check_broadcast(target)
     kind = kind_of(exec_, identity.name)
     everyone = chain((worker.info() for worker in state.workers.values()), (worker for _, worker in state.cluster.workers()))
