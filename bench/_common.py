@@ -154,7 +154,7 @@ def server(data: Path, *options: str, store: str = "") -> Iterator[Process]:
 
 @contextlib.contextmanager
 def handler_worker(url: str, concurrency: int, kind: str = "bench", token: str = "") -> Iterator[Process]:
-    """A worker process with the empty handlers of `_worker.py`: of the kind `bench`, or of the kind `queue`."""
+    """A worker process with the empty handlers of `_worker.py`: of the kind `bench`, `queue` or `few`."""
     command = [sys.executable, str(HERE / "_worker.py"), url, str(concurrency), kind]
     process = Process(command, ready="connected", env={"TASUKI_TOKEN": token} if token else None)
     try:

@@ -1,4 +1,4 @@
-"""The worker process of the benches: `python bench/_worker.py URL CONCURRENCY [bench|queue]`."""
+"""The worker process of the benches: `python bench/_worker.py URL CONCURRENCY [bench|queue|few]`."""
 
 from __future__ import annotations
 
@@ -31,6 +31,8 @@ async def stamp(job: object) -> str:
 
 if kind == "queue":
     worker.handler("math.square")(noop)
+elif kind == "few":
+    worker.handler("render.*.few")(noop)
 else:
     worker.handler("bench.noop")(noop)
     tasks.add_to(worker)

@@ -5,6 +5,7 @@
     python bench/isolation.py --quick           few numbers and jobs, nothing recorded
 
 Each waiting job has a subject of its own (`render.N.gpu`). An idle worker subscribes to `render.*.cpu`, which matches none.
+In one table FEW_MATCHES of them are `render.N.few`, for a worker that runs them one by one meanwhile, in `few_s` seconds.
 Beside the patterns that are counted the waiting jobs are of 20 groups. Idle workers have 200 patterns each, once `pM.qN.>`, once
 `*.qN`, and a token each, as workers elsewhere have: what one token may subscribe to is bounded. Beside them jobs of another group
 run one after the other: how long each takes, submit to result, and how much CPU server and store take when nothing is submitted
@@ -49,6 +50,7 @@ OF_GROUPS, OF_ANY_GROUP = (
 )  # forms of patterns; the index finds none of the latter by a group
 FEW_SUBJECTS = 1_000
 FEW_GROUPS = 20
+FEW_MATCHES = 20
 CHUNK = 5_000
 PROBES = 2_000  # p99 of fewer is one hiccup of the machine
 IDLE_S = 10.0
@@ -151,12 +153,26 @@ async def measure(data: Path, broker: Process, cpu_s: Callable[[], float], probe
     }
 
 
-async def fill(data: Path, subjects: int, groups: int) -> None:
+async def few_done_s(data: Path, subjects: int) -> float:
+    """Return when the jobs that match are done, in seconds from now."""
+    began = time.monotonic()
+    async with AsyncClient(f"unix://{data}/socket") as client:
+        names = [f"wait-{number}" for number in range(subjects) if is_few(number, subjects)]
+        await asyncio.gather(*(client.job(name).outcome() for name in names))
+    return round(time.monotonic() - began, 2)
+
+
+def is_few(number: int, subjects: int) -> bool:
+    return number % (subjects // FEW_MATCHES) == 0
+
+
+async def fill(data: Path, subjects: int, groups: int, *, with_few: bool) -> None:
     async with AsyncClient(f"unix://{data}/socket") as client:
         for start in range(0, subjects, CHUNK):
             numbers = range(start, min(start + CHUNK, subjects))
-            names = [(f"wait-{number}", f"render{number % groups or ''}.{number:07}.gpu") for number in numbers]
-            specs = [JobSpec(job_id=job_id, subject=subject) for job_id, subject in names]
+            ends = ["few" if with_few and is_few(number, subjects) else "gpu" for number in numbers]
+            names = [f"render{number % groups or ''}.{number:07}.{end}" for number, end in zip(numbers, ends, strict=True)]
+            specs = [JobSpec(job_id=f"wait-{number}", subject=subject) for number, subject in zip(numbers, names, strict=True)]
             await client.submit_many(specs, watch=False)
 
 
@@ -169,17 +185,29 @@ def one(
     groups: int = 1,
     patterns: int = 1,
     form: str = OF_GROUPS,
+    with_few: bool = False,
 ) -> dict[str, float]:
     with folder() as data, store_of(name) as store, server(data, store=store.url) as broker:
 
         def cpu_s() -> float:
             return broker.cpu_s() + store.cpu_s()
 
-        uvloop.run(fill(data, subjects, groups))
+        url = f"unix://{data}/socket"
+        uvloop.run(fill(data, subjects, groups, with_few=with_few))
         store.settle()
-        with idle_workers(data, patterns, form), handler_worker(f"unix://{data}/socket", 100):
+        with contextlib.ExitStack() as workers:
+            workers.enter_context(idle_workers(data, patterns, form))
+            workers.enter_context(handler_worker(url, 100))
             uvloop.run(wait_for_rest(cpu_s))
-            return {"subjects": subjects, "patterns": patterns, **uvloop.run(measure(data, broker, cpu_s, probes, idle_s))}
+            if with_few:
+                workers.enter_context(handler_worker(url, 1, "few"))
+
+            async def measured() -> dict[str, float]:
+                beside = asyncio.create_task(few_done_s(data, subjects)) if with_few else None
+                found = await measure(data, broker, cpu_s, probes, idle_s)
+                return found | ({"few_s": await beside} if beside is not None else {})
+
+            return {"subjects": subjects, "patterns": patterns, **uvloop.run(measured())}
 
 
 def judged(rows: list[dict[str, float]]) -> dict[str, Any]:
@@ -204,6 +232,7 @@ def main() -> None:
             beside = partial(one, name, probes, idle_s)
             figures = {
                 "by_subjects": judged([beside(subjects=count) for count in subjects]),
+                "by_subjects_of_which_few_match": judged([beside(subjects=count, with_few=True) for count in subjects]),
                 "by_patterns": judged([beside(patterns=count, groups=FEW_GROUPS) for count in patterns]),
                 "by_patterns_of_any_group": judged(
                     [beside(patterns=count, groups=FEW_GROUPS, form=OF_ANY_GROUP) for count in patterns]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -178,6 +179,35 @@ def test_a_job_of_which_nobody_told_is_found_behind_any_number_of_others(stage: 
         stage.pass_time(0.5)
 
     assert set(subjects_of(stage, worker)) == {"render.zzz.cpu"}
+
+
+def test_a_worker_that_matches_few_of_very_many_asks_for_little_more_than_these(
+    stage: BrokerStage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flood(stage, 20 * PAGE_QUEUES)
+    few = [f"render.{number:05}.cpu" for number in range(0, 20 * PAGE_QUEUES, 4 * PAGE_QUEUES)]
+    add(stage, *few)
+    pages = 0
+    read = stage.store.ready_queues
+
+    def counted(*given: Any, **named: Any) -> ReadyPage:
+        nonlocal pages
+        pages += 1
+        return read(*given, **named)
+
+    monkeypatch.setattr(stage.store, "ready_queues", counted)
+    worker = stage.worker("w1", patterns=("render.*.cpu",))
+    requests: list[LeaseRequest] = []
+
+    for _ in few:
+        stage.tell(worker, GiveCredit(1))
+        requests += asked(stage)
+
+    assert sorted(subjects_of(stage, worker)) == few
+    walks = [request for request in requests if "render.*.cpu" in request.patterns]
+    assert len(walks) == 1, "it looks at a bounded number of subjects in the store's transaction"
+    assert len(requests) == len(few) + len(walks)
+    assert pages <= 2 * (20 + 1), "the slow walk's first page, and a hurried walk: all queues are read twice at most"
 
 
 def test_all_jobs_of_which_nobody_told_are_found_by_as_many_workers_as_it_takes(stage: BrokerStage) -> None:

@@ -194,6 +194,29 @@ def test_a_worker_that_matches_nothing_costs_the_same_however_many_subjects_wait
     assert costs[1] < 2 * costs[0]
 
 
+def test_a_worker_that_matches_few_of_very_many_subjects_asks_for_a_bounded_number_at_a_time(store: SqlStore) -> None:
+    few = [f"render.{number:05}.few" for number in range(0, 8 * IN_VAIN_MAX, 2 * IN_VAIN_MAX)]
+    costs: list[int] = []
+    found: list[str] = []
+
+    add(store, *(f"render.{number:05}.gpu" for number in range(2 * IN_VAIN_MAX)))
+    with counted_steps(store) as in_vain:
+        assert lease(store, 1, "render.*.few") == []
+    add(store, *few, *(f"render.{number:05}.gpu" for number in range(2 * IN_VAIN_MAX, 8 * IN_VAIN_MAX)))
+    while len(found) < len(few):
+        with counted_steps(store) as steps:
+            found += lease(store, 1, "render.*.few")
+        costs.append(len(steps))
+        assert len(costs) < 4 * 8 + len(few)
+
+    assert sorted(found) == few
+    assert max(costs) < 2 * len(in_vain)
+    add(store, few[0], prefix="again-")
+    with counted_steps(store) as named:
+        assert lease(store, 1, few[0]) == [f"again-{few[0]}"]
+    assert len(named) < len(in_vain) / 4
+
+
 def test_patterns_that_begin_with_a_wildcard_cost_the_same_however_many_they_are(store: SqlStore) -> None:
     add(store, *(f"g{number % 50}.x{number}" for number in range(3_000)))
     costs: list[int] = []
