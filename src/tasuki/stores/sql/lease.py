@@ -57,7 +57,7 @@ _ORPHANED = State.ORPHANED.value
 Region = tuple[str | None, str, str, bool]
 """Range of the index that holds a pattern's subjects: group (None: any), first subject, end, whether matching is still needed."""
 
-Place = tuple[int] | tuple[int, str, str] | tuple[int, str, int]
+Place = tuple[int] | tuple[int, str, tuple[str, ...]] | tuple[int, str, int]
 """Object of a scan: the groups of a priority; the subjects of a priority and group that patterns match; or its execs of a
 kind."""
 
@@ -231,7 +231,7 @@ class ReadyIndex:
         scans: dict[Place, Scan] = {}
         for one in ranges_of(request.patterns):
             if one.group in (None, group) and (one.is_literal or self._may_walk()):
-                place = (priority, group, " ".join(one.patterns))
+                place = (priority, group, one.patterns)
                 scans[place] = self._scan(place, SUBJECTS_AT_ONCE, one.low, one.high, one.match)
         while scans:
             names = list(dict.fromkeys(name for scan in scans.values() for name in scan.names))
