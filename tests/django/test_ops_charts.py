@@ -10,7 +10,7 @@ WEEK = """
 from tasuki.core.statistics import GroupStatistics, Rollup
 from tasuki.django.enqueueing import project_store
 from tasuki.django.ops import charts
-from tasuki.django.ops.backend import PROJECT
+from tasuki.django.ops.backend import ProjectBackend
 
 def looks(step_s=7200, length_s=7 * 86_400):
     until = int(time.time()) // step_s * step_s + step_s
@@ -22,7 +22,7 @@ def looks(step_s=7200, length_s=7 * 86_400):
     class Backend:
         def statistics(self, since, until, step_s, groups):
             asked.append(until - since)
-            return PROJECT.statistics(since, until, step_s, groups)
+            return ProjectBackend(None).statistics(since, until, step_s, groups)
 
     found = [charts._periods(Backend(), until - length_s, until, step_s) for _ in range(16)]
     sums = [sum(one["groups"]["g"]["finished"] for one in periods.values()) for periods in found]
