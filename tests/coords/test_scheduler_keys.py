@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tasuki.coords.coordination import ASSIGNED_S, EXPELLED_S, MEMBER_TIMEOUT_S, ClusterMember
+from tasuki.coords.coordination import ASSIGNED_S, LEADER_DETACH_S, MEMBER_TIMEOUT_S, ClusterMember
 from tasuki.coords.coordination import LEADER as NOT_A_PERSON
 from tasuki.coords.scheduler_redis import SchedulerCoordination
 from tasuki.core.election import Locked
@@ -107,7 +107,7 @@ def test_a_flag_that_somebody_else_sets_detaches_a_worker_until_it_is_deleted(
     raw.set("scheduler:detach:7", 1)
 
     view = coordination.beat(LEADER, seen={})
-    assert view.detached == view.expelled == {"7"}
+    assert view.detached == view.detached_by_leader == {"7"}
     assert raw.hget("scheduler:worker:7", "detached") == b"1"
     assert other.beat(ClusterMember(member_id="8", incarnation="1"), seen={}).detached == {"7"}, "others know it from then on"
     raw.delete("scheduler:detach:7")
@@ -130,7 +130,7 @@ def test_who_was_detached_by_a_leader_is_forgotten_after_a_day_and_by_a_person_n
         assert coordination.set_detached(worker_id, True, actor=actor)
 
     keys = [f"scheduler:detach:{worker_id}" for worker_id in "789"]
-    assert [(raw.get(key), raw.ttl(key)) for key in keys] == [(b"1", EXPELLED_S), (b"by admin", -1), (b"by admin", -1)]
+    assert [(raw.get(key), raw.ttl(key)) for key in keys] == [(b"1", LEADER_DETACH_S), (b"by admin", -1), (b"by admin", -1)]
 
 
 @pytest.mark.parametrize("key", ["scheduler:leader:degrade", "scheduler:worker:7"])

@@ -22,7 +22,7 @@ class DetachedWorker:
 
     worker_id, incarnation = "2", "2/1"
 
-    def __init__(self, deadline_in_s: float, *, is_expelled: bool = True, may_continue: bool = True) -> None:
+    def __init__(self, deadline_in_s: float, *, is_detached_by_leader: bool = True, may_continue: bool = True) -> None:
         self.may_continue = may_continue
         self.deadline = now().monotonic + deadline_in_s
         self.turns = asyncio.Event()
@@ -35,7 +35,7 @@ class DetachedWorker:
         session = SimpleNamespace(owner="node:host:0")
         broker = SimpleNamespace(cluster=SimpleNamespace(servers={"1": LEADER}), epoch=0, workers={"2": session})
         server: Any = SimpleNamespace(broker=broker, renew=self.renew, tell=self.told.append)
-        cluster: Any = SimpleNamespace(is_expelled=is_expelled)
+        cluster: Any = SimpleNamespace(is_detached_by_leader=is_detached_by_leader)
         self.continuation = NodeContinuation(self, server, cluster, lambda: None)
         self.continuation.questions = self
 
@@ -110,7 +110,7 @@ def test_a_store_that_does_not_answer_holds_no_question_up_until_the_deadline_an
 
 def test_a_run_that_must_stop_costs_a_worker_that_is_only_cut_off_no_other_lease() -> None:
     async def scenario() -> None:
-        worker = DetachedWorker(deadline_in_s=1.0, is_expelled=False, may_continue=False)
+        worker = DetachedWorker(deadline_in_s=1.0, is_detached_by_leader=False, may_continue=False)
         task = asyncio.ensure_future(worker.continuation.run())
         await until_async(lambda: worker.looks_at_nothing >= 4, what="it has stopped the run, and looked again")
 

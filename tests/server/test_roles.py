@@ -49,7 +49,7 @@ class Calls:
 class Node:
     """A node with its cluster's part and its server, in memory; worker 1 leads under epoch TERM."""
 
-    stands, server_id = True, "2"
+    is_candidate, server_id = True, "2"
 
     def __init__(self, caller: NodeCaller | None, *, node_id: str = "n2") -> None:
         self.clock = FakeClock()
@@ -57,7 +57,7 @@ class Node:
         self.coordination.acquire(LEADER_SCOPE, "1", 50.0, TERM - 1)
         self.broker = Broker(BrokerConfig(server_id="2", node_id=node_id))
         self.registered: int | TasukiError = TERM
-        self.stood: list[tuple[float, bool]] = []
+        self.deferences: list[tuple[float, bool]] = []
         self.failed: list[str] = []
         self._tasks = BackgroundTasks(lambda task: self.failed.append(str(task.exception())) if task.exception() else None)
         self.roles = Roles(node_id)
@@ -85,8 +85,8 @@ class Node:
     def spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         return self._tasks.spawn(work)
 
-    def stand_first(self, deference_s: float, *, now_free: bool = False) -> None:
-        self.stood.append((deference_s, now_free))
+    def set_deference(self, deference_s: float, *, now_free: bool = False) -> None:
+        self.deferences.append((deference_s, now_free))
 
     # ------------------------------------------------------------------------------------------------ of the tests
 
@@ -104,21 +104,21 @@ class Node:
 
     @property
     def has_deposed(self) -> bool:
-        return (0.0, True) in self.stood
+        return (0.0, True) in self.deferences
 
 
 def run(scenario: Coroutine[Any, Any, None]) -> None:
     asyncio.run(scenario)
 
 
-# ---------------------------------------------------------------------------------------------------- who stands first
+# ---------------------------------------------------------------------------------------------------- who asks first
 
 
 @pytest.mark.parametrize(
     ("node_id", "sub_leads", "deference_s"),
     [("n2", True, 0.0), ("n1", True, DEFERENCE_S), ("n2", False, DEFERENCE_S)],
 )
-def test_a_sub_leader_of_another_node_than_the_leaders_stands_first(node_id: str, sub_leads: bool, deference_s: float) -> None:
+def test_a_sub_leader_of_another_node_than_the_leaders_asks_first(node_id: str, sub_leads: bool, deference_s: float) -> None:
     async def scenario() -> None:
         node = Node(None, node_id=node_id)
         if not sub_leads:
@@ -127,7 +127,7 @@ def test_a_sub_leader_of_another_node_than_the_leaders_stands_first(node_id: str
         await node.tick(2)
 
         assert (node.roles.sub_leads, node.broker.sub_leads) == (sub_leads, sub_leads)
-        assert node.stood[-1] == (deference_s, False)
+        assert node.deferences[-1] == (deference_s, False)
 
     run(scenario())
 
@@ -203,7 +203,7 @@ def test_who_has_deposed_the_leader_stands_after_sub_leaders_of_other_nodes_all_
         node.met(LEADING, WATCHING, leader_seen_s=0.0)
         await node.tick(15)
 
-        assert {deference for deference, now_free in node.stood if now_free} == {deference_s}
+        assert {deference for deference, now_free in node.deferences if now_free} == {deference_s}
 
     run(scenario())
 
@@ -249,7 +249,7 @@ def test_all_workers_of_a_node_that_neither_beats_nor_answers_are_detached(calle
 
         assert node.coordination.detached() == (frozenset({"5", "6"}) if detaches else frozenset())
         told = node.coordination.beat(ClusterMember(member_id="2", incarnation="2/1"), seen={})
-        assert told.expelled == node.coordination.detached(), f"in the name of {LEADER}"
+        assert told.detached_by_leader == node.coordination.detached(), f"in the name of {LEADER}"
 
     run(scenario())
 

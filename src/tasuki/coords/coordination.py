@@ -29,7 +29,7 @@ FORGET_BATCH = 100  # rows that one beat removes
 LEADER = "(leader)"  # no user of a Django project has such a name
 """Actor of a leader that detaches a worker which does not answer."""
 ASSIGNED_S = 5.0  # how long the note of an assignment is kept
-EXPELLED_S = 86_400  # how long the flag of such a worker is kept: its id is not given again
+LEADER_DETACH_S = 86_400  # how long the flag of such a worker is kept: its id is not given again
 
 
 class ClusterMember(msgspec.Struct, frozen=True, kw_only=True):
@@ -77,7 +77,7 @@ class View(msgspec.Struct, frozen=True):
     """The leader, who asks, has to step down. Told once."""
     leader_seen_s: float | None = None
     """Seconds since the store took the last turn of a leader, as leaders told; None: that is not known."""
-    expelled: frozenset[str] = frozenset()
+    detached_by_leader: frozenset[str] = frozenset()
     """Workers of `detached` that a leader detached (LEADER): they come back under another id."""
 
 
@@ -144,7 +144,7 @@ class Coordination(Protocol):
     def set_detached(self, worker_id: str, detached: bool, *, actor: str, reason: str = "") -> bool:
         """Give a worker no more work, or give it work again. True if that changed anything; else actor and reason stay.
 
-        A worker that LEADER detached is forgotten after EXPELLED_S; a person who detaches it takes LEADER's place."""
+        A worker that LEADER detached is forgotten after LEADER_DETACH_S; a person who detaches it takes LEADER's place."""
 
     def detached(self) -> frozenset[str]:
         """Return the worker_ids that get no more work."""
@@ -196,8 +196,8 @@ class MemoryCoordination(Coordination):
             if me.led_ago_s is not None:
                 self._degraded, self._led_at = False, now - me.led_ago_s
             seen_s = None if self._led_at is None else now - self._led_at
-            expelled = frozenset(name for name, (actor, _) in self._detached.items() if actor == LEADER)
-            return View(tuple(live), frozenset(self._detached), degraded, seen_s, expelled)
+            detached_by_leader = frozenset(name for name, (actor, _) in self._detached.items() if actor == LEADER)
+            return View(tuple(live), frozenset(self._detached), degraded, seen_s, detached_by_leader)
 
     def heartbeat_ages(self) -> dict[str, float]:
         with self._mutex:

@@ -67,9 +67,9 @@ class RedisCoordination(Coordination):
             self._command("SET", f"{self._app}:led", self._now_s() - me.led_ago_s)
         led_at = self._command("GET", f"{self._app}:led")
         seen_s = None if led_at is None else self._now_s() - float(led_at)
-        return View(tuple(members), _names(detached), degraded, seen_s, self._expelled(detached))
+        return View(tuple(members), _names(detached), degraded, seen_s, self._detached_by_leader(detached))
 
-    def _expelled(self, detached: list[bytes]) -> frozenset[str]:
+    def _detached_by_leader(self, detached: list[bytes]) -> frozenset[str]:
         entries = self._command("HMGET", f"{self._app}:detached", *detached) if detached else []
         told = zip(detached, entries, strict=True)
         return _names([name for name, entry in told if entry is not None and msgspec.json.decode(entry)["actor"] == LEADER])
@@ -108,7 +108,7 @@ class RedisCoordination(Coordination):
             return bool(self._command("HDEL", f"{self._app}:detached", worker_id))
         seconds, _ = self._command("TIME")
         entry = msgspec.json.encode({"at": int(seconds), "actor": actor, "reason": reason})
-        if actor != LEADER and self._expelled([worker_id.encode()]):
+        if actor != LEADER and self._detached_by_leader([worker_id.encode()]):
             return not self._command("HSET", f"{self._app}:detached", worker_id, entry)
         return bool(self._command("HSETNX", f"{self._app}:detached", worker_id, entry))
 

@@ -29,7 +29,16 @@ from functools import lru_cache
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
-from tasuki.coords.coordination import ASSIGNED_S, EXPELLED_S, FORGET_AFTER_S, LEADER, ClusterMember, LiveMember, View, check_ttl
+from tasuki.coords.coordination import (
+    ASSIGNED_S,
+    FORGET_AFTER_S,
+    LEADER,
+    LEADER_DETACH_S,
+    ClusterMember,
+    LiveMember,
+    View,
+    check_ttl,
+)
 from tasuki.coords.redis import RedisCoordination
 from tasuki.core.election import LOCK_TTL_MAX_S, Busy, Locked
 
@@ -69,9 +78,9 @@ class SchedulerCoordination(RedisCoordination):
             self._command("SET", f"{PREFIX}:leader:last_seen_ts", now_s - me.led_ago_s)
             degraded = bool(self._command("DEL", f"{PREFIX}:leader:degrade")) or degraded
         seen_s = self._led_ago_s(now_s)
-        expelled = frozenset(name for name, actor in flags.items() if actor == b"1")
+        detached_by_leader = frozenset(name for name, actor in flags.items() if actor == b"1")
         degraded = degraded and me.led_ago_s is not None
-        return View(tuple(self._live(now_s, seen)), frozenset(flags), degraded, seen_s, expelled)
+        return View(tuple(self._live(now_s, seen)), frozenset(flags), degraded, seen_s, detached_by_leader)
 
     def _show(self, me: ClusterMember, now_s: float, detached: frozenset[str]) -> bool:
         """Write the hashes of this process's workers; return whether one of them was told not to lead."""
@@ -149,7 +158,7 @@ class SchedulerCoordination(RedisCoordination):
             self._command("SREM", f"{PREFIX}:detached", worker_id)
             return bool(self._command("DEL", flag))
         self._command("SADD", f"{PREFIX}:detached", worker_id)
-        value, kept_s = ("1", EXPELLED_S) if actor == LEADER else (f"by {actor}", 0)
+        value, kept_s = ("1", LEADER_DETACH_S) if actor == LEADER else (f"by {actor}", 0)
         return bool(self._on("flag", f"detach:{worker_id}", value, kept_s))
 
     def detached(self) -> frozenset[str]:

@@ -15,10 +15,10 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from tasuki.coords.coordination import (
-    EXPELLED_S,
     FORGET_AFTER_S,
     FORGET_BATCH,
     LEADER,
+    LEADER_DETACH_S,
     TIMEOUT_SHARE,
     ClusterMember,
     Coordination,
@@ -67,9 +67,9 @@ class SqlCoordination(Coordination):
         if me.led_ago_s is not None:
             self._change("led", {"led_ago_s": me.led_ago_s})
         detached = self._rows("detached", {})
-        expelled = frozenset(name for name, actor in detached if actor == LEADER)
+        detached_by_leader = frozenset(name for name, actor in detached if actor == LEADER)
         seen_s = next((age for (age,) in self._rows("leader_seen", {})), None)
-        return View(tuple(self.live(seen)), frozenset(name for name, _ in detached), degraded, seen_s, expelled)
+        return View(tuple(self.live(seen)), frozenset(name for name, _ in detached), degraded, seen_s, detached_by_leader)
 
     def live(self, seen: Mapping[str, int] = MappingProxyType({})) -> list[LiveMember]:
         """Return the live members; by whoever is none of them, too."""
@@ -103,7 +103,7 @@ class SqlCoordination(Coordination):
     def set_detached(self, worker_id: str, detached: bool, *, actor: str, reason: str = "") -> bool:
         row = {"worker_id": worker_id, "actor": actor, "reason": reason, "leader": LEADER}
         if detached and actor == LEADER:
-            self._change("forget_expelled", {"actor": LEADER, "expelled_s": EXPELLED_S})
+            self._change("forget_detached_by_leader", {"actor": LEADER, "kept_s": LEADER_DETACH_S})
         return self._change("detach" if detached else "attach", row) == 1
 
     def detached(self) -> frozenset[str]:

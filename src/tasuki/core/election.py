@@ -41,7 +41,7 @@ leader whose time is over steps down before it handles the event. `EpochFenced` 
 nothing. `Lapsed` and `Degraded` are to a leader as `EpochFenced`, except that it asks for the lock again at once, or
 after a time in which all other servers ask for it; others ignore both. `LockReleased` makes a follower ask sooner.
 
-A server may let others stand first (`deference_s`): it asks for the lock only so long after the end of the lock that it has heard
+A server may let others ask first (`deference_s`): it asks for the lock only so long after the end of the lock that it has heard
 of. So the sub-leader of another node than the last leader's is the first to ask, then that of the same node, then all others.
 """
 

@@ -67,15 +67,15 @@ class NodeContinuation:
             await self._tasks.close()
 
     def _look(self) -> None:
-        deadlines, is_expelled = self._worker.deadlines(), self._cluster.is_expelled
+        deadlines, is_detached = self._worker.deadlines(), self._cluster.is_detached_by_leader
         if self.questions is not None:
-            self._carry_out(self.machine.look(deadlines, detached=is_expelled, now=now().monotonic))
+            self._carry_out(self.machine.look(deadlines, detached=is_detached, now=now().monotonic))
         if deadlines:
             return
         if self._denied:
             self._denied = False
             self._server.tell(WorkerDetached(self._worker.worker_id))
-        elif is_expelled and not len(self._server.broker.builder) and not self._server.broker.store_problem:
+        elif is_detached and not len(self._server.broker.builder) and not self._server.broker.store_problem:
             logger.warning("worker %s was detached; it starts again under another id", self._worker.worker_id)
             self._on_rejoin()
 
@@ -89,7 +89,7 @@ class NodeContinuation:
                 case Deny(lease_id=lease_id):
                     run = self._worker.run_of(lease_id)
                     logger.warning("job %s is stopped: no leader confirmed that it may continue", run.job_id if run else lease_id)
-                    self._denied = self._denied or self._cluster.is_expelled
+                    self._denied = self._denied or self._cluster.is_detached_by_leader
                     self._worker.deny_leases((lease_id,))
 
     async def _mark(self, lease_id: str, for_s: float) -> None:

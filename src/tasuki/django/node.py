@@ -187,7 +187,7 @@ class NodeWorker(Worker):
         super()._signaled()
         self._comes_back = False
         if self._cluster is not None:
-            self._cluster.stand(False)
+            self._cluster.set_willing(False)
         if self._others is None:
             return
         if self._draining is None:

@@ -65,7 +65,7 @@ class NodeWorkerControl:
             return  # it is about to end, and does not take work again
         self._is_paused = on
         if self._cluster is not None:
-            self._cluster.stand(not on)
+            self._cluster.set_willing(not on)
         self._worker.change_subjects(*(() if on else self._worker.patterns))
 
     async def cancel(self, job_run_id: str, reason: str) -> None:

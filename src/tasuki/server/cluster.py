@@ -123,7 +123,7 @@ class Cluster:
         self.roles = roles
         """Roles among the nodes of a Django project; None: this is a server of its own."""
         self._is_willing = True
-        self.is_expelled = False
+        self.is_detached_by_leader = False
         """A leader has detached the worker of this process: it comes back under another id."""
         self.kept_detached: frozenset[str] = frozenset()
         """Workers that people detached, where the database keeps that beside a coordination that may forget it."""
@@ -203,7 +203,7 @@ class Cluster:
             self._lock_ttl_s = self._next_ttl_s
             self._election.set_ttl(self._lock_ttl_s)
             self._tasks.spawn(self.call(self.coordination.set_lock_ttl, self._lock_ttl_s))
-        if self.stands or self._election.asking:
+        if self.is_candidate or self._election.asking:
             self._decide(Ticked())
         if self.roles is not None:
             self.roles.tick(now)
@@ -216,17 +216,17 @@ class Cluster:
         return self._server
 
     @property
-    def stands(self) -> bool:
+    def is_candidate(self) -> bool:
         """This server asks for the leader's lock: its worker is neither detached nor draining."""
         return self._candidate and self._is_willing and not self._is_detached
 
-    def stand(self, willing: bool) -> None:
-        """Stand for election, or step down and stand no more."""
+    def set_willing(self, willing: bool) -> None:
+        """Ask for the leader's lock from now on, or step down and ask no more."""
         self._is_willing = willing
         if not willing:
             self._decide(election.Degraded())
 
-    def stand_first(self, deference_s: float, *, now_free: bool = False) -> None:
+    def set_deference(self, deference_s: float, *, now_free: bool = False) -> None:
         """Let others ask for the lock for so long before this server does; `now_free`: its holder was deposed, all are told."""
         is_sooner, self._election.deference_s = deference_s < self._election.deference_s, deference_s
         if now_free or is_sooner:
@@ -302,9 +302,9 @@ class Cluster:
         self._seen = seen
         detached = view.detached | self.kept_detached
         self._is_detached = self._server.server_id in detached
-        self.is_expelled = self._server.server_id in view.expelled - self.kept_detached
+        self.is_detached_by_leader = self._server.server_id in view.detached_by_leader - self.kept_detached
         own = {self._server.server_id, *self._server.broker.workers}
-        self.lost_flags = (self.kept_detached & own) - (view.detached - view.expelled)
+        self.lost_flags = (self.kept_detached & own) - (view.detached - view.detached_by_leader)
         if view.degraded or self._is_detached:
             self._decide(election.Degraded())
         if self.roles is not None:

@@ -68,10 +68,10 @@ class NodeMember(Protocol):
     @property
     def server(self) -> LocalServer: ...
     @property
-    def stands(self) -> bool: ...
+    def is_candidate(self) -> bool: ...
     async def call(self, verb: Callable[..., T], *arguments: Any) -> T: ...
     def spawn(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]: ...
-    def stand_first(self, deference_s: float, *, now_free: bool = False) -> None: ...
+    def set_deference(self, deference_s: float, *, now_free: bool = False) -> None: ...
 
 
 class Roles:
@@ -104,12 +104,12 @@ class Roles:
         ttl_s = self.thresholds.leader_lock_ttl_seconds
         if self._election.ttl_s != ttl_s and not self._election.asking:
             self._election.set_ttl(ttl_s)
-        may_watch = self._cluster.stands and not leads
+        may_watch = self._cluster.is_candidate and not leads
         if not may_watch and self.sub_leads:
             self._decide(election.Degraded())
         elif may_watch or self._election.asking:
             self._decide(Ticked())
-        self._cluster.stand_first(self._deference_s)
+        self._cluster.set_deference(self._deference_s)
         if now.monotonic < self._check_at or self._looking:
             return
         if leads:
@@ -170,7 +170,7 @@ class Roles:
         was_held = await self._cluster.call(self._cluster.coordination.release, LEADER_SCOPE, leader.server_id, leader.epoch)
         if was_held:
             logger.warning("deposed the leader %s (epoch %d): the store takes no turns of it", leader.server_id, leader.epoch)
-        self._cluster.stand_first(self._deference_s, now_free=True)
+        self._cluster.set_deference(self._deference_s, now_free=True)
 
     @property
     def _deference_s(self) -> float:

@@ -357,14 +357,14 @@ class DetachCases(CoordinationCase):
     def test_attaching_a_worker_that_is_not_detached_changes_nothing(self, one: Coordination) -> None:
         assert not one.set_detached("w1", False, actor="admin")
 
-    def test_a_worker_that_a_leader_detached_is_expelled_and_one_that_a_person_detached_is_not(self, one: Coordination) -> None:
+    def test_a_worker_that_a_leader_detached_is_known_from_one_that_a_person_detached(self, one: Coordination) -> None:
         one.set_detached("w1", True, actor=LEADER, reason="no answer")
         one.set_detached("w2", True, actor="admin")
 
         view = one.beat(member("a"), seen={})
 
         assert view.detached == {"w1", "w2"}
-        assert view.expelled == {"w1"}
+        assert view.detached_by_leader == {"w1"}
 
     def test_a_person_who_detaches_a_worker_takes_the_place_of_the_leader_and_not_the_other_way_round(
         self, one: Coordination, two: Coordination
@@ -374,7 +374,7 @@ class DetachCases(CoordinationCase):
         assert two.set_detached("w1", True, actor="admin")
         assert not one.set_detached("w1", True, actor=LEADER)
 
-        assert one.beat(member("a"), seen={}).expelled == frozenset()
+        assert one.beat(member("a"), seen={}).detached_by_leader == frozenset()
         assert one.detached() == {"w1"}
 
     def test_workers_are_detached_one_by_one(self, one: Coordination) -> None:

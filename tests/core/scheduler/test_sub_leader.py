@@ -1,4 +1,4 @@
-"""Suspects, and who stands first."""
+"""Suspects, and who asks first."""
 
 from __future__ import annotations
 

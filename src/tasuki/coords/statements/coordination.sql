@@ -79,8 +79,8 @@ ON CONFLICT (scope) DO UPDATE SET expires_at = excluded.expires_at
 -- name: leader_seen
 SELECT {now} - expires_at FROM tasuki_scopelease WHERE scope = 'led'
 
--- name: forget_expelled
-DELETE FROM tasuki_detached WHERE actor = %(actor)s AND at < {now} - %(expelled_s)s
+-- name: forget_detached_by_leader
+DELETE FROM tasuki_detached WHERE actor = %(actor)s AND at < {now} - %(kept_s)s
 
 -- name: detach
 INSERT INTO tasuki_detached (worker_id, at, actor, reason) VALUES (%(worker_id)s, {now}, %(actor)s, %(reason)s)

@@ -4,7 +4,7 @@
     firing     definitions, events, and the runs that are due: catch-up, overlap, ids
     leader     runs that were stored ahead: which worker gets them, and who is told to start them
     orders     orders of a leader to workers: which of them are obeyed
-    sub_leader who is taken to be dead, and who stands first for the leader's place
+    sub_leader members that are taken to be dead, and who asks first for the leader's lock
     continuation   whether a worker that was cut off or detached may continue its runs
     thresholds settings that are in force without a restart: defaults, ranges, combinations
 

@@ -1,4 +1,4 @@
-"""Sub-leaders: the members that are taken to be dead, and the one that stands first for the leader's place. Pure.
+"""Sub-leaders: the members that are taken to be dead, and the one that asks first for the leader's lock. Pure.
 
 A member is *suspected* when it was not seen for a time: a leader whose turns the store did not take, a worker without heartbeats.
 That alone proves nothing, since the observer may be the one that is cut off. So suspects are asked, and one that leaves several

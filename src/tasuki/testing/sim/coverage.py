@@ -183,7 +183,7 @@ def _counted(counts: Counter[str], name: str, probe: Probe, function: Callable[.
     return call
 
 
-_OF_ROLES = ("deposed", "expelled", "answered", "confirmed", "promised", "denied")
+_OF_ROLES = ("deposed", "detached", "answered", "confirmed", "promised", "denied")
 """Effects of sub-leaders, and of workers that ask whether they may go on."""
 
 _EFFECTS = {"partition": "cut", "one_way": "cut"}

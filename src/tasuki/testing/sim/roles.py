@@ -92,7 +92,7 @@ class SimulatedRoles:
         leader_node = _node_of(leader.server_id) if leader is not None else ""
         own = LeaderCandidate(_node_of(server.name), self._sub_leads)
         others = (LeaderCandidate(_node_of(name), name == self._first_of(_node_of(name))) for name in self._live - {server.name})
-        self._cluster.stand_first(deference_s(leader_node, own, others))
+        self._cluster.set_deference(deference_s(leader_node, own, others))
         if server.leads:
             self._watch_workers()
         if leader is None or server.leads or leader.server_id == server.name:
@@ -129,7 +129,7 @@ class SimulatedRoles:
         """Call workers that no server has been connected to for long, and detach those that leave calls unanswered."""
         server, node = self._server, self._cluster.node
         now = server.now().monotonic
-        silent = {worker: now - at for worker, at in self._workers.items() if worker not in node.expelled}
+        silent = {worker: now - at for worker, at in self._workers.items() if worker not in node.detached_by_leader}
         for worker in self._suspects.to_ask(silent, SILENT_TTLS * self._cluster.term.ttl_s):
             call(server.network, server, node.workers[worker], _say_yes, partial(self._worker_judged, worker))
 
@@ -137,7 +137,7 @@ class SimulatedRoles:
         self._server.sim.effects["answered"] += bool(answers)
         if self._suspects.answered(worker, bool(answers), FAILURES) and self._server.leads:
             self._workers.pop(worker, None)
-            self._cluster.expel(worker)
+            self._cluster.detach(worker)
 
     # -- workers ask ----------------------------------------------------------------------------------------------------
     def confirm(self, claim: HeldLease, renewed_ago_s: float, answer: Callable[[bool | None], None]) -> None:
@@ -217,10 +217,12 @@ class SimulatedContinuation:
         is_stopped = worker.identity.on_disconnect is OnDisconnect.STOP  # else its attempts go on without a lease too
         deadlines = worker.machine.deadlines() if is_stopped else {}
         node = next(iter(worker.servers.values())).coordination
-        is_expelled = node is not None and not worker.network.is_cut(worker.name, COORDINATION) and worker.name in node.expelled
-        self._carry_out(self._machine.look(deadlines, detached=is_expelled, now=worker.clock.monotonic()))
-        if is_expelled and not worker.machine.held and not worker.attempts and node is not None:
-            worker.sim.effects["expelled"] += 1
+        is_detached = (
+            node is not None and not worker.network.is_cut(worker.name, COORDINATION) and worker.name in node.detached_by_leader
+        )
+        self._carry_out(self._machine.look(deadlines, detached=is_detached, now=worker.clock.monotonic()))
+        if is_detached and not worker.machine.held and not worker.attempts and node is not None:
+            worker.sim.effects["detached"] += 1
             worker.exit_now()
 
     def _carry_out(self, commands: list[Command]) -> None:

@@ -242,7 +242,7 @@ class CoordinationNode:
         self.coordination = MemoryCoordination(clock.wall)
         self.servers: list[SimServer] = []
         self.workers: dict[str, SimProcess] = {}
-        self.expelled: set[str] = set()
+        self.detached_by_leader: set[str] = set()
         """Workers that a leader has detached, and that have not come back as others."""
         self.lost = self.late = self.doubled = 0.0
         """Probabilities that a call is lost, late or carried out twice."""
@@ -404,12 +404,12 @@ class SimulatedCluster:
         ages_s = {member.member_id: member.age_s for member in view.members}
         self.server.tell(events.ClusterView(tuple(info for _, info in seen.values()), view.detached, ages_s))
 
-    def expel(self, worker_id: str) -> None:
+    def detach(self, worker_id: str) -> None:
         """Detach a worker, as a leader does."""
 
         def set_detached() -> None:
             self.node.coordination.set_detached(worker_id, True, actor=LEADER)
-            self.node.expelled.add(worker_id)
+            self.node.detached_by_leader.add(worker_id)
 
         self._call("detaches", set_detached, _ignore)
 
@@ -454,10 +454,10 @@ class SimulatedCluster:
         self._call(
             "deposes",
             lambda: release(LEADER_SCOPE, leader.server_id, leader.epoch),
-            lambda _: self.stand_first(0.0, now_free=True),
+            lambda _: self.set_deference(0.0, now_free=True),
         )
 
-    def stand_first(self, deference_s: float, *, now_free: bool = False) -> None:
+    def set_deference(self, deference_s: float, *, now_free: bool = False) -> None:
         """Let others ask for the lock for so long before this server does; `now_free`: its holder was deposed."""
         is_sooner, self.term.deference_s = deference_s < self.term.deference_s, deference_s
         if now_free or is_sooner:

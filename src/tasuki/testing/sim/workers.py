@@ -119,7 +119,7 @@ class SimWorker(SimProcess, WorkerNode):
         self.machine = WorkerMachine(self.identity, addresses=list(self.servers), jitter=self.sim.streams.jitter.random)
         self.attempts, self.link, self._flush_planned = {}, None, None
         if (node := next(iter(self.servers.values())).coordination) is not None:  # it has another id each time
-            node.expelled.discard(self.name)
+            node.detached_by_leader.discard(self.name)
             node.coordination.set_detached(self.name, False, actor=LEADER)
             self._continuation = SimulatedContinuation(self, self.sim.options.lease_ttl_s or 15.0)
         for ending in list(self.disk.values()):
