@@ -257,6 +257,9 @@ class Transfers:
         self.asked: list[tuple[str, str]] = []
         self.may_come = asyncio.Event()
 
+    async def fetch(self, job_id: str, sha256: str, size_bytes: int, target: Path) -> None:
+        target.write_bytes(self.data[sha256])
+
     async def resume(self, part: Any, ref: BlobRef, source: str) -> None:
         self.asked.append((ref.sha256, source))
         if ref.sha256 not in self.data:
@@ -413,6 +416,23 @@ def test_a_job_that_needs_a_file_fetches_it_through_itself(folder: CacheFolder, 
         assert {(tmp_path / str(number)).stat().st_ino for number in range(3)} == {
             (folder.root / ".blobs" / ref.sha256).stat().st_ino
         }
+
+    running(test())
+
+
+def test_where_cached_files_do_not_stay_as_they_were_stored_a_job_gets_a_copy(
+    folder: CacheFolder, tmp_path: Path, running: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cache_module, "is_as_stored", lambda *_: False)  # as on a file system without modes
+
+    async def test() -> None:
+        stage, ref = Stage(folder, b"abc"), ref_of(b"abc")
+        stage.transfers.may_come.set()
+
+        await stage.cache.place("job-1", ref.sha256, 3, tmp_path / "in")
+
+        assert (tmp_path / "in").read_bytes() == b"abc"
+        assert stage.transfers.asked == [(ref.sha256, "job-1")] * cache_module.FETCH_TRIES
 
     running(test())
 

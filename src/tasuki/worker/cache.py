@@ -49,6 +49,7 @@ RECOUNT_S = 30.0  # how long the size of the folder and the order of eviction ar
 SETTLED_NS = 1_000_000_000  # age from which on the time of a folder shows every later change: clocks of file systems are coarse
 FETCHES_AT_ONCE = 4  # as many as a server sends on one connection
 NAME_TRIES = 10
+FETCH_TRIES = 3  # for one job; then it gets a copy of its own
 BUSY_S = 0.2  # pause while another worker of the folder fetches the same file
 _FICLONE = 0x40049409  # ioctl: the new file shares the blocks of the old one until one of them is written to
 _NO_LINK = frozenset({errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP})
@@ -363,10 +364,13 @@ class InputCache:
 
     async def place(self, job_id: str, sha256: str, size_bytes: int, target: Path) -> None:
         """Put an input of a leased job at `target`, fetched first if it is not here; past the cache if it does not fit there."""
-        ref = BlobRef(sha256, size_bytes)
+        ref, tries = BlobRef(sha256, size_bytes), 0
         with disk_full_as_error(target):
             while not await asyncio.to_thread(self._folder.link, ref, target):
                 try:
+                    if tries == FETCH_TRIES:  # evicted each time, or on a file system that does not keep modes and times
+                        raise CacheFull(f"cached file {sha256} was fetched {tries} times and did not stay as it was stored")
+                    tries += 1
                     await self._fetch(ref, job_id)
                 except CacheFull as error:
                     logger.warning("job %s gets a copy of its own: %s", job_id, error.message)
