@@ -329,7 +329,7 @@ def test_a_leader_that_is_told_to_step_down_lets_another_lead(world: World) -> N
             assert not first.broker.epoch
             assert [row.action for row in world.store.audit(limit=1)] == ["leader.degrade"]
             await first.stop()
-            await until_async(lambda: not second.broker.cluster.servers)
+            await until_async(lambda: second.broker.epoch and not second.broker.cluster.servers)
             second.received(conn, Request(8, "degrade", {}))
             assert "nobody else could lead" in (await admin.wait_for(ErrorMessage)).message
 
