@@ -235,18 +235,22 @@ def test_nothing_is_left_of_a_function_that_hides(tmp_path: Path, how: str) -> N
     pids = tmp_path / "pids"
     pids.touch()
     words = ("leave",) if how == "its own end" else ()
-    options = {"lease_deadline": lambda lease_id: in_s(0.5)} if how == "lease" else {}
+    deadline: float | None = None
 
     def numbers() -> list[int]:
         return [int(line) for line in pids.read_text().split()]
 
     async def meanwhile(runner: CommandRunner, stop: asyncio.Future[StopReason]) -> None:
+        nonlocal deadline
         await until_async(lambda: len(numbers()) == 2, what="the job has hidden its second process")
         if how == "canceled":
             stop.set_result(StopReason.CANCELED)
+        elif how == "lease":
+            deadline = in_s(0.1)
+            runner.renewed()
 
-    runner = runner_for(tmp_path / "data", "hide", options)
-    fields = {"timeout_s": 0.5} if how == "time limit" else {}
+    runner = runner_for(tmp_path / "data", "hide", {"lease_deadline": lambda lease_id: deadline})
+    fields = {"timeout_s": 3.0} if how == "time limit" else {}
     result = run(runner, attempt_for(str(ESCAPE), str(pids), *words, **fields), meanwhile)
 
     codes = {"canceled": "CANCELED", "time limit": "TIMED_OUT", "lease": "LEASE_LOST", "its own end": None}
