@@ -151,3 +151,44 @@ print(json.dumps([shown, forms]))
     ]
     assert {tuple(one) for name, one in found[1].items() if name.startswith("viewer")} == {(True, 1.0, False)}
     assert {tuple(one) for name, one in found[1].items() if name.startswith("admin")} == {(True, 0.0, True)}
+
+
+def test_the_groups_of_a_project_have_their_permissions_and_keep_what_the_project_changes(tmp_path: Path) -> None:
+    site = DjangoSite(tmp_path)
+    site.migrate()
+    found = ask(
+        site,
+        """
+from django.contrib.auth.models import Group
+from django.core.management import call_command
+
+def member(group):
+    browser = user(group.replace(" ", "-"))
+    User.objects.get(username=group.replace(" ", "-")).groups.add(Group.objects.get(name=group))
+    return browser
+
+orders = {
+    "/ops/jobs/": {"action": "cancel", "job_id": job_id},
+    "/ops/subjects/": {"action": "pause", "id": "a.b"},
+    f"/ops/definitions/{nightly.pk}/": {"action": "pause"},
+    "/ops/settings/": {},
+}
+groups = {}
+for name in ("tasuki viewer", "tasuki operator", "tasuki admin"):
+    browser = member(name)
+    answers = [browser.get("/ops/"), *(post(browser, place, **values) for place, values in orders.items())]
+    groups[name] = [answer.status_code for answer in answers]
+Group.objects.get(name="tasuki viewer").permissions.clear()
+Group.objects.get(name="tasuki admin").delete()
+call_command("migrate", verbosity=0)
+print(json.dumps([groups, Group.objects.get(name="tasuki viewer").permissions.count(),
+                  Group.objects.get(name="tasuki admin").permissions.count()]))
+""",
+    )
+
+    assert found[0] == {
+        "tasuki viewer": [200, 403, 403, 403, 403],
+        "tasuki operator": [200, 302, 403, 403, 403],
+        "tasuki admin": [200, 302, 302, 302, 200],
+    }, "the last: the form without values is shown again"
+    assert found[1:] == [0, 5]
