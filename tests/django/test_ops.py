@@ -348,7 +348,7 @@ print(json.dumps([before, subleaders[1], alerts()[0]]))
 
     said, subleaders, after = found
     assert [line.partition(":")[0].partition(" for ")[0] for line in said] == [
-        "Nobody leads",
+        "There is no leader",
         "Worker w1 was not heard of",
         "Jobs that failed",
         "Definition nightly is late",
@@ -587,7 +587,7 @@ exports = [exports[0].status_code, "narrow it" in exports[0].content.decode(), l
 went_on = viewer.get("/ops/jobs/?" + scanned[2]).content.decode()
 of_page = ">e1-1</a>" in viewer.get(f"/ops/definitions/{nightly.pk}/").content.decode()
 print(json.dumps([of_definition, unknown, times, wrong, len(first[1]), second.count(">job-"), "job-00" in second,
-                  scanned[1], "go on with older ones" in scanned[3], "No such job" in scanned[3], went_on.count(">job-3"),
+                  scanned[1], "continue with older ones" in scanned[3], "No such job" in scanned[3], went_on.count(">job-3"),
                   of_page, says, exports]))
 """,
     )

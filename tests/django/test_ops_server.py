@@ -179,7 +179,7 @@ def test_dead_letters_raise_an_alert_and_are_run_again_one_by_one(server: Server
     after = browser.get("/ops/").text
 
     assert alert % 2 in before
-    assert "Nobody leads" not in before
+    assert "There is no leader" not in before
     assert one.status_code == 302
     assert alert % 1 in after
     assert post(browser, "/ops/dead/", action="rerun_one", id="dead-1").status_code == 400
@@ -199,7 +199,7 @@ def test_a_second_page_has_older_jobs_and_one_without_any_says_how_to_go_on(tmp_
 
     assert [first.count(">many-"), second.count(">many-")] == [50, 50]
     assert f">many-{FIND_SCAN_MAX - 51}<" in second
-    assert "None among the 20,000 jobs looked at" in empty
+    assert "No match among the 20,000 jobs that were looked at" in empty
     assert ">old<" in found
 
 
@@ -229,6 +229,28 @@ def test_the_audit_of_a_server_has_older_pages_and_is_filtered(tmp_path: Path, p
         assert filtered.count("<tr>") == 2
         assert "No such entry" in none
         assert len(csv) > 61
+
+
+def test_a_cache_is_removed_on_the_screen_and_others_stay(server: ServerProcess, tmp_path: Path) -> None:
+    given = tmp_path / "scene.bin"
+    given.write_bytes(b"scene")
+    with server.client() as client:
+        for name in ("scene-7", "scene-8"):
+            client.put_cache(name, given, target="render.>", require="0")
+    browser, _ = log_in(http_of(server), server.token)
+
+    def shown() -> list[tuple[str, int]]:
+        return [(row["cache_id"], row["files"]) for row in browser.get("/ops/caches/?format=json").json()]
+
+    before = shown()
+    question = post(browser, "/ops/caches/", action="remove", id="scene-7", question="scene-7: Remove?")
+    asked = shown()
+    removed = [post(browser, "/ops/caches/", action="remove", id=name).status_code for name in ("scene-7", "scene-7")]
+
+    assert sorted(before) == sorted(asked) == [("scene-7", 1), ("scene-8", 1)]
+    assert "Are you sure?" in question.text
+    assert removed == [302, 404]
+    assert shown() == [("scene-8", 1)]
 
 
 def test_agents_are_shown_with_their_breakers_in_both_homes_where_the_environment_names_them(tmp_path: Path) -> None:

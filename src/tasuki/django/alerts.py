@@ -263,7 +263,7 @@ class AlertLoop:
                 problem = ""
             except Exception as error:  # noqa: BLE001 - whatever it is, alerts are looked for again
                 if str(error) != problem:
-                    report(f"alerts wait: {error}")
+                    report(f"alerts are delayed: {error}")
                 problem = str(error)
             await asyncio.sleep(INTERVAL_S)
 

@@ -427,7 +427,7 @@ def drain(worker_id: str, on: bool = True, *, actor: Actor, reason: str = "") ->
     if found is None:
         raise NotFound(f"there is no live worker {quoted(worker_id)}; see: manage.py tasuki_ops status")
     if found.server_id != worker_id or not found.grpc_address:
-        raise InvalidInput(f"worker {quoted(worker_id)} takes no orders: start it with --grpc HOST:PORT, or detach it")
+        raise InvalidInput(f"worker {quoted(worker_id)} cannot be told to drain: start it with --grpc HOST:PORT, or detach it")
     from tasuki.django.node_door import order_drain, pb  # needs grpcio
 
     epoch, _ = project_store().epoch()
@@ -435,7 +435,7 @@ def drain(worker_id: str, on: bool = True, *, actor: Actor, reason: str = "") ->
     with _ordered(actor, MANAGE, "worker.drain" if on else "worker.undrain", worker_id, reason):
         said = asyncio.run(order_drain(found.grpc_address, found.node_id, order, ORDER_TIMEOUT_S))
         if said != "ACCEPTED":
-            raise InvalidInput(f"worker {quoted(worker_id)} refused: {said}")
+            raise InvalidInput(f"worker {quoted(worker_id)} did not accept the order: {said}")
 
 
 def degrade_leader(*, actor: Actor, reason: str = "") -> None:

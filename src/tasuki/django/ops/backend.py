@@ -185,7 +185,7 @@ class ProjectBackend:
                 "problem": state.problem,
             }
         for event in Event.objects.using(alias).exclude(problem="").order_by("-id")[:10]:
-            yield _("Event %(id)s has no run of %(problem)s; mend it, then: python manage.py tasuki_events retry %(id)s") % {
+            yield _("Event %(id)s lacks a run: %(problem)s. Correct it, then: python manage.py tasuki_events retry %(id)s") % {
                 "id": event.pk,
                 "problem": event.problem,
             }

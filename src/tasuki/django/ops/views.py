@@ -112,7 +112,7 @@ def _alerts(backend: Backend, workers: list[View], leader: str) -> Iterator[str]
     if not workers:
         yield _("No worker runs. Start one with: %s") % backend.start_worker
     elif not leader:
-        yield _("Nobody leads: no schedule is fired, and lost jobs stay where they are until somebody is elected.")
+        yield _("There is no leader: until one is elected, no schedule is fired, and lost jobs are not given to other workers.")
     if workers and all(worker.get("detached") for worker in workers):
         yield _("All workers are detached: no job starts.")
     for worker in workers:
@@ -364,8 +364,10 @@ def jobs(request: HttpRequest) -> HttpResponse | dict[str, Any]:
         return {"table": Table(job_columns(), rows)}
     page, cursor = backend.find(**filters, limit=PAGE, cursor=cursor)
     looked_at = f"{FIND_SCAN_MAX:,}"
-    empty = _("None among the %s jobs looked at; go on with older ones.") % looked_at if cursor else _("No such job.")
-    note = _("Only %s jobs were looked at; go on with older ones.") % looked_at if cursor and 0 < len(page) < PAGE else ""
+    empty = _("No such job.")
+    if cursor:
+        empty = _("No match among the %s jobs that were looked at; continue with older ones.") % looked_at
+    note = _("Only %s jobs were looked at; continue with older ones.") % looked_at if cursor and 0 < len(page) < PAGE else ""
     table = Table(job_columns(), [job_row(view) for view in page], {"job_id": "job"}, cursor, empty=empty, note=note)
     return {
         "title": _("Jobs"),
@@ -605,9 +607,9 @@ def audit(request: HttpRequest) -> dict[str, Any]:
         if len(rows) == PAGE or looked_at == AUDIT_SCAN_MAX:
             cursor = str(row["number"])
             break
-    empty = _("No such entry.") if is_filtered else _("Nobody has changed anything yet.")
+    empty = _("No such entry.") if is_filtered else _("No entry yet.")
     if cursor:
-        empty = _("None among the %s entries looked at; go on with older ones.") % f"{AUDIT_SCAN_MAX:,}"
+        empty = _("No match among the %s entries that were looked at; continue with older ones.") % f"{AUDIT_SCAN_MAX:,}"
     return {
         "title": _("Audit"),
         "table": Table(columns, rows, cursor=cursor, empty=empty),
