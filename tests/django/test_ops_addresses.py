@@ -25,6 +25,8 @@ AGENTS = {"TASUKI_URL": "agents:http://127.0.0.1:9"}
 """Names a node agent that does not answer: then there is a screen for agents."""
 OPERATED = {"jobs", "dead", "run", "definitions", "events"}
 """Screens whose POST needs the permission of an operator; that of all others needs more, or is refused to everybody."""
+CLOSED = {("run", "viewer"), ("new_definition", "viewer"), ("new_definition", "operator")}
+"""Forms for something new, and who gets 403 instead of one that they may not send."""
 ADDRESSES = """
 from django.urls import get_resolver
 names = {"job_id": JOB, "stream": "stdout", "pk": PK, "name": "ops.css"}
@@ -87,7 +89,8 @@ print(json.dumps(found))
         assert row["nobody"][:4] == [403] * 4, name
         seen = 404 if name in OF_SERVERS else 200
         for person in ("viewer", "operator", "admin"):
-            assert row[person][:3] == [seen, seen, 403], f"{name} for {person}"
+            shown = 403 if (name, person) in CLOSED else seen
+            assert row[person][:3] == [shown, shown, 403], f"{name} for {person}"
             assert row[person][4] or seen == 404, f"{name} for {person} has no policy"
         assert row["viewer"][3] == 403, f"{name}: a viewer changes nothing"
         assert (row["operator"][3] != 403) == (name in OPERATED), f"{name} for an operator"
