@@ -137,7 +137,7 @@ print(json.dumps([
     assert location == "/ops/jobs/: Canceled: 2. Being stopped: 0."
     assert states == ["CANCELED", "CANCELED"]
     assert again == f"/ops/jobs/{job_id}/: Run again: 1."
-    assert "<td>operator</td>" in page
+    assert ">operator</td>" in page
     assert "not today" in page
     assert "python manage.py tasuki_worker" in page
     for (status, text), says in zip(bad, ("no job was chosen", "action must be one of cancel, rerun", "not ended"), strict=True):

@@ -14,7 +14,7 @@ import pytest
 from playwright.sync_api import Browser, BrowserContext, Page, expect
 
 from tasuki.core.subject import DEFAULT_SUBJECT
-from tests.support.browser import TIMEOUT_MS, keep_picture, look_at, new_context, open_browser, refused_by_policy
+from tests.support.browser import PHONE, TIMEOUT_MS, keep_picture, look_at, new_context, open_browser, refused_by_policy
 from tests.support.processes import ChildProcess, ServerProcess, start_server, start_worker
 from tests.support.waiting import until
 
@@ -220,6 +220,56 @@ def test_a_live_list_follows_and_keeps_ticks_focus_marked_text_and_scroll_positi
         assert page.evaluate("String(getSelection())") == marked
         assert page.evaluate("document.querySelector('.scroll').scrollLeft") == scrolled > 0
         client.cancel("kept-1", "kept-2", "kept-3", "kept-later")
+    context.close()
+
+
+def test_output_that_is_read_stays_while_more_arrives_and_is_followed_again_at_its_end(
+    server: ServerProcess, home: Home, tmp_path: Path
+) -> None:
+    page = home.context.new_page()
+    waits = [f"until test -e {tmp_path / name}; do sleep 0.05; done" for name in ("go", "end")]
+    script = f"seq 1000; {waits[0]}; seq 1001 1400; {waits[1]}"
+    with worker_of(server):
+        run_job(page, home.url, "sh", f'-c "{script}"')
+        box = page.locator("pre")
+        expect(box).to_contain_text("\n1000\n")
+        assert page.evaluate("(box => box.scrollTop + box.clientHeight > box.scrollHeight - 8)(document.querySelector('pre'))")
+        page.get_by_text("Details").click()
+        page.evaluate("""() => {
+            const box = document.querySelector("pre"), text = box.firstChild, at = text.data.indexOf("\\n500\\n") + 1;
+            box.scrollTop = box.scrollHeight / 2;
+            getSelection().setBaseAndExtent(text, at, text, at + 7);
+        }""")
+        place = page.evaluate("document.querySelector('pre').scrollTop")
+        (tmp_path / "go").touch()
+        expect(box).to_contain_text("\n1400\n")
+        assert page.evaluate("String(getSelection())") == "500\n501"
+        assert page.evaluate("document.querySelector('pre').scrollTop") == place
+        expect(page.locator("#details")).to_have_attribute("open", "")
+        page.evaluate("getSelection().empty(); document.querySelector('pre').scrollTop = 1e9")
+        (tmp_path / "end").touch()
+        on(page, "SUCCEEDED")
+        assert page.evaluate("(box => box.scrollTop + box.clientHeight > box.scrollHeight - 8)(document.querySelector('pre'))")
+    page.close()
+
+
+def test_the_page_of_a_job_tells_state_reason_worker_and_result_first_also_on_a_phone(
+    server: ServerProcess, home: Home, browser: Browser
+) -> None:
+    context = new_context(browser, storage_state=home.context.storage_state(), viewport=PHONE)
+    page = context.new_page()
+    with worker_of(server, "--worker-id", "lab-7"), server.client() as client:
+        script = "seq 500; seq -s - 900; exit 3"
+        client.submit(exec="sh", args=["-c", script], retries=0, job_id="facts-first").outcome(TIMEOUT_MS / 1000)
+        page.goto(f"{home.url}/ops/jobs/facts-first/")
+        facts = page.locator(".facts.first")
+        for text in ("lab-7", "EXIT_CODE", "exit code 3", script):
+            expect(facts).to_contain_text(text)
+        places = [page.locator(one).bounding_box() for one in (".summary .state", ".because", ".facts.first", "pre", "#timeline")]
+        edges = [edge for place in places if place is not None for edge in (place["y"], place["y"] + place["height"])]
+        assert edges == sorted(edges)
+        assert edges[5] < PHONE["height"], "the facts end on the first screen"
+        assert page.evaluate("document.documentElement.scrollWidth") <= PHONE["width"]
     context.close()
 
 

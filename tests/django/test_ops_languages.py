@@ -15,6 +15,7 @@ from tasuki.core.job import JobIncident, Outcome, State
 from tasuki.core.pauses import PausedPattern
 from tasuki.django.ops.reasons import CHOSEN, TAKERS, WHY, reasons, taker_reason
 from tasuki.django.standalone import configure
+from tasuki.server.queries import describe
 from tests.core.test_explain import NOW, job, lease, told, worker
 from tests.support.processes import SOURCE
 
@@ -52,6 +53,17 @@ def test_the_compiled_catalog_is_that_of_the_source() -> None:
     assert found == written(), COMPILE
 
 
+def test_every_detail_of_a_job_has_a_label() -> None:
+    configure()
+    from tasuki.django.ops.cells import LABELS
+
+    view = describe(job(State.FAILED, outcome=Outcome(message="exit code 1")))
+    elsewhere = {"state", "outcome", "job_id", "meta", "args", "exec", "files", "file_hashes"}
+    details = {*view, *view["outcome"], "log_ref"} - elsewhere
+
+    assert {name.replace("_", " ") for name in details} == LABELS.keys()
+
+
 def test_translations_have_the_places_of_their_sources() -> None:
     places = re.compile(r"%(?:\(\w+\))?[sd]")
 
@@ -84,6 +96,6 @@ def test_every_reason_of_a_state_is_told_in_japanese_from_its_facts() -> None:
     assert takes == ["パターンが一致しています", "一致するパターンがありません: mail.*"]
     assert words <= WHY.keys() | CHOSEN.keys()
     assert all(re.search("[ぁ-んァ-ヶ一-龯]", line) for lines in shown for line in lines), shown
-    assert shown[0][0] == "接続中のワーカーがいません。次で開始できます: tasuki worker"
+    assert shown[0][0] == "接続中のワーカーがありません。次のコマンドで起動できます: tasuki worker"
     assert shown[6][0] == "ワーカー w1 で実行中です。"
     assert "試行 1（w1）: 喪失（its lease ended）。" in shown[8]

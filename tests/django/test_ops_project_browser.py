@@ -12,7 +12,7 @@ import httpx
 import pytest
 from playwright.sync_api import Browser, BrowserContext, Page, expect
 
-from tests.support.browser import TIMEOUT_MS, keep_picture, look_at, new_context, open_browser, refused_by_policy
+from tests.support.browser import TIMEOUT_MS, keep_picture, look_at, new_context, open_browser, refused_by_policy, violations
 from tests.support.django_site import EXAMPLE, DjangoSite
 from tests.support.ports import free_port
 from tests.support.processes import ChildProcess
@@ -220,6 +220,14 @@ def test_a_viewer_sees_every_screen_without_buttons_to_change_anything(home: Hom
     for name in ("", "jobs/", "dead/", "workers/", "subjects/", "definitions/", "events/", "settings/", "run/"):
         page.goto(f"{home.url}/ops/{name}")
         assert page.locator("main form[method=post] button").count() == 0, name
+    page.goto(f"{home.url}/ops/definitions/")
+    page.get_by_role("link", name="nightly").click()
+    for field, screen in (("Name", ""), ("Leader tick seconds", "settings/")):
+        if screen:
+            page.goto(f"{home.url}/ops/{screen}")
+        expect(page.get_by_label(field)).to_be_disabled()
+        on(page, "Your account may look at this, but not change it.")
+        assert violations(page) == []
     page.context.close()
 
 

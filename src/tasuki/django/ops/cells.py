@@ -10,11 +10,52 @@ from django.urls import reverse
 from django.utils.html import format_html
 from django.utils.timezone import localtime
 from django.utils.translation import gettext as _
+from django.utils.translation import gettext_lazy as lazy
 
-from tasuki.django.ops.screens import ASSET_HASHES
+from tasuki.django.ops.screens import ASSET_HASHES, moment
 
 register = template.Library()
+register.filter(moment)
 CELL_MAX_CHARS = 120
+LABELS = {
+    "args count": lazy("Arguments"),
+    "array id": lazy("Array"),
+    "assigned at": lazy("Given to a worker"),
+    "assigned worker id": lazy("Worker"),
+    "attempt": lazy("Attempt"),
+    "cancel requested": lazy("Cancel requested"),
+    "created at": lazy("Created"),
+    "cwd": lazy("Folder"),
+    "env count": lazy("Environment variables"),
+    "env names": lazy("Names of environment variables"),
+    "error code": lazy("Error code"),
+    "exit code": lazy("Exit code"),
+    "failures": lazy("Failures"),
+    "files count": lazy("Files"),
+    "finished at": lazy("Ended"),
+    "generation": lazy("Times run again"),
+    "header names": lazy("Names of headers"),
+    "headers": lazy("Headers"),
+    "log ref": lazy("Place of the log"),
+    "losses": lazy("Losses"),
+    "max losses": lazy("Losses allowed"),
+    "max retries": lazy("Retries"),
+    "message": lazy("Message"),
+    "not after": lazy("Starts no later than"),
+    "not before": lazy("Starts no sooner than"),
+    "payload bytes": lazy("Payload, bytes"),
+    "priority": lazy("Priority"),
+    "progress": lazy("Progress"),
+    "progress text": lazy("Progress, text"),
+    "result bytes": lazy("Result, bytes"),
+    "result is blob": lazy("Result is a blob"),
+    "result sha256": lazy("SHA-256 of the result"),
+    "started at": lazy("Started"),
+    "subject": lazy("Subject"),
+    "submitter": lazy("Submitted by"),
+    "timeout s": lazy("Time limit, s"),
+}
+"""Labels of a job's details."""
 
 
 @register.simple_tag
@@ -43,6 +84,12 @@ def cell(value: Any) -> Any:
     if len(text) > CELL_MAX_CHARS:
         return format_html('<span title="{}">{}…</span>', text[:2_000], text[:CELL_MAX_CHARS])
     return text
+
+
+@register.filter
+def label(name: str) -> str:
+    """Return the label of one of a job's details."""
+    return str(LABELS.get(name, name))
 
 
 @register.filter
