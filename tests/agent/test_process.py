@@ -23,7 +23,7 @@ from tasuki.core.address import parse_agents
 from tasuki.errors import ConfigError
 from tests.agent.stage import DOTNET_KIND, DOTNET_NAMES, AgentStage, Started, code_of, dotnet_form, members
 from tests.support.certificates import TestAuthority
-from tests.support.processes import TASUKI, ChildProcess
+from tests.support.processes import TASUKI, ChildProcess, alive
 from tests.support.waiting import until
 
 HOLD = 'while [ ! -e "{gate}" ]; do sleep 0.02; done; echo held'
@@ -100,7 +100,7 @@ def test_the_second_signal_stops_what_runs(agent: AgentProcess, tmp_path: Path) 
     assert code_of(running.answer()) == (503, "DRAINING")
     assert "job one was stopped, because this agent is going down" in agent.output()
     assert agent.wait() == 128 + signal.SIGTERM
-    assert not Path(f"/proc/{pid}").exists()
+    assert not alive(pid)
     assert (tmp_path / "data/jobs/one/.interrupted").exists()
 
 

@@ -17,6 +17,7 @@ from tasuki.core.address import Address
 from tasuki.core.failover.agent_protocol import EndedMarker, RemovalResult, RunningMarker
 from tasuki.worker.attempt import StopReason
 from tests.agent.stage import AgentStage, Started, code_of
+from tests.support.processes import alive
 from tests.support.waiting import until
 
 
@@ -115,7 +116,7 @@ def test_a_claim_that_is_lost_stops_the_job(stage: AgentStage, table: OneTable, 
     stage.call(lambda: table.lost(StopReason.LEASE_LOST))
 
     assert code_of(running.answer()) == (503, "UNAVAILABLE")
-    assert not Path(f"/proc/{pid}").exists()
+    assert not alive(pid)
     assert stage.state(job_id) == "interrupted"
     assert table.told[-1] == ("release", job_id)
 

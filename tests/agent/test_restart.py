@@ -16,6 +16,7 @@ import pytest
 
 from tasuki.agent.folders import FAULT_POINTS
 from tests.agent.stage import TIMEOUT_S, members, report
+from tests.support.processes import alive
 from tests.support.waiting import until
 from tests.support.zips import check_zip
 
@@ -187,7 +188,7 @@ def test_a_kill_ends_what_ran_and_the_job_is_interrupted_before_the_port_opens(n
         agent.kill()
 
         with nursery.start(data) as second, second.open() as again:
-            assert not Path(f"/proc/{pid}").exists()
+            assert not alive(pid)
             assert again.get("/jobs/job").json()["state"] == "interrupted"
             assert again.get("/capacity").json()["running"] == 0
             assert post(again, "job", "echo now").status_code == 200

@@ -10,6 +10,7 @@ import pytest
 
 from tasuki.core.failover.agent_protocol import InputRecord, input_hash
 from tests.agent.stage import DOTNET_KIND, DOTNET_NAMES, AgentStage, code_of, dotnet_form, members, report
+from tests.support.processes import alive
 from tests.support.waiting import until
 
 HOLD = 'while [ ! -e "{gate}" ]; do sleep 0.02; done; echo held'
@@ -91,7 +92,7 @@ def test_a_program_past_its_time_is_504_and_its_whole_tree_is_gone(stage: AgentS
 
     assert code_of(answer) == (504, "TIMED_OUT")
     assert stage.state(job_id) == "timed_out"
-    assert not Path(f"/proc/{pid_file.read_text().strip()}").exists()
+    assert not alive(pid_file.read_text().strip())
     assert stage.http.get(f"/result/{job_id}").headers["tasuki-outcome"] == "timed_out"
 
 
@@ -222,7 +223,7 @@ def test_delete_ends_a_running_job_and_its_whole_tree(stage: AgentStage, job_id:
 
     assert removed.json() == {"job_id": job_id, "state": "running", "removed": True}
     assert code_of(first.answer()) == (409, "CANCELED")
-    assert not Path(f"/proc/{pid}").exists()
+    assert not alive(pid)
     assert stage.state(job_id) is None
     assert not [name for name in stage.files() if job_id in name]
 

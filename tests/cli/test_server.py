@@ -18,6 +18,7 @@ from tasuki.cli.up import worker_arguments
 from tasuki.config import data_folder
 from tasuki.errors import ConfigError
 from tests.cli.commands import DEADLINE_S, Running, User, read_fifo, running
+from tests.support.processes import alive
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.e2e
@@ -114,7 +115,7 @@ def test_a_second_signal_ends_up_and_the_jobs_that_still_run(user: User, tmp_pat
         server.process.send_signal(signal.SIGINT)
 
         assert server.process.wait(DEADLINE_S) == 130
-        assert not Path(f"/proc/{job_pid}").exists()
+        assert not alive(job_pid)
 
 
 def test_the_workers_of_up_are_told_what_it_was_told(user: User, tmp_path: Path) -> None:
@@ -130,7 +131,7 @@ def test_the_workers_of_up_are_told_what_it_was_told(user: User, tmp_path: Path)
         job_pid = int(read_fifo(tmp_path / "started"))
         server.process.terminate()
         assert server.process.wait(DEADLINE_S) == 0
-        assert not Path(f"/proc/{job_pid}").exists()
+        assert not alive(job_pid)
 
 
 def test_what_its_workers_would_refuse_up_refuses_and_leaves_no_folder(user: User) -> None:

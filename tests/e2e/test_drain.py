@@ -22,7 +22,7 @@ from tests.e2e.stage import (
     stdout_of,
     story,
 )
-from tests.support.processes import ServerProcess, WorkerProcess
+from tests.support.processes import ServerProcess, WorkerProcess, alive
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.e2e
@@ -113,7 +113,7 @@ def test_a_drain_that_takes_longer_than_its_timeout_stops_the_jobs_and_costs_the
         worker.signal(signal.SIGTERM)
 
         assert worker.wait() == 0
-        assert not Path(f"/proc/{run.pid}").exists()
+        assert not alive(run.pid)
         view = client.status("held")
         assert (view.state in ("ASSIGNED", "RUNNING"), view.failures, view.outcome) == (True, 0, None)
 

@@ -21,7 +21,7 @@ from tasuki.server.assembly import make_secret
 from tests.e2e.stage import SOON_S, Ledger, command_worker, stdout_of
 from tests.e2e.wire import Wire
 from tests.support.certificates import TestAuthority
-from tests.support.processes import ServerProcess, WorkerProcess, start_server
+from tests.support.processes import ServerProcess, WorkerProcess, alive, start_server
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.e2e
@@ -308,5 +308,5 @@ def test_a_worker_whose_token_is_revoked_stops_its_jobs_and_says_why(
     place.ask("token.revoke", token_id=lab.token_id)
 
     assert lab.process.wait(SOON_S) == ExitCode.FORBIDDEN
-    assert not Path(f"/proc/{run.pid}").exists()
+    assert not alive(run.pid)
     assert f"token {lab.token_id} was revoked" in lab.process.output()

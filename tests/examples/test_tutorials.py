@@ -32,10 +32,11 @@ def test_a_lab_pc_computes_for_a_control_plane(tmp_path: Path, redis_service: Re
     (tmp_path / "control").mkdir()
     shutil.copy(ROOT / "examples" / "zpe" / "h2.json", tmp_path / "control")
     shutil.copytree(ROOT / "examples" / "zpe", tmp_path / "lab" / "zpe")
+    port = free_port()
     here = {
+        "--http 0.0.0.0:7443": f"--tcp 127.0.0.1:{free_port()} --http 127.0.0.1:{port}",
         "control.example": "localhost",
-        "0.0.0.0": "127.0.0.1",
-        "7443": str(free_port()),
+        "7443": str(port),
         "redis://127.0.0.1:6379/0": redis_service.url(),
     }
 

@@ -24,8 +24,9 @@ from tasuki.core.job import Progress
 from tasuki.worker.attempt import RunResult
 from tests.conftest import Require
 from tests.shape.source import ROOT
+from tests.support.processes import alive
 from tests.support.waiting import until
-from tests.worker.runs import alive, archive_of, attempt_of, close_runners, exec_of, runner_in
+from tests.worker.runs import archive_of, attempt_of, close_runners, exec_of, runner_in
 
 ZPE = ROOT / "examples" / "zpe"
 PROGRAM = [sys.executable, os.fspath(ZPE / "zpe.py")]

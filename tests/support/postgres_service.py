@@ -32,6 +32,7 @@ from typing import Any, Self
 from urllib.parse import urlsplit
 
 from tests.support.ports import free_port
+from tests.support.processes import alive
 from tests.support.sqlite_files import memory_folder
 from tests.support.waiting import until
 
@@ -136,7 +137,7 @@ class PostgresService:
         self._process.wait(STOP_TIMEOUT_S)
         self._process = None
         # A new server refuses the folder while a backend of the old one lives.
-        until(lambda: not any(map(_is_alive, victims)), STOP_TIMEOUT_S, "all backends are gone")
+        until(lambda: not any(map(alive, victims)), STOP_TIMEOUT_S, "all backends are gone")
 
     def pause(self) -> None:
         """Freeze the server with all its backends: its host still answers, the server does not."""
@@ -283,14 +284,6 @@ def _unprivileged(folder: Path) -> dict[str, Any]:
 def _die_with_us() -> None:
     """Have the kernel end the server (SIGQUIT) when the tests are killed; called in the child."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGQUIT)
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][:1]
-    except FileNotFoundError:
-        return False
-    return state != "Z"
 
 
 def _name_of(url: str) -> str:

@@ -369,3 +369,11 @@ def start_worker(
             worker.kill()
             raise
     return worker
+
+
+def alive(pid: int | str) -> bool:
+    """Return whether a process runs; a zombie does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0] not in (b"Z", b"X")
+    except (FileNotFoundError, ProcessLookupError):
+        return False

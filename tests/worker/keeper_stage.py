@@ -12,8 +12,9 @@ from typing import Any
 
 from tasuki.clocks import boot_time
 from tasuki.worker.keeper.client import Keeper, KeptAttempt
+from tests.support.processes import alive
 from tests.support.waiting import until_async
-from tests.worker.runs import DEADLINE_S, alive
+from tests.worker.runs import DEADLINE_S
 
 ESCAPE = Path(__file__).with_name("escape.py")
 

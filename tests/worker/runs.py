@@ -71,14 +71,6 @@ def run(runner: CommandRunner, attempt: Attempt, meanwhile: Meanwhile | None = N
     return asyncio.run(run_async(runner, attempt, meanwhile))
 
 
-def alive(pid: int) -> bool:
-    """Return whether a process runs; a zombie does not."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0] not in (b"Z", b"X")
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-
-
 def archive_of(result: RunResult) -> zipfile.ZipFile:
     if result.result_file is not None:
         return zipfile.ZipFile(result.result_file)

@@ -18,8 +18,9 @@ from tasuki.worker.execs import Exec, parse_execs
 from tasuki.worker.folder import RunFolder
 from tasuki.worker.logs import LogFollow
 from tasuki.worker.results import OutputRules
+from tests.support.processes import alive
 from tests.support.waiting import until_async
-from tests.worker.runs import alive, archive_of, attempt_of, exec_of, run, run_async, runner_in, text_of
+from tests.worker.runs import archive_of, attempt_of, exec_of, run, run_async, runner_in, text_of
 
 VALUE = "hunter2-is-no-password"
 

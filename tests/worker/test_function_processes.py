@@ -20,8 +20,9 @@ from tasuki.errors import Unavailable
 from tasuki.worker import function_processes
 from tasuki.worker.attempt import HandlerJob, StopReason
 from tasuki.worker.function_processes import FunctionProcesses
+from tests.support.processes import alive
 from tests.support.waiting import until, until_async
-from tests.worker.runs import DEADLINE_S, alive
+from tests.worker.runs import DEADLINE_S
 
 
 def echo(job: HandlerJob) -> bytes:

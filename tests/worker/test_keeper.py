@@ -23,10 +23,10 @@ from tasuki.worker.keeper.linux import _read_whole, sweep
 from tasuki.worker.keeper.plain import PlainSystem
 from tasuki.worker.keeper.protocol import EndReason, TreeEnded
 from tests.conftest import Require
-from tests.support.processes import open_files
+from tests.support.processes import alive, open_files
 from tests.support.waiting import until, until_async
 from tests.worker.keeper_stage import Stage, in_s, keeper_for, play
-from tests.worker.runs import DEADLINE_S, alive
+from tests.worker.runs import DEADLINE_S
 
 _numbers = itertools.count(1)
 ORDINARY_SIGNALS = (1 << 31) - 1  # above them the C library has two of its own

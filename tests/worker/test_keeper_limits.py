@@ -15,7 +15,8 @@ from tasuki.core.job import Outcome
 from tasuki.worker.attempt import ended_outcome
 from tasuki.worker.keeper.protocol import EndReason, Limits, TreeEnded
 from tests.conftest import Require
-from tests.worker.runs import alive, attempt_of, exec_of, opened, run, runner_in, text_of
+from tests.support.processes import alive
+from tests.worker.runs import attempt_of, exec_of, opened, run, runner_in, text_of
 
 # Not so fast that it meets the hard limit of one process before the keeper has looked.
 EATS_MEMORY = """

@@ -22,10 +22,10 @@ from tasuki.worker.keeper import preforked
 from tasuki.worker.keeper.plain import PlainSystem
 from tasuki.worker.linux_calls import look
 from tasuki.worker.runner import CommandRunner
-from tests.support.processes import open_files, open_sockets
+from tests.support.processes import alive, open_files, open_sockets
 from tests.support.waiting import until, until_async
 from tests.worker.keeper_stage import ESCAPE, in_s
-from tests.worker.runs import alive, attempt_of, run, run_async, runner_in, text_of
+from tests.worker.runs import attempt_of, run, run_async, runner_in, text_of
 
 HERE = Path(__file__).parent
 

@@ -24,21 +24,9 @@ from tasuki.worker.keeper.linux import sweep
 from tasuki.worker.logs import LogCaps
 from tasuki.worker.results import OutputRules
 from tasuki.worker.runner import CommandRunner
+from tests.support.processes import alive
 from tests.support.waiting import until_async
-from tests.worker.runs import (
-    OWNER,
-    alive,
-    attempt_of,
-    exec_of,
-    names_of,
-    no_fetch,
-    report_of,
-    run,
-    run_async,
-    runner_in,
-    shell,
-    text_of,
-)
+from tests.worker.runs import OWNER, attempt_of, exec_of, names_of, no_fetch, report_of, run, run_async, runner_in, shell, text_of
 
 Stop = asyncio.Future[StopReason]
 
