@@ -16,7 +16,7 @@ from tasuki.core.job import Outcome, Progress, State
 from tasuki.core.protocol import LOG_WAIT_MAX_S, JobResult, Welcome
 from tasuki.errors import InvalidInput, NotFound, ProtocolError, Unavailable
 
-DEADLINE_S = 10.0
+DEADLINE_S = 25.0
 
 
 def result_zip(stdout: bytes, cut: dict[str, int] | None = None) -> bytes:

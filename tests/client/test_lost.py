@@ -16,7 +16,7 @@ from tasuki.errors import Unauthorized, Unavailable
 from tasuki.net import server_connection
 from tasuki.net.tcp_link import TcpLink, connect
 
-DEADLINE_S = 10.0
+DEADLINE_S = 25.0
 
 
 class OwnServer:

@@ -21,7 +21,7 @@ from tasuki.errors import DeadlineExceeded, InvalidInput, JobFailed, NotFound, T
 from tests.support.processes import ServerProcess, start_server, start_worker
 
 pytestmark = pytest.mark.e2e
-DEADLINE_S = 10.0
+DEADLINE_S = 25.0
 
 
 @pytest.fixture(scope="module")

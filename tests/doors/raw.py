@@ -22,7 +22,7 @@ from tasuki.core.protocol import (
 )
 from tasuki.wire.messages import FrameDecoder, Type, decode, encode, encode_frame
 
-DEADLINE_S = 8.0
+DEADLINE_S = 20.0
 
 
 def bomb(type: int = Type.REQUEST, announced_bytes: int = 0xFFFF_FFF0) -> bytes:

@@ -20,7 +20,7 @@ from tasuki.errors import ConfigError
 from tasuki.net.tls import validity_of
 from tests.support.certificates import TestAuthority
 
-DEADLINE_S = 10.0
+DEADLINE_S = 25.0
 
 
 @pytest.fixture(scope="module")

@@ -44,7 +44,7 @@ from tasuki.doors.grpc.calls import NodeCalls
 from tasuki.doors.grpc.listener import NodeTls, TlsFiles
 from tasuki.doors.grpc.service import REQUEST_MAX_BYTES, SERVICE, Callers, GrpcDoor, WorkerService
 
-TIMEOUT_S = 10.0
+TIMEOUT_S = 25.0
 SHARED = "scheduler-grpc"
 EPOCH = 7
 NOBODY_PROVES = Callers()

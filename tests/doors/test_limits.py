@@ -30,7 +30,7 @@ from tests.doors.raw import RawPeer, bomb
 from tests.support.processes import open_files, start_server
 from tests.support.waiting import until_async
 
-DEADLINE_S = 5.0
+DEADLINE_S = 25.0
 
 
 class Door:
@@ -276,4 +276,4 @@ def test_server_that_cannot_store_reports_ends_all_the_same(tmp_path: Path, monk
         return time.monotonic() - began
 
     # Then the end comes after the time that it is given, not before and not much later
-    assert 0.4 < asyncio.run(asyncio.wait_for(main(), DEADLINE_S)) < 3
+    assert 0.4 < asyncio.run(asyncio.wait_for(main(), DEADLINE_S)) < 10

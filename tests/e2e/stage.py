@@ -22,7 +22,7 @@ LEASE_TTL_S = 3.0
 LEAD_TTL_S = 2.0
 SCHEDULING_S = 10.0  # the reaper looks every 0.25 s; the rest is for a machine with more processes than cores
 LOST_WITHIN_S = LEASE_TTL_S + LEASE_MARGIN_S + SCHEDULING_S
-SOON_S = 10.0
+SOON_S = 25.0
 
 STORES = ("sqlite", pytest.param("postgresql", marks=pytest.mark.soak))
 sqlite_only = pytest.mark.parametrize("store_url", ["sqlite"], indirect=True)

@@ -60,7 +60,7 @@ pytestmark = pytest.mark.e2e
 
 VICTIM, CALCULATOR, INCARNATION = "victim", "calculator", "of-the-victim"
 SECRET = "TOP-SECRET"
-SOON_S = 10.0
+SOON_S = 20.0
 NO_JOB = "nothing"
 HTTP = httpx.Client(verify=False, trust_env=False, timeout=2 * SOON_S)
 IDS = re.compile(r"'(held|waiting|ended|leased|nothing)'|(?<=corr_id=)\d+|(?<=fenced=\[\(')[\w.]+")

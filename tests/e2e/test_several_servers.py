@@ -145,7 +145,7 @@ def test_cancel_through_another_server_stops_the_job(shared_pair: list[ServerPro
         }
 
         assert [job.outcome(SOON_S).state for job in jobs] == ["CANCELED"] * 3
-        assert time.monotonic() - asked_at < SOON_S / 2, "not by the lease's end, but because the worker was told"
+        assert time.monotonic() - asked_at < SOON_S / 5, "not by the lease's end, but because the worker was told"
 
 
 def test_a_subject_that_ends_in_a_worker_of_another_server_goes_to_that_worker_only(

@@ -18,7 +18,7 @@ from tasuki.net import blob_transfer
 from tasuki.net.blob_transfer import WAITING_CHUNKS_MAX, BlobClient
 from tasuki.net.tcp_link import TcpLink
 
-DEADLINE_S = 5.0
+DEADLINE_S = 25.0
 
 
 class FakeLink:

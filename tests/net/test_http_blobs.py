@@ -21,7 +21,7 @@ from tasuki.net.http.transport import HttpTransport
 from tasuki.net.streams import FileSource
 from tests.net.odd_server import Answer, Asked, OddServer, envelope, http
 
-DEADLINE_S = 10.0
+DEADLINE_S = 25.0
 MIB = 1024 * 1024
 DATA = bytes(range(256)) * (5 * MIB // 256)
 REF = BlobRef(hashlib.sha256(DATA).hexdigest(), len(DATA))

@@ -37,7 +37,7 @@ from tests.conftest import Require
 from tests.net.odd_server import Asked, OddServer, envelope, frames, http, welcome
 from tests.net.owners import LinkOwner
 
-DEADLINE_S = 10.0
+DEADLINE_S = 25.0
 HELLO = HelloClient(msg_id=1, client_id="me", token="tsk_c_secret", version=2)
 
 

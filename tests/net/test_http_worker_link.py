@@ -35,7 +35,7 @@ from tests.net.odd_server import Asked, OddServer, envelope, frames, http
 from tests.net.owners import LinkOwner
 from tests.support.certificates import TestAuthority
 
-DEADLINE_S = 10.0
+DEADLINE_S = 25.0
 HELLO = HelloWorker(msg_id=1, worker_id="w", incarnation="i", token="tsk_w_secret", version=2)
 WELCOME = Welcome(corr_id=1, version=2, server_id="s", identity="me", kind="worker", lease_ttl_s=60.0)
 PAGE = b"<html>not found</html>"

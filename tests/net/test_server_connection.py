@@ -15,7 +15,7 @@ from tasuki.errors import Unavailable
 from tasuki.net.server_connection import ServerConnection
 from tasuki.net.tcp_link import TcpLink
 
-DEADLINE_S = 5.0
+DEADLINE_S = 25.0
 WELCOME = Welcome(corr_id=1, version=2, server_id="s", identity="i", kind="client", codecs=("gzip",))
 
 

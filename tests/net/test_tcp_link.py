@@ -17,7 +17,7 @@ from tasuki.event_loop import loop_factory
 from tasuki.net.tcp_link import TcpLink, connect
 from tasuki.wire.messages import encode_frame
 
-DEADLINE_S = 5.0
+DEADLINE_S = 25.0
 
 
 class End:

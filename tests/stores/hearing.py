@@ -13,7 +13,7 @@ from tasuki.core.cluster_messages import Hint, decode, everything
 from tasuki.stores.wakeups import Wakeups
 from tests.support.waiting import Watched
 
-TIMEOUT_S = 10.0
+TIMEOUT_S = 25.0
 LISTENING = decode(everything())
 RUNNERS: dict[str, Callable[[Coroutine[Any, Any, None]], None]] = {"asyncio": asyncio.run, "uvloop": uvloop.run}
 

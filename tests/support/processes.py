@@ -41,7 +41,7 @@ from tests.support.waiting import until
 
 HANDLERS = Path(__file__).with_name("handlers.py")
 READY_TIMEOUT_S = 20.0
-END_TIMEOUT_S = 10.0
+END_TIMEOUT_S = 30.0
 POLL_S = 0.01
 TASUKI = (sys.executable, "-m", "tasuki")
 

@@ -23,7 +23,7 @@ SUBMIT, ASSIGN, ACK, CREDIT, RESULT, HELLO_CLIENT, HELLO_WORKER, ERROR, HEARTBEA
 SUBSCRIBE, WELCOME, REQUEST, REPLY = 16, 17, 18, 19
 ITEM_TYPES = {SUBMIT, ASSIGN, ACK, RESULT}
 """Whose payload is a list of maps with fields of their own."""
-TIMEOUT_S = 10.0
+TIMEOUT_S = 25.0
 
 pack, unpack = msgspec.msgpack.encode, msgspec.msgpack.decode
 

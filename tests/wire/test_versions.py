@@ -36,7 +36,7 @@ from tests.wire.peer_v1 import (
 )
 from tests.wire.vectors import decode_all, message_of
 
-SOON_S = 10.0
+SOON_S = 25.0
 LEASE = {"job_id": "old-1", "lease_id": "lease-1", "attempt": 1, "ttl_s": 15.0, "submitter": "token:c"}
 
 

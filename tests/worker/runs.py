@@ -17,7 +17,7 @@ from tasuki.worker.attempt import Attempt, RunResult, StopReason
 from tasuki.worker.execs import Exec
 from tasuki.worker.runner import CommandRunner
 
-DEADLINE_S = 10.0
+DEADLINE_S = 25.0
 OWNER = "uid:owner"
 _incarnations = itertools.count(1)
 opened: list[CommandRunner] = []

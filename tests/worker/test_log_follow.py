@@ -21,7 +21,7 @@ from tasuki.worker.runner import CommandRunner
 from tests.support.waiting import until_async
 from tests.worker.runs import run, runner_in, shell, text_of
 
-DEADLINE_S = 10.0
+DEADLINE_S = 25.0
 
 
 class Desk:
