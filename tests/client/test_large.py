@@ -149,7 +149,7 @@ def test_empty_file_and_inline_file_reach_the_command(server: ServerProcess, tmp
     empty.write_bytes(b"")
     arguments = ("--subject", "list.>", "--exec", "list=/bin/cat {files}", "--data", str(tmp_path / "worker"))
     with start_worker(server, *arguments, command=True), server.client() as client:
-        result = client.submit(subject="list.one", exec="list", files=[small, empty], retries=0).result(timeout=10)
+        result = client.submit(subject="list.one", exec="list", files=[small, empty], retries=0).result(timeout=30)
     assert zipfile.ZipFile(io.BytesIO(result)).read("stdout.log") == b"small"
 
 

@@ -323,7 +323,7 @@ from tasuki import AsyncClient, Client, CommandResult, JobFailed, JobHandle, Job
 
 with Client("tcp://localhost:7000", token_file="token") as client:
     job: JobHandle[bytes] = client.submit(subject="a.b", payload=b"7", retries=5, timeout_s=60, files=["a", "b"])
-    data: bytes = job.result(timeout=10)
+    data: bytes = job.result(timeout=30)
     decoded: JobHandle[dict[str, int]] = job.decoded_by(json.loads)
     numbers: dict[str, int] = decoded.result()
     ended: JobResult = job.outcome()
@@ -389,7 +389,7 @@ async def add(a: int, *, b: int = 1) -> int:
 
 def main() -> None:
     job: JobHandle[dict[str, int]] = resize.options(priority=9).submit("a.png", width=400)
-    width: int = job.result(timeout=5)["width"]
+    width: int = job.result(timeout=30)["width"]
     here: dict[str, int] = resize("a.png")
     sums: list[int] = gather(add.map([1, 2]))
     for ended in as_completed(resize.starmap([("a.png", width)])):

@@ -378,4 +378,4 @@ def test_a_drained_node_leaves_nothing_behind(site: DjangoSite, tmp_path: Path) 
         assert worker.stop(20.0) == 0
 
     assert children
-    until(lambda: not [pid for pid in children if Path("/proc", pid).exists()], 10.0, "its processes are gone")
+    until(lambda: not [pid for pid in children if Path("/proc", pid).exists()], 30.0, "its processes are gone")

@@ -97,7 +97,7 @@ def test_revoked_token_is_refused_and_its_connections_end(server: ServerProcess,
 def test_tokens_are_not_in_the_log_nor_in_the_database_files(server: ServerProcess) -> None:
     secrets = [server.create_token("client"), server.token]
     with server.client(token=secrets[0]) as client:
-        client.submit(subject="noop").result(timeout=5)
+        client.submit(subject="noop").result(timeout=30)
     assert not any(secret in server.output() for secret in secrets)
     for path in server.data.rglob("*"):
         if path.is_file() and path != server.folder.token_file:
@@ -144,7 +144,7 @@ def admin(server: ServerProcess) -> Iterator[Client]:
 @pytest.fixture
 def finished(owner: Client) -> str:
     job = owner.submit(subject="echo.private.one", payload=b"the secret result")
-    assert job.result(timeout=5) == b"the secret result"
+    assert job.result(timeout=30) == b"the secret result"
     return job.job_id
 
 
@@ -157,7 +157,7 @@ VERBS: dict[str, Callable[[Client, str], object]] = {
     "status": lambda client, job_id: client.status(job_id),
     "result-in-status": lambda client, job_id: client.call("get", job_ids=[job_id], result=True),
     "explain": lambda client, job_id: client.explain(job_id),
-    "watch": lambda client, job_id: client.job(job_id).result(timeout=5),
+    "watch": lambda client, job_id: client.job(job_id).result(timeout=30),
     "cancel": lambda client, job_id: client.cancel(job_id),
     "retry": lambda client, job_id: client.retry(job_id),
 }
@@ -228,7 +228,7 @@ def test_same_id_and_other_body_from_another_submitter_names_no_fields(stranger:
 def test_rerun_of_anothers_failed_job_is_refused(owner: Client, stranger: Client) -> None:
     body = {"subject": "fail", "payload": b"no", "retries": 0}
     job = owner.submit(**body)
-    assert job.outcome(timeout=5).state == "FAILED"
+    assert job.outcome(timeout=30).state == "FAILED"
     with pytest.raises(Forbidden):
         stranger.submit(job_id=job.job_id, on_failed="rerun", **body)
     assert owner.status(job.job_id).generation == 0
@@ -237,7 +237,7 @@ def test_rerun_of_anothers_failed_job_is_refused(owner: Client, stranger: Client
 def test_scope_of_a_client_token_limits_where_it_may_submit(overseer: Client) -> None:
     with pytest.raises(Forbidden, match="scope"):
         overseer.submit(subject="math.square", payload=b"2")
-    assert overseer.submit(subject="echo.private.two", payload=b"yes").result(timeout=5) == b"yes"
+    assert overseer.submit(subject="echo.private.two", payload=b"yes").result(timeout=30) == b"yes"
 
 
 def test_scope_of_a_worker_token_limits_what_it_may_take(server: ServerProcess) -> None:
@@ -308,9 +308,9 @@ def test_knowing_a_sha256_is_not_enough(server: ServerProcess, blob: tuple[str, 
 
 def test_result_blob_is_read_only_by_those_who_may_see_the_job(server: ServerProcess, owner: Client, stranger: Client) -> None:
     job = owner.submit(subject="big", payload=b"200000")
-    ended = job.outcome(timeout=5)
+    ended = job.outcome(timeout=30)
     assert ended.outcome.result_ref is not None
-    assert len(job.result(timeout=5)) == 199_680
+    assert len(job.result(timeout=30)) == 199_680
     with pytest.raises(NotFound):
         stranger.wait(stranger.aio.result_bytes(ended))
 

@@ -79,7 +79,7 @@ def accepted(client: Client, acknowledged: list[str]) -> bool:
 
 def all_succeed(client: Client, acknowledged: list[str]) -> None:
     for job_id in acknowledged:
-        assert client.job(job_id).result(timeout=10) == b"121"
+        assert client.job(job_id).result(timeout=30) == b"121"
 
 
 def start_waiting(client: Client, gate: Path) -> str:
@@ -113,7 +113,7 @@ def test_below_the_floor_submits_are_refused_and_running_jobs_are_recorded(disk:
             client.wait(client.aio.put_file(large))
         # And what runs is finished and recorded, and what was stored can be read
         gate.touch()
-        assert client.job(running).result(timeout=10) == b"the gate is open"
+        assert client.job(running).result(timeout=30) == b"the gate is open"
         all_succeed(client, done)
         # And when there is room again, work resumes by itself, that which was taken just before the floor too
         filler.remove()
@@ -144,7 +144,7 @@ def test_not_a_byte_left_and_space_returns(disk: Path, tmp_path: Path) -> None:
         until(lambda: accepted(client, acknowledged), what="submits are taken again")
         all_succeed(client, acknowledged)
         found = client.list_jobs(subject="wait").jobs
-        assert client.job(found[0].job_id).result(timeout=10) == b"the gate is open"
+        assert client.job(found[0].job_id).result(timeout=30) == b"the gate is open"
         assert server.running
     assert runs(gate) == 1
 

@@ -50,7 +50,7 @@ def listed_jobs(server: ServerProcess, good_client: Client) -> None:
     """Enough finished jobs that a page of them is large."""
     specs = [JobSpec(job_id=f"listed-{n}", subject="noop", headers={"note": "x" * 400}) for n in range(1000)]
     for handle in good_client.submit_many(specs):
-        handle.outcome(timeout=10)
+        handle.outcome(timeout=30)
 
 
 # ---------------------------------------------------------------------------------------------------- slow readers
@@ -91,7 +91,7 @@ def test_slow_reader_that_is_hung_up_on_keeps_no_memory(server: ServerProcess, o
     token_id, token = server.create_named_token("client")
     with server.client(token=token) as client:
         jobs = client.submit_many([JobSpec(job_id=f"unread-{n}", subject="echo.unread", payload=big) for n in range(100)])
-        assert all(job.result(timeout=10) == big for job in jobs)
+        assert all(job.result(timeout=30) == big for job in jobs)
     peers = [RawPeer(server.url, receive_buffer_bytes=4096).as_client(token) for _ in range(5)]
     for peer in peers:
         peer.send(Request(2, "watch", {"job_ids": [job.job_id for job in jobs]}))
@@ -249,7 +249,7 @@ def test_worker_cannot_finish_what_another_holds(server: ServerProcess, held: tu
     assert isinstance(recorded, JobsRecorded)
     assert recorded.recorded == [claim.lease_id]
     with server.client() as client:
-        assert client.job(claim.job_id).result(timeout=5) == b"own"
+        assert client.job(claim.job_id).result(timeout=30) == b"own"
 
 
 def msgspec_fields(claim: Claim) -> tuple[str, str, int]:
@@ -326,7 +326,7 @@ def test_impossible_job_is_refused_by_name_and_the_rest_of_its_frame_is_taken(
     assert [item.index for item in accepted.exceptions] == [1], accepted
     assert accepted.exceptions[0].code in {"INVALID", "TOO_LARGE"}
     with server.client() as client:
-        assert client.job(first).result(timeout=5) == client.job(last).result(timeout=5) == b""
+        assert client.job(first).result(timeout=30) == client.job(last).result(timeout=30) == b""
     others_are_served()
 
 
@@ -353,7 +353,7 @@ def test_the_same_submit_frame_many_times_is_one_job(server: ServerProcess, othe
         others_are_served()
         gate.touch()
         with server.client() as client:
-            assert client.job("repeated-frame").result(timeout=5) == b"the gate is open"
+            assert client.job("repeated-frame").result(timeout=30) == b"the gate is open"
     assert len(gate.with_name("gate.runs").read_text().splitlines()) == 1
 
 

@@ -213,7 +213,7 @@ def test_job_over_tls(tls_server: ServerProcess, certificates: Certificates, tmp
         local.wait(local.aio.call("token.create", token_id="tls", kind="worker", sha256=token_sha256(token)))
     arguments = ("--tls-ca", certificates.ca)
     with start_worker(tls_server, *arguments, token=token), tls_client(tls_server, certificates) as client:
-        assert client.submit(subject="math.square", payload=b"9").result(timeout=10) == b"81"
+        assert client.submit(subject="math.square", payload=b"9").result(timeout=30) == b"81"
         large = tmp_path / "large.bin"
         large.write_bytes(os.urandom(3_000_000))
         client.submit(subject="nobody.takes", files=[large], watch=False)

@@ -38,7 +38,7 @@ def commands(server: ServerProcess, tmp_path_factory: pytest.TempPathFactory) ->
 )
 def test_what_the_operator_did_not_allow_is_refused_for_good(commands: Client, fields: dict[str, Any]) -> None:
     with pytest.raises(JobFailed) as refused:
-        commands.submit(subject="listed.x", exec="hello", **fields).result(timeout=10)
+        commands.submit(subject="listed.x", exec="hello", **fields).result(timeout=30)
     # Then it is refused at its first attempt, without a retry
     assert refused.value.outcome.attempt == 1
     assert refused.value.outcome.outcome.permanent
@@ -63,7 +63,7 @@ def test_a_program_that_no_operator_allowed_is_never_started(
     arguments = tuple(argument.replace("{trace}", str(trace)) for argument in arguments)
     job = commands.submit(subject=subject, exec=program.replace("{trace}", str(trace)), args=arguments)
     # When a job behind it has run
-    commands.submit(subject=subject, exec={"listed.x": "hello", "any.x": "true"}[subject]).result(timeout=10)
+    commands.submit(subject=subject, exec={"listed.x": "hello", "any.x": "true"}[subject]).result(timeout=30)
     # Then it still waits
     assert commands.status(job.job_id).attempt == 0
     assert not trace.exists()
@@ -71,6 +71,6 @@ def test_a_program_that_no_operator_allowed_is_never_started(
 
 
 def test_what_is_allowed_runs(commands: Client, server: ServerProcess) -> None:
-    assert commands.submit(subject="listed.x", exec="hello").result(timeout=10).startswith(b"PK")
+    assert commands.submit(subject="listed.x", exec="hello").result(timeout=30).startswith(b"PK")
     with Client(server.unix_url) as own_user:
-        assert own_user.submit(subject="any.x", exec="/bin/true", retries=0).result(timeout=10).startswith(b"PK")
+        assert own_user.submit(subject="any.x", exec="/bin/true", retries=0).result(timeout=30).startswith(b"PK")

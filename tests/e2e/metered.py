@@ -25,7 +25,7 @@ class Metered:
 
     def __enter__(self) -> Self:
         self._thread.start()
-        asyncio.run_coroutine_threadsafe(self._start(), self._loop).result(5.0)
+        asyncio.run_coroutine_threadsafe(self._start(), self._loop).result(30.0)
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -41,7 +41,7 @@ class Metered:
                 self._limit = total
                 self._moved.notify_all()
 
-        asyncio.run_coroutine_threadsafe(change(), self._loop).result(5.0)
+        asyncio.run_coroutine_threadsafe(change(), self._loop).result(30.0)
 
     @property
     def holds(self) -> bool:
@@ -55,7 +55,7 @@ class Metered:
             for writer in list(self._connections):
                 writer.transport.abort()
 
-        asyncio.run_coroutine_threadsafe(abort(), self._loop).result(5.0)
+        asyncio.run_coroutine_threadsafe(abort(), self._loop).result(30.0)
 
     async def _start(self) -> None:
         server = await asyncio.start_server(self._carry, "127.0.0.1", 0, limit=PIECE_BYTES)

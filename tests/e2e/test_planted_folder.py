@@ -178,7 +178,7 @@ def listening_as(uid: int, path: Path) -> Iterator[Callable[[], bytes]]:
         log.chmod(0o600)
         command = [sys.executable, "-c", LISTENER, str(sock.fileno()), str(uid)]
         process = subprocess.Popen(command, pass_fds=[sock.fileno()], stdout=out)
-    until(lambda: log.read_bytes(), 10, "it listens")
+    until(lambda: log.read_bytes(), 30, "it listens")
     try:
         yield log.read_bytes
     finally:

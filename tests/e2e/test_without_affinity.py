@@ -32,7 +32,7 @@ class Round:
 
     def __enter__(self) -> Round:
         self._thread.start()
-        self._server = asyncio.run_coroutine_threadsafe(asyncio.start_server(self._carry, "127.0.0.1", 0), self._loop).result(5.0)
+        self._server = asyncio.run_coroutine_threadsafe(asyncio.start_server(self._carry, "127.0.0.1", 0), self._loop).result(30)
         self.port = self._server.sockets[0].getsockname()[1]
         return self
 

@@ -51,11 +51,11 @@ class Wire:
 
     def __enter__(self) -> Self:
         self._thread.start()
-        asyncio.run_coroutine_threadsafe(self._start(), self._loop).result(5.0)
+        asyncio.run_coroutine_threadsafe(self._start(), self._loop).result(30.0)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        asyncio.run_coroutine_threadsafe(self._stop(), self._loop).result(5.0)
+        asyncio.run_coroutine_threadsafe(self._stop(), self._loop).result(30.0)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(5.0)
         self._loop.close()
@@ -81,7 +81,7 @@ class Wire:
         async def done() -> None:
             work()
 
-        asyncio.run_coroutine_threadsafe(done(), self._loop).result(5.0)
+        asyncio.run_coroutine_threadsafe(done(), self._loop).result(30.0)
 
     def _snip(self) -> None:
         for writer in self._writers:

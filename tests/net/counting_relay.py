@@ -24,7 +24,7 @@ class Relay:
     def __enter__(self) -> Self:
         self._thread.start()
         starting = asyncio.start_server(self._carry, "127.0.0.1", 0)
-        self._server = asyncio.run_coroutine_threadsafe(starting, self._loop).result(10.0)
+        self._server = asyncio.run_coroutine_threadsafe(starting, self._loop).result(30.0)
         self.endpoint = f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
         return self
 

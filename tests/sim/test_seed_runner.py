@@ -170,7 +170,7 @@ def test_ctrl_c_ends_it_with_what_there_is(started: subprocess.Popen[str]) -> No
     assert started.returncode == 130
     assert "INTERRUPTED: " in told
     assert "Traceback" not in errors
-    until(lambda: is_gone(started.pid), 10.0, "no process is left")
+    until(lambda: is_gone(started.pid), 30.0, "no process is left")
 
 
 def test_the_processes_end_when_their_parent_was_killed(started: subprocess.Popen[str]) -> None:

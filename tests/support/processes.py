@@ -2,7 +2,7 @@
 
     with start_server(tmp_path) as server, start_worker(server) as worker:
         with server.client() as client:
-            assert client.submit(subject="math.square", payload=b"7").result(timeout=10) == b"49"
+            assert client.submit(subject="math.square", payload=b"7").result(timeout=30) == b"49"
 
 `start_server` runs `python -m tasuki server` on a folder of its own and a free port, with SQLite or with `store=` a database that
 several servers share; `start_servers` runs several. `start_worker` runs the handlers of `tests/support/handlers.py`, or with

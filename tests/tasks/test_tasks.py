@@ -238,7 +238,7 @@ def test_in_eager_mode_jobs_run_where_they_are_submitted() -> None:
         assert resize.job(job.job_id).result() == job.result()
         with pytest.raises(NotFound, match="in eager mode only those are known"):
             resize.job("of-another-time")
-        assert gather(add.map(range(3)), timeout=1) == [1, 2, 3]
+        assert gather(add.map(range(3)), timeout=30) == [1, 2, 3]
         assert sorted(one.result() for one in as_completed(add.starmap([(1,), (2,)]))) == [2, 3]
         assert list(job.progress()) == [Progress(0.5, "half")]
         jobs.assert_submitted(resize, "a.png", width=400)
@@ -299,14 +299,14 @@ def test_jobs_can_be_recorded_without_running_them() -> None:
     with tasks.eager(run=False) as jobs:
         job = resize.submit("a")
         with pytest.raises(Unavailable, match="only recorded"):
-            job.result(timeout=1)
+            job.result(timeout=30)
         jobs.assert_submitted(resize, "a")
         # and the same id twice is one job, which is recorded once
         once = add.options(job_id="once")
         again = [once.submit(1), once.submit(1)]
         assert ([one.existed for one in again], len(jobs.of(add))) == ([False, True], 1)
         with pytest.raises(Unavailable, match="only recorded"):
-            again[1].result(timeout=1)
+            again[1].result(timeout=30)
 
 
 def test_a_result_that_does_not_fit_the_annotation_is_an_error_that_says_so() -> None:

@@ -51,7 +51,7 @@ def test_those_who_wait_are_told_when_the_door_closes(tmp_path: Path) -> None:
             _until_waiting(stage, worker)
             stage.run(stage.door.close())
 
-            assert waiting.result(10.0).status_code == 204
+            assert waiting.result(30.0).status_code == 204
 
 
 def _until_waiting(stage: Stage, worker: Worker) -> None:
@@ -82,7 +82,7 @@ def test_a_worker_that_turned_to_another_server_is_told_to_ask_again(stage: Stag
 
         stage.run(_come_in_elsewhere(stage, worker))
 
-        assert waiting.result(10.0).status_code == 204
+        assert waiting.result(30.0).status_code == 204
     job_id = stage.submit()
     assert worker.lease(wait=10).json()["job_id"] == job_id
 
@@ -112,7 +112,7 @@ def test_a_short_job_is_never_noted_as_started_and_a_longer_one_is(stage: Stage,
 def test_several_lease_requests_of_one_worker_share_what_there_is(stage: Stage, worker: Worker) -> None:
     job_id = stage.submit()
     with futures.ThreadPoolExecutor(4) as pool:
-        answers = [poll.result(10.0) for poll in [pool.submit(worker.lease, 0.5) for _ in range(4)]]
+        answers = [poll.result(30.0) for poll in [pool.submit(worker.lease, 0.5) for _ in range(4)]]
 
     taken = [answer.json()["job_id"] for answer in answers if answer.status_code == 200]
     view = stage.get(f"/v1/jobs/{job_id}").json()

@@ -143,7 +143,7 @@ def test_a_watch_waits_for_the_first_end_and_tells_it(stage: Stage, worker: Work
     with futures.ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(post, stage, watch, query="?wait=20")
         worker.finish(worker.take(job_ids[0]))
-        answer = messages_of(waiting.result(10.0))
+        answer = messages_of(waiting.result(30.0))
     after = messages_of(post(stage, watch, query="?wait=20"))
 
     assert before == [Reply(4, {"states": dict.fromkeys(job_ids, "PENDING")})]
@@ -360,7 +360,7 @@ def test_a_token_that_is_revoked_while_it_waits_is_told_so(stage: Stage) -> None
         until(lambda: stage.server.broker.watchers.get("revoked-1"), what="the job is watched")
         stage.revoke_token(token_id)
 
-        assert code(waiting.result(10.0)) == (403, "TOKEN_REVOKED")
+        assert code(waiting.result(30.0)) == (403, "TOKEN_REVOKED")
 
 
 # ---------------------------------------------------------------------------------------------------- blobs

@@ -420,7 +420,7 @@ def test_a_poll_whose_peer_has_left_ends(stage: Stage, path: str) -> None:
         clients = stage.door._http.clients._clients.values()
         until(lambda: any(job_id in client._listeners for client in clients), what="the request waits for the end of the job")
 
-    until(lambda: stage.door._under_way == 0, 3.0, "no request is under way")
+    until(lambda: stage.door._under_way == 0, 30.0, "no request is under way")
 
 
 def test_a_reader_of_a_log_that_has_left_is_not_waited_for(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -435,7 +435,7 @@ def test_a_reader_of_a_log_that_has_left_is_not_waited_for(stage: Stage, monkeyp
     with polling(stage, f"/v1/jobs/{stage.submit()}/logs?wait=25"):
         until(lambda: asked == ["logs"], what="the worker is asked")
 
-    until(lambda: stage.door._under_way == 0, 3.0, "no request is under way")
+    until(lambda: stage.door._under_way == 0, 30.0, "no request is under way")
 
 
 @contextmanager

@@ -132,7 +132,7 @@ def too_many_at_once(stage: Stage, worker: Worker) -> httpx.Response:
         until(all_wait, what=f"{WAITING_MAX} lease requests wait")
         answer = worker.lease()
         stage.call("DELETE", f"/calc/zpe/compute/servers/{worker.worker_id}", stage.admin)
-        assert [one.result(10.0).status_code for one in waiting] == [403] * WAITING_MAX
+        assert [one.result(30.0).status_code for one in waiting] == [403] * WAITING_MAX
     return answer
 
 

@@ -50,7 +50,7 @@ def test_a_waiting_lease_of_a_revoked_worker_ends_with_403(stage: Stage, worker:
         wait_for_worker(stage, worker)
         stage.call("DELETE", f"/calc/zpe/compute/servers/{worker.worker_id}", stage.admin)
 
-        answer = waiting.result(10.0)
+        answer = waiting.result(30.0)
 
     assert (answer.status_code, answer.json()["error"]["code"]) == (403, "TOKEN_REVOKED")
 

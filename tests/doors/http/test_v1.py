@@ -140,8 +140,8 @@ def test_a_result_comes_as_bytes_when_it_is_there(stage: Stage, worker: Worker) 
         view = pool.submit(stage.get, f"/v1/jobs/{job_id}?wait=20")
         worker.finish(leased)
 
-        assert result.result(10.0).json() == ANSWER["result"]
-        assert view.result(10.0).json()["state"] == "SUCCEEDED"
+        assert result.result(30.0).json() == ANSWER["result"]
+        assert view.result(30.0).json()["state"] == "SUCCEEDED"
     assert code(before) == (409, "NOT_FINISHED")
     assert result.result().headers["x-tasuki-state"] == "SUCCEEDED"
 

@@ -142,7 +142,7 @@ class PostgresRig(Rig):
             except subprocess.TimeoutExpired:
                 raise AssertionError(f"client {n} is not answered: {self._progress(n)}") from None
             assert code == 0, client.output()[-4000:]
-        until(lambda: sum(server.leads for server in self.servers) == 1, 10.0, "one server leads")
+        until(lambda: sum(server.leads for server in self.servers) == 1, 30.0, "one server leads")
         self._whole_s = time.monotonic() - self._began_at
 
     def _progress(self, n: int) -> str:
