@@ -139,7 +139,7 @@ def test_payload_of_a_program_that_is_too_large_is_refused_with_the_way_out(clie
 
 def test_question_that_is_too_large_is_refused_and_not_sent_for_ever(client: Client) -> None:
     with pytest.raises(TooLarge, match="ask for less"):
-        client.wait(asyncio.wait_for(client.aio.call("get", job_ids=["x" * 100] * 120_000), 5))
+        client.wait(asyncio.wait_for(client.aio.call("get", job_ids=["x" * 100] * 120_000), 30))
     assert client.submit(subject="math.square", payload=b"3").result(timeout=30) == b"9"
 
 
@@ -147,7 +147,7 @@ def test_list_of_wide_jobs_is_short(client: Client) -> None:
     notes = {f"k{n}": "x" * 6000 for n in range(2)}
     specs = [JobSpec(job_id=f"wide-{n}", subject="nobody.wide", headers=notes) for n in range(900)]
     client.submit_many(specs, watch=False)
-    page = client.wait(asyncio.wait_for(client.aio.list_jobs(limit=900, subject="nobody.wide"), 5))
+    page = client.wait(asyncio.wait_for(client.aio.list_jobs(limit=900, subject="nobody.wide"), 30))
     assert [job.header_names for job in page] == [("k0", "k1")] * 900
 
 
@@ -196,7 +196,7 @@ def test_token_that_cannot_be_encoded_fails_at_once(server: ServerProcess) -> No
 
 def test_job_that_no_frame_can_hold_is_refused_and_not_sent_for_ever(client: Client) -> None:
     with pytest.raises(TooLarge, match="job 'huge'"):
-        client.wait(asyncio.wait_for(client.aio.submit(job_id="huge", subject="x" * 20_000_000), 5))
+        client.wait(asyncio.wait_for(client.aio.submit(job_id="huge", subject="x" * 20_000_000), 30))
     assert client.submit(subject="math.square", payload=b"3").result(timeout=30) == b"9"
 
 
@@ -262,7 +262,7 @@ def test_many_large_jobs_and_all_their_results_at_once_for_a_client_that_comes_l
         async with server.async_client() as later:
             # When another client asks for all of them in one go
             handles = [later.job(spec.job_id) for spec in specs]
-            async with asyncio.timeout(4):
+            async with asyncio.timeout(30):
                 return [await handle.result() for handle in handles]
 
     # Then all arrive
@@ -351,9 +351,9 @@ def test_closing_while_tasks_wait_ends_their_waits(server: ServerProcess) -> Non
         await asyncio.sleep(0)
         await client.close()
         with pytest.raises(Unavailable, match="closed"):
-            await asyncio.wait_for(waiting, 5)
+            await asyncio.wait_for(waiting, 30)
         with pytest.raises(Unavailable, match="closed"):
-            await asyncio.wait_for(client.submit(subject="noop"), 5)
+            await asyncio.wait_for(client.submit(subject="noop"), 30)
 
     asyncio.run(main())
 
@@ -369,7 +369,7 @@ def test_token_that_is_revoked_ends_every_wait_with_the_reason(server: ServerPro
         with pytest.raises(Unauthorized, match="revoked"):
             job.result(timeout=30)
         with pytest.raises(Unauthorized, match="revoked"):
-            client.wait(asyncio.wait_for(client.aio.status(job.job_id), 5))
+            client.wait(asyncio.wait_for(client.aio.status(job.job_id), 30))
         with pytest.raises(Unauthorized, match="revoked"):
             client.job(job.job_id).result(timeout=30)
 

@@ -63,7 +63,7 @@ async def dial(port: int, token: bytes = b"") -> socket.socket:
 
 
 async def ended(sock: socket.socket) -> bytes:
-    return await asyncio.wait_for(asyncio.get_running_loop().sock_recv(sock, 100), 5.0)
+    return await asyncio.wait_for(asyncio.get_running_loop().sock_recv(sock, 100), 20.0)
 
 
 @pytest.mark.parametrize("loop", LOOPS)

@@ -65,7 +65,7 @@ async def settle() -> None:
 def played(test: Callable[[Asked, Authenticator], Any]) -> None:
     async def play() -> None:
         store = Asked()
-        await asyncio.wait_for(test(store, Authenticator(store)), 5.0)  # type: ignore[arg-type]
+        await asyncio.wait_for(test(store, Authenticator(store)), 20.0)  # type: ignore[arg-type]
 
     asyncio.run(play())
 
