@@ -11,7 +11,7 @@ PYTHON ?= $(shell for candidate in python3 python3.14 python3.13 python3.12 pyth
 	&& { echo "$$candidate"; break; }; done)
 
 # More processes than cores, because many tests wait for servers and workers of their own; tests/conftest.py mixes them with others.
-TEST_PROCESSES ?= 5
+TEST_PROCESSES ?= 4
 # More for pytest, e.g. `make test TESTARGS='tests/core -x'`.
 TESTARGS ?=
 # Two minutes on two cores. More for `tasuki sim`, e.g. `make sim SEEDS=500 SIMARGS='--from 2001'`.
