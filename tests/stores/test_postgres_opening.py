@@ -21,6 +21,7 @@ from tasuki.stores.sql.store import SqlStore
 from tasuki.stores.store import Feature
 from tests.stores.steps import connection_of, submission
 from tests.support.postgres_service import PostgresService
+from tests.support.waiting import until
 
 
 def shown(store: SqlStore, name: str) -> str:
@@ -137,9 +138,8 @@ def test_nothing_is_left_open_after_a_refusal(postgres: PostgresService) -> None
     with pytest.raises(ConfigError):
         SqlStore.open_postgresql(url)
 
-    connected = postgres.execute("SELECT count(*) FROM pg_stat_activity WHERE datname = %s", (urlsplit(url).path.lstrip("/"),))
-
-    assert connected == [(0,)]
+    name, connected = urlsplit(url).path.lstrip("/"), "SELECT count(*) FROM pg_stat_activity WHERE datname = %s"
+    until(lambda: postgres.execute(connected, (name,)) == [(0,)], what="its process at the server has ended")
     postgres.drop(url)
 
 
