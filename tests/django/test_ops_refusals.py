@@ -12,9 +12,15 @@ from tests.support.django_site import DjangoSite
 pytestmark = pytest.mark.e2e
 
 
-def test_an_export_with_a_filter_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
-    site = DjangoSite(tmp_path)
-    site.migrate()
+@pytest.fixture
+def site(tmp_path: Path) -> DjangoSite:
+    """A project on SQLite: what is refused does not depend on the database."""
+    made = DjangoSite(tmp_path)
+    made.migrate()
+    return made
+
+
+def test_an_export_with_a_filter_that_cannot_be_used_is_refused(site: DjangoSite) -> None:
     found = ask(
         site,
         """
@@ -46,9 +52,7 @@ def log_in(password, username="guessed", address="192.0.2.1", **values):
 """
 
 
-def test_a_login_needs_the_password_goes_where_it_was_asked_and_is_slowed_down(tmp_path: Path) -> None:
-    site = DjangoSite(tmp_path)
-    site.migrate()
+def test_a_login_needs_the_password_goes_where_it_was_asked_and_is_slowed_down(site: DjangoSite) -> None:
     found = ask(
         site,
         LOG_IN
@@ -67,9 +71,7 @@ print(json.dumps([right, wrong, blocked, elsewhere, viewer.get("/ops/logout/").s
     assert found[2:] == [429, 302, 405, 302, 302]
 
 
-def test_guesses_of_one_name_from_many_addresses_are_slowed_down(tmp_path: Path) -> None:
-    site = DjangoSite(tmp_path)
-    site.migrate()
+def test_guesses_of_one_name_from_many_addresses_are_slowed_down(site: DjangoSite) -> None:
     found = ask(
         site,
         LOG_IN
@@ -84,9 +86,7 @@ print(json.dumps([guesses, there]))
     assert found == [[401] * 30 + [429] * 2, [429, 302]]
 
 
-def test_logins_are_slowed_down_where_the_cache_of_the_project_keeps_nothing(tmp_path: Path) -> None:
-    site = DjangoSite(tmp_path)
-    site.migrate()
+def test_logins_are_slowed_down_where_the_cache_of_the_project_keeps_nothing(site: DjangoSite) -> None:
     found = ask(
         site,
         LOG_IN
@@ -99,9 +99,7 @@ print(json.dumps([log_in("wrong").status_code for _ in range(12)]))
     assert found == [401] * 10 + [429] * 2
 
 
-def test_a_link_logs_nobody_in_to_a_project_and_locks_nobody_out(tmp_path: Path) -> None:
-    site = DjangoSite(tmp_path)
-    site.migrate()
+def test_a_link_logs_nobody_in_to_a_project_and_locks_nobody_out(site: DjangoSite) -> None:
     found = ask(
         site,
         LOG_IN
@@ -118,9 +116,7 @@ print(json.dumps([sorted(links), stranger.get("/ops/").status_code, log_in("a lo
 # ---------------------------------------------------------------------------------------------------- permissions
 
 
-def test_a_person_without_the_permission_reads_why_and_which_and_gets_no_form_to_fill_in(tmp_path: Path) -> None:
-    site = DjangoSite(tmp_path)
-    site.migrate()
+def test_a_person_without_the_permission_reads_why_and_which_and_gets_no_form_to_fill_in(site: DjangoSite) -> None:
     found = ask(
         site,
         """
@@ -153,9 +149,7 @@ print(json.dumps([shown, forms]))
     assert {tuple(one) for name, one in found[1].items() if name.startswith("admin")} == {(True, 0.0, True)}
 
 
-def test_the_groups_of_a_project_have_their_permissions_and_keep_what_the_project_changes(tmp_path: Path) -> None:
-    site = DjangoSite(tmp_path)
-    site.migrate()
+def test_the_groups_of_a_project_have_their_permissions_and_keep_what_the_project_changes(site: DjangoSite) -> None:
     found = ask(
         site,
         """

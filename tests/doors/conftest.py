@@ -9,7 +9,7 @@ import pytest
 from tasuki import Client
 from tests.support.processes import ServerProcess, start_server, start_worker
 
-SERVED_WITHIN_S = 10.0
+SERVED_WITHIN_S = 5.0
 
 
 @pytest.fixture(scope="module")

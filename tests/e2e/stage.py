@@ -20,7 +20,7 @@ from tests.support.waiting import until
 HERE = Path(__file__).parent
 LEASE_TTL_S = 3.0
 LEAD_TTL_S = 2.0
-SCHEDULING_S = 10.0  # the reaper looks every 0.25 s; the rest is for a machine with more processes than cores
+SCHEDULING_S = 2.5  # the reaper looks every 0.25 s; the rest is for a machine with more processes than cores
 LOST_WITHIN_S = LEASE_TTL_S + LEASE_MARGIN_S + SCHEDULING_S
 SOON_S = 25.0
 
