@@ -53,7 +53,10 @@ def test_numbers_and_epochs_rise_and_no_run_starts_twice_whatever_redis_loses(po
         leader = rig.settled()
         detached = next(node for node in rig.nodes.values() if node is not leader)
         worker_id = detached.worker_id
+        # A worker is known by name, and a detach in force, with the heartbeat that follows.
+        until(lambda: worker_id in rig.live_worker_ids(), SLOW_S, "the worker is live")
         rig.site.manage("tasuki_ops", "detach", worker_id)
+        until(lambda: not detached.is_sub_leader, SLOW_S, "the worker knows that it is detached")
         rig.site.run(DEFINE)
         (rig.folder / "go").unlink(missing_ok=True)
         long_run = rig.enqueue("hold", str(rig.folder))

@@ -245,6 +245,10 @@ class NodeRig:
         until(ready, SLOW_S, "sub-leaders of all nodes")
         return leader
 
+    def live_worker_ids(self) -> set[str]:
+        status = json.loads(self.site.manage("tasuki_ops", "status", "--json").stdout)
+        return {worker["worker_id"] for worker in status["workers"]}
+
     def run_state(self, job_id: str) -> tuple[str, int, str]:
         """Return state, attempt and worker of a run."""
         [found] = self.rows(
