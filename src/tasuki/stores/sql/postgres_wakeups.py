@@ -105,14 +105,17 @@ class SharedWakeups(Wakeups["psycopg.Connection[tuple[Any, ...]]"]):
         try:
             await asyncio.to_thread(connection.execute, _LISTEN)
             yield None
+            rests = True
             while True:
-                loop.add_reader(socket, came.set)
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(LOOK_S):
-                        await came.wait()
-                loop.remove_reader(socket)  # it would not cease before the answer to a statement is read
+                if rests:
+                    loop.add_reader(socket, came.set)
+                    with contextlib.suppress(TimeoutError):
+                        async with asyncio.timeout(LOOK_S):
+                            await came.wait()
+                    loop.remove_reader(socket)  # it would not cease before the answer to a statement is read
                 came.clear()
-                if not _read_rested(connection, take):
+                rests = _read_rested(connection, take)
+                if not rests:  # what came together with the answer is taken then: the socket would not tell of it
                     await asyncio.sleep(BUSY_S)
                 taken, pieces[:] = pieces[:], []
                 for piece in taken:
