@@ -128,11 +128,14 @@ def test_drained_nodes_start_nothing_and_a_job_that_waited_starts_when_one_goes_
 def test_a_detached_worker_gets_no_run_until_it_is_attached(stage: Stage) -> None:
     leader = stage.leader()
     other = next(node for node in NODES if node != leader)
+    known = "is not the sub-leader"  # what a worker says when it hears of it, with its next heartbeat
+    before = stage.nodes[other].output().count(known)
     stage.go("workers/")
     question = stage.press("Detach", stage.row(other))
     assert "It finishes the jobs that it has, and gets no more until it is attached again." in question
     on(stage.page, "gets no more jobs.")
     assert stage.status()[other]["detached"] is True
+    until(lambda: stage.nodes[other].output().count(known) > before, SLOW_S, "the worker knows that it is detached")
     ids = [stage.run_command("say") for _ in range(3)]
     stage.has_state("SUCCEEDED")
     workers = stage.home.site.ask(
