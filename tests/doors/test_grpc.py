@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import shutil
 import socket
 import ssl
@@ -13,6 +14,7 @@ from contextlib import asynccontextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -36,8 +38,10 @@ from tests.support.waiting import until_async
 if find_spec("grpc") is None and not IN_CI:
     pytest.skip("grpcio is missing: `make check` installs it", allow_module_level=True)
 
-import grpc
-import grpc.aio
+# Keepers that other tests fork from this process would be aborted by what gRPC does there for a fork.
+with mock.patch.dict(os.environ, GRPC_ENABLE_FORK_SUPPORT="0"):
+    import grpc
+    import grpc.aio
 
 from tasuki.doors.grpc import worker_pb2 as pb
 from tasuki.doors.grpc.calls import NodeCalls
