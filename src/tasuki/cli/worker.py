@@ -26,6 +26,7 @@ from tasuki.cli.worker_login import LoginOptions, logged_in
 from tasuki.config import OWN_COMMAND, check_app, data_folder, forget_tokens
 from tasuki.core.address import Address, parse_url
 from tasuki.core.apps import outcome_of
+from tasuki.core.decoding import decodable
 from tasuki.core.job import JobSpec, Outcome
 from tasuki.core.lifecycle import GRACE_MAX_S, LEASE_TTL_RANGE_S, LEASE_TTL_S
 from tasuki.core.store_messages import Grant
@@ -328,6 +329,7 @@ _decode_spec = msgspec.msgpack.Decoder(JobSpec).decode
 _encode_spec = msgspec.msgpack.Encoder().encode
 
 
+@decodable
 class _Failure(msgspec.Struct):
     """The contents of error.json."""
 

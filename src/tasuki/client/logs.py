@@ -22,6 +22,7 @@ import msgspec
 
 from tasuki.blobs.zip.reader import ZipReader
 from tasuki.core.backoff import Backoff
+from tasuki.core.decoding import decodable
 from tasuki.core.job import BlobRef, Outcome, Progress, State
 from tasuki.core.protocol import LOG_PIECE_MAX_BYTES, LOG_STREAMS, LOG_WAIT_MAX_S, PROGRESS_STREAM, JobResult, Welcome
 from tasuki.errors import InvalidInput, NotFound, Overloaded, ProtocolError, TasukiError
@@ -73,6 +74,7 @@ class LogPart(msgspec.Struct, frozen=True):
         return b"\n[tasuki: %d bytes were cut here]\n%s" % (self.cut_bytes, self.data) if self.cut_bytes else self.data
 
 
+@decodable
 class _Answer(msgspec.Struct, kw_only=True):
     """The answer to the request `logs` (docs/wire.md)."""
 
@@ -96,6 +98,7 @@ class _CutLog(msgspec.Struct):
     tail_bytes: int
 
 
+@decodable
 class _Report(msgspec.Struct):
     """The part of result.json that is decoded."""
 

@@ -19,6 +19,7 @@ from typing import Any, BinaryIO, Generic, Protocol, TypeVar
 import msgspec
 
 from tasuki.blobs.zip.reader import ZipReader
+from tasuki.core.decoding import decodable
 from tasuki.core.job import WAYS_OUT, InputFile, JobIncident, Progress, State, type_name
 from tasuki.core.protocol import BATCH_MAX, JobResult
 from tasuki.core.statistics import GroupCounts
@@ -71,6 +72,7 @@ class OutcomeStatus(msgspec.Struct, frozen=True, kw_only=True, repr_omit_default
     meta: dict[str, Any] = {}
 
 
+@decodable
 class JobStatus(msgspec.Struct, frozen=True, kw_only=True, repr_omit_defaults=True):
     """One job as its server sees it. In lists, `files`, `file_hashes`, `env_names`, `headers` and `cancel_reason` are empty."""
 
@@ -124,6 +126,7 @@ class JobStatus(msgspec.Struct, frozen=True, kw_only=True, repr_omit_defaults=Tr
         return self.state.terminal
 
 
+@decodable
 class JobPage(msgspec.Struct, frozen=True):
     """A page of a list: iterate over it, or over `jobs`. `cursor` is that of the next page; None: this is the last one."""
 
@@ -137,6 +140,7 @@ class JobPage(msgspec.Struct, frozen=True):
         return len(self.jobs)
 
 
+@decodable
 class CancelAnswer(msgspec.Struct, frozen=True):
     """State of a job after a cancel. `requested`: a worker holds the job, and was asked to stop it."""
 
@@ -144,6 +148,7 @@ class CancelAnswer(msgspec.Struct, frozen=True):
     requested: bool = False
 
 
+@decodable
 class RetryAnswer(msgspec.Struct, frozen=True):
     """State of a job after a retry. `done`: it had ended, and runs again."""
 
@@ -153,6 +158,7 @@ class RetryAnswer(msgspec.Struct, frozen=True):
     """The other run of its definition that has not ended, and that it must not overlap."""
 
 
+@decodable
 class Explanation(msgspec.Struct, frozen=True, kw_only=True):
     """Reasons for the state of a job: `because` for people, `facts` for programs, `story` oldest first. `str()` is the text."""
 
@@ -168,6 +174,7 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
         return "\n".join([f"{self.job_id} is {self.state}", *self.because])
 
 
+@decodable
 class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True, repr_omit_defaults=True):
     """One connected worker."""
 

@@ -15,6 +15,7 @@ number or I/O. Every part may import `core`; `core` imports `tasuki.errors` and 
     machine                                  the clock values and commands that machines have in common
     message_requests                         messages of the clients and workers of one process
     pauses, routing                          subjects whose jobs do not start; policies that choose a worker
+    decoding                                 types that several threads may decode
     units                                    durations, sizes and times as people write and read them
     explain, reconnect, backoff              reasons for a job's state; when and where to connect again
     address, ranges, presigned, apps         addresses; HTTP ranges; answers about presigned URLs; jobs of apps

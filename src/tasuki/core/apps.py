@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 from msgspec.structs import asdict
 
+from tasuki.core.decoding import decodable
 from tasuki.core.job import LEASED, RESULT_INLINE_MAX_BYTES, JobIncident, JobSpec, Outcome, State
 from tasuki.core.protocol import META_MAX_BYTES
 from tasuki.core.subject import app_subject
@@ -64,6 +65,7 @@ def is_hash_of_all(outcome: Outcome) -> bool:
     return hashlib.sha256(document).hexdigest() == outcome.result_sha256
 
 
+@decodable
 class AppDocument(msgspec.Struct):
     """The parts of a result whose bytes are the document of all three."""
 

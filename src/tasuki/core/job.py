@@ -16,6 +16,7 @@ from typing import Any, get_type_hints
 import msgspec
 from msgspec.structs import replace
 
+from tasuki.core.decoding import decodable
 from tasuki.core.subject import DEFAULT_SUBJECT, check_subject, subject_for
 from tasuki.errors import InvalidInput, TooLarge, WrongType, quoted
 
@@ -208,6 +209,7 @@ class Outcome(msgspec.Struct, frozen=True, gc=False, omit_defaults=True, kw_only
         return found if isinstance(found, dict) else {}
 
 
+@decodable
 class Progress(msgspec.Struct, frozen=True, gc=False, array_like=True):
     """Progress that a running attempt reports: 0 to 1, and a few words. Nothing is decided by it."""
 

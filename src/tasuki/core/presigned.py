@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
+from tasuki.core.decoding import decodable
+
 
 class BlobLink(msgspec.Struct, frozen=True, omit_defaults=True):
     """A presigned URL to GET all bytes, or PUT these bytes, of a blob: a secret, valid for `expires_s` seconds."""
@@ -19,12 +21,14 @@ class BlobLink(msgspec.Struct, frozen=True, omit_defaults=True):
         return f"BlobLink(offset={self.offset}, size_bytes={self.size_bytes})"
 
 
+@decodable
 class BlobDownload(msgspec.Struct, omit_defaults=True):
     """Links for one blob; without them this server gives none: GET the blob here."""
 
     link: BlobLink | None = None
 
 
+@decodable
 class BlobUpload(msgspec.Struct, omit_defaults=True):
     """The bytes still to be sent. `have`: none, the blob is stored. Not `direct`: this server gives no links, PUT it here."""
 
@@ -35,6 +39,7 @@ class BlobUpload(msgspec.Struct, omit_defaults=True):
     missing_bytes: int = 0
 
 
+@decodable
 class BlobCommitted(msgspec.Struct):
     """`stored`: the blob is verified and durable; if not, ask again."""
 

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import msgspec
 from msgspec.structs import replace
 
+from tasuki.core.decoding import decodable
 from tasuki.core.job import Job, JobSpec, OnDisconnect, Outcome, Progress, State, check_name
 from tasuki.core.lifecycle import LEASE_TTL_S, REASSIGN_AFTER_S
 from tasuki.core.pauses import PauseAnswer, PauseOrder
@@ -261,6 +262,7 @@ class FireOrder(NamedTuple):
     """An assigned run that its worker has not fetched so long after its time is an orphan."""
 
 
+@decodable
 class Filter(msgspec.Struct, frozen=True, gc=False, kw_only=True, omit_defaults=True):
     """Filter of `find`; empty fields do not restrict."""
 
@@ -304,6 +306,7 @@ class CacheOrder(msgspec.Struct, frozen=True, gc=False):
     entries: tuple[CacheEntry, ...]
 
 
+@decodable
 class TokenRow(msgspec.Struct, frozen=True, gc=False, kw_only=True, omit_defaults=True):
     """A token as the store keeps it: never the secret, only its sha256."""
 

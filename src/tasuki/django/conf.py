@@ -12,6 +12,7 @@ from django.conf import settings
 from django.db import connections
 
 from tasuki.config import node_name
+from tasuki.core.decoding import decodable
 from tasuki.core.lifecycle import RETENTION_DAYS
 from tasuki.errors import ConfigError
 
@@ -36,6 +37,7 @@ class GrpcSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """HOST:PORT at which other nodes reach this one. Empty: the address that it listens on, or the host's name."""
 
 
+@decodable
 class AlertTarget(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A receiver of alerts."""
 
@@ -66,6 +68,7 @@ def check_receiver(url: str) -> None:
         raise ValueError(f"the address of the receiver at {host!r} has letters beyond ASCII, or spaces; percent-encode them")
 
 
+@decodable
 class AlertSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`TASUKI["alerts"]`: webhooks."""
 
@@ -77,6 +80,7 @@ class AlertSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """A definition is late so long after its time, and a leader missing so long after its lock ended."""
 
 
+@decodable
 class ProjectSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The keys of `TASUKI`; all have defaults."""
 

@@ -31,6 +31,7 @@ from django.db import Error, connections
 from tasuki.blobs.blob import BlobStore
 from tasuki.blobs.open_blobs import open_blobs
 from tasuki.core.backoff import Backoff
+from tasuki.core.decoding import decodable
 from tasuki.core.job import BlobRef, State
 from tasuki.core.lifecycle import BLOB_GRACE_S
 from tasuki.core.store_messages import BlobClaim, CondemnOrder
@@ -72,6 +73,7 @@ class ArchivedPart(msgspec.Struct, frozen=True, array_like=True):
     data: bytes
 
 
+@decodable
 class _Archive(msgspec.Struct, frozen=True, array_like=True):
     job_id: str
     """Id of the run, which makes the object its own: two runs never have equal bytes."""

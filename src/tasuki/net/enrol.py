@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import msgspec
 
 from tasuki.core.address import Address
+from tasuki.core.decoding import decodable
 from tasuki.core.reconnect import CONNECT_TIMEOUT_S
 from tasuki.errors import NoConnection, NotTasuki, Unauthorized, Unavailable
 from tasuki.net.http.transport import HttpTransport, read_body
@@ -21,6 +22,7 @@ ANSWER_MAX_BYTES = 64 * 1024
 ASK_AGAIN = "ask for another one at the server: tasuki token enroll"
 
 
+@decodable
 class Registration(msgspec.Struct, kw_only=True):
     """The answer of the server. It never tells `worker_token` again."""
 

@@ -19,6 +19,7 @@ from typing import BinaryIO
 import msgspec
 
 from tasuki.blobs.blob import CHUNK_BYTES, name_of
+from tasuki.core.decoding import decodable
 from tasuki.errors import Corrupt, InvalidInput
 
 FORMAT = 1
@@ -29,6 +30,7 @@ _BLOB_NAME = re.compile(r"blobs/([0-9a-f]{64})(?:\.([1-9][0-9]{0,8}))?")
 _BLOCK = tarfile.BLOCKSIZE
 
 
+@decodable
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The contents of a backup."""
 
@@ -183,5 +185,6 @@ def read_manifest(encoded: bytes) -> Manifest:
     raise InvalidInput(f"the backup has format {format_}, this tasuki reads format {FORMAT}; use the version that made it")
 
 
+@decodable
 class _Format(msgspec.Struct):
     format: int

@@ -18,6 +18,7 @@ import msgspec
 
 from tasuki.core.access import Identity
 from tasuki.core.broker.events import AskRouted, Query
+from tasuki.core.decoding import decodable
 from tasuki.core.explain import ExplainContext, explain
 from tasuki.core.job import TERMINAL, Job, State, check_name
 from tasuki.core.machine import Peer
@@ -153,6 +154,7 @@ def _counts(reader: Reader, query: Query) -> Any:
     return {group: msgspec.structs.asdict(counts) for group, counts in largest_groups(reader.counts(), limit).items()}
 
 
+@decodable
 class TimeRange(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Parameters of the request `statistics`: Unix times; without a `step_s` the whole range is one step."""
 

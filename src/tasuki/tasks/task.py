@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import threading
 import time
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from contextvars import ContextVar
@@ -26,6 +27,8 @@ R = TypeVar("R")
 T = TypeVar("T")
 Exceptions = type[BaseException] | tuple[type[BaseException], ...]
 
+_one_at_a_time = threading.Lock()
+"""Signatures of several tasks may have a type of the user in common (`core/decoding.py`)."""
 _current: ContextVar[HandlerJob] = ContextVar("tasuki_current_job")
 
 
@@ -117,7 +120,8 @@ class Task(Generic[P, R, T]):
     @functools.cached_property
     def signature(self) -> TaskSignature:
         """Parameters and result. Made at the first use: annotations may name what is defined after the function."""
-        return TaskSignature(self.name, self._function, self._owner.encoding)
+        with _one_at_a_time:
+            return TaskSignature(self.name, self._function, self._owner.encoding)
 
     def options(
         self,

@@ -31,6 +31,7 @@ from tasuki.clocks import now
 from tasuki.core.access import TOKEN_PREFIXES, PeerKind, token_sha256
 from tasuki.core.address import Address
 from tasuki.core.backoff import Backoff
+from tasuki.core.decoding import decodable
 from tasuki.core.job import check_name
 from tasuki.core.machine import Closed, Opened, Received
 from tasuki.core.protocol import ErrorMessage, Message, Reply, Welcome
@@ -72,6 +73,7 @@ class CredentialToken(msgspec.Struct, frozen=True, kw_only=True):
         return self.expires_at - wall if wall >= self.issued_at else 0.0
 
 
+@decodable
 class Credential(msgspec.Struct, frozen=True, kw_only=True):
     """The identity and the tokens of an enrolled worker."""
 

@@ -30,6 +30,7 @@ from typing import Any, Literal
 import msgspec
 from msgspec.structs import replace
 
+from tasuki.core.decoding import decodable
 from tasuki.core.job import check_exit_codes, check_name
 from tasuki.errors import ConfigError, InvalidInput
 from tasuki.worker import preforked
@@ -110,6 +111,7 @@ class Exec(_Settings, frozen=True, kw_only=True):
     """Set for kind python; argv is the same call in a cold interpreter, for systems without warm ones."""
 
 
+@decodable
 class _ExecTable(_Settings, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """An `[exec.NAME]` table of a TOML file."""
 

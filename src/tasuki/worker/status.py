@@ -22,6 +22,7 @@ import msgspec
 
 from tasuki.blobs.files import replace_file
 from tasuki.core.address import shown_address
+from tasuki.core.decoding import decodable
 from tasuki.core.job import check_name
 from tasuki.worker.credentials import FOLDER
 from tasuki.worker.linux_calls import look
@@ -67,6 +68,7 @@ class ConnectionStatus(msgspec.Struct, kw_only=True):
     """Number of failed tries since the last connection."""
 
 
+@decodable
 class Status(msgspec.Struct, kw_only=True):
     """The content of the file."""
 

@@ -30,6 +30,7 @@ from tasuki.client.sync import LoopThread
 from tasuki.clocks import now
 from tasuki.config import find_token, own_agent_token
 from tasuki.core.address import parse_agents
+from tasuki.core.decoding import decodable
 from tasuki.core.failover.events import LIMIT_S, LONGER_THAN_THE_JOB_S, PATIENCE_S, SILENT_S, FailoverJob, TimePassed
 from tasuki.core.failover.nodes import DEFAULT_RULES, BreakerNote, BreakerRules, Nodes, Ranked
 from tasuki.core.job import IdMaker, check_job_id
@@ -58,6 +59,7 @@ class _Entry(msgspec.Struct, omit_defaults=True):
     """Unix time at which the note was written; the times in the note count from there."""
 
 
+@decodable
 class _BreakerNotes(msgspec.Struct):
     nodes: dict[str, _Entry] = {}
 

@@ -20,6 +20,7 @@ from tasuki.client.agents import transfer
 from tasuki.client.agents.transfer import Download, DownloadedResult, NodeRedirect, NodeRefused, RunRequest, TransferListener
 from tasuki.clocks import now
 from tasuki.core.address import Address, parse_url
+from tasuki.core.decoding import decodable
 from tasuki.core.failover.agent_protocol import INPUT_NOT_FOUND
 from tasuki.core.failover.events import TOKEN_STATUSES, NodeJobStatus, Refusal, not_trusted
 from tasuki.core.failover.nodes import Capacity, Nodes
@@ -67,6 +68,7 @@ class _Progress(msgspec.Struct):
     message: str | None = None
 
 
+@decodable
 class NodeJob(msgspec.Struct, kw_only=True):
     """Job in an answer of `GET /jobs` or `GET /jobs/{job_id}`."""
 
@@ -87,6 +89,7 @@ class NodeJob(msgspec.Struct, kw_only=True):
     progress: _Progress | None = None
 
 
+@decodable
 class _JobList(msgspec.Struct):
     jobs: list[NodeJob]
 

@@ -23,6 +23,7 @@ import msgspec
 
 from tasuki.blobs.files import PartFile
 from tasuki.clocks import now
+from tasuki.core.decoding import decodable
 from tasuki.core.failover import events
 from tasuki.core.failover.agent_protocol import InputRecord, input_hash
 from tasuki.core.failover.events import JobEnded, Refusal
@@ -312,6 +313,7 @@ class _Putting(NamedTuple):
             return None if response.is_success else (await read_refusal(response))[0]
 
 
+@decodable
 class _Offset(msgspec.Struct):
     offset: int
 

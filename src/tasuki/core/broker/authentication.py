@@ -25,6 +25,7 @@ from tasuki.core.address import parse_url
 from tasuki.core.broker.events import Command
 from tasuki.core.broker.state import BrokerState, ClientSession, Session, TransferSession, WorkerSession
 from tasuki.core.broker.turn_builder import TurnEffects, ignore
+from tasuki.core.decoding import decodable
 from tasuki.core.job import TIME_END, check_name, is_sha256
 from tasuki.core.lifecycle import LEASE_MARGIN_S, LEASE_TTL_RANGE_S
 from tasuki.core.machine import Now, Peer, Send
@@ -324,6 +325,7 @@ def _list_tokens(state: BrokerState, conn: int, request: protocol.Request, ident
 # ---------------------------------------------------------------------------------------------------- a worker's own token
 
 
+@decodable
 class NewToken(msgspec.Struct, frozen=True, kw_only=True):
     """The parameters of a request for a worker's own token; the worker keeps the secret itself."""
 

@@ -11,6 +11,7 @@ import msgspec
 
 from tasuki.core.access import Identity, PeerKind
 from tasuki.core.cluster_messages import Hint, RelayedMessage, ServerInfo
+from tasuki.core.decoding import decodable
 from tasuki.core.election import EpochFenced, Lapsed, TakeOver, TookOver
 from tasuki.core.job import Job
 from tasuki.core.lifecycle import BLOB_GRACE_S, GRACE_MAX_S, LEASE_TTL_MAX_S, LEASE_TTL_S, RETENTION_DAYS
@@ -64,6 +65,7 @@ class BrokerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Time after which an attempt is taken back of which its worker has told neither a start nor progress."""
 
 
+@decodable
 class LogQuestion(msgspec.Struct, frozen=True, kw_only=True):
     """The parameters of the request `logs`, checked."""
 

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from tasuki.core.decoding import decodable
 from tasuki.core.job import Progress, is_sha256
 from tasuki.errors import InvalidInput, quoted
 
@@ -87,6 +88,7 @@ class JobMarker(msgspec.Struct, frozen=True, kw_only=True):
         return {name: getattr(self, name) for name in JobMarker.__struct_fields__}
 
 
+@decodable
 class RunningMarker(JobMarker, frozen=True, kw_only=True):
     """`.running`: an incarnation of the agent receives or runs this job."""
 
@@ -99,6 +101,7 @@ class RunningMarker(JobMarker, frozen=True, kw_only=True):
         return AgentState.RUNNING
 
 
+@decodable
 class EndedMarker(JobMarker, frozen=True, kw_only=True):
     """`.done` or `.failed`: the program has ended, and `result.zip` beside it is complete."""
 
@@ -117,6 +120,7 @@ class EndedMarker(JobMarker, frozen=True, kw_only=True):
         return self.outcome.state
 
 
+@decodable
 class InterruptedMarker(JobMarker, frozen=True, kw_only=True):
     """`.interrupted`: the agent ended while the job ran; there is no result."""
 

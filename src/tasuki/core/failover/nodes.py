@@ -24,6 +24,7 @@ from enum import IntEnum, StrEnum
 
 import msgspec
 
+from tasuki.core.decoding import decodable
 from tasuki.core.failover.agent_protocol import AgentState
 from tasuki.core.failover.events import NodeJobStatus, Refusal
 from tasuki.core.job import check_file_name
@@ -162,6 +163,7 @@ class NodeState(IntEnum):
     """The breaker is open."""
 
 
+@decodable
 class Capacity(msgspec.Struct, frozen=True):
     """Answer of `/capacity`."""
 

@@ -26,6 +26,7 @@ import re
 import msgspec
 from msgspec.structs import replace
 
+from tasuki.core.decoding import decodable
 from tasuki.core.failover.agent_protocol import AgentOutcome, AgentState, EndedMarker
 from tasuki.core.job import BlobRef, Job, JobSpec, Outcome, State, body_hash, check_job_id, check_sha256
 from tasuki.core.store_messages import HeldLease, Submission
@@ -58,6 +59,7 @@ class ResultLocation(msgspec.Struct, frozen=True):
         return hmac.compare_digest(self.proof.encode(), self.proven(token).proof.encode())
 
 
+@decodable
 class Meta(msgspec.Struct, frozen=True):
     """Meta of an outcome, as agents write it."""
 

@@ -28,6 +28,7 @@ from typing import Any
 
 import msgspec
 
+from tasuki.core.decoding import decodable
 from tasuki.core.job import (
     JOB_ID_MAX_CHARS,
     TEXT_MAX_BYTES,
@@ -83,6 +84,7 @@ def default_policy(definition_type: str) -> str:
     return (ConcurrencyPolicy.ALLOW if definition_type == DefinitionType.EVENT else ConcurrencyPolicy.FORBID).value
 
 
+@decodable
 class Definition(msgspec.Struct, frozen=True, kw_only=True):
     """A job by time or by event. The fields are columns of the table of definitions."""
 

@@ -14,6 +14,7 @@ import msgspec
 from starlette.responses import Response
 
 from tasuki.core.access import PeerKind
+from tasuki.core.decoding import decodable
 from tasuki.core.job import BUDGET_MAX, PRIORITY_MAX, TIMEOUT_MAX_S
 from tasuki.core.protocol import BLOBS_PATH, CODECS, FRAMES_PATH, FRAMES_TYPE, LOG_WAIT_MAX_S, MESSAGES_PATH, WORKER_PATH
 from tasuki.doors.http import app_jobs, app_workers, blobs, frames, messages, v1
@@ -65,7 +66,7 @@ def _route(method: str, path: str, handle: Callable[..., Awaitable[Any]], **fiel
     hints = get_type_hints(handle)
     body, answer = hints.get("body"), hints["return"]
     if body is not None and body is not bytes:
-        fields["body"], fields["batch"] = (*_members(body), None)[:2]
+        fields["body"], fields["batch"] = (*map(decodable, _members(body)), None)[:2]
     fields["answers"] = tuple(dict[str, Any] if kind is Any else kind for kind in _members(answer) if not _is_response(kind))
     return Route(method=method, path=path, handle=handle, **fields)
 

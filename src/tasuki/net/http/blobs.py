@@ -23,6 +23,7 @@ from urllib.parse import urlsplit
 import httpx
 import msgspec
 
+from tasuki.core.decoding import decodable
 from tasuki.core.job import BlobRef
 from tasuki.core.presigned import BlobCommitted, BlobDownload, BlobLink, BlobUpload
 from tasuki.core.protocol import BLOBS_PATH
@@ -236,6 +237,7 @@ def _trusting(tls: ssl.SSLContext | None) -> ssl.SSLContext:
     return context
 
 
+@decodable
 class _Had(msgspec.Struct):
     have: bool
     offset: int | None = None

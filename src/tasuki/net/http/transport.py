@@ -18,6 +18,7 @@ import httpx
 import msgspec
 
 from tasuki.core.address import Address, shown_address
+from tasuki.core.decoding import decodable
 from tasuki.errors import (
     InvalidInput,
     NoConnection,
@@ -59,6 +60,7 @@ class ErrorBody(msgspec.Struct):
     details: dict[str, object] = {}
 
 
+@decodable
 class ErrorResponse(msgspec.Struct):
     """Every response of a tasuki server that is not 2xx."""
 

@@ -18,6 +18,7 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
+from tasuki.core.decoding import decodable
 from tasuki.core.machine import Now
 from tasuki.core.routing import Policy
 from tasuki.testing.sim import history
@@ -26,6 +27,7 @@ from tasuki.testing.sim.history import AnyLine, HistoryLine, ProcessEvent
 # ---------------------------------------------------------------------------------------------------- options
 
 
+@decodable
 class SimOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Options of a simulated world; a field that is None is drawn from the seed."""
 
