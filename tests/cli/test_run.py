@@ -316,7 +316,7 @@ def test_output_to_a_full_disk_is_told_in_one_line_and_the_job_ends(served: Serv
 
 def test_closed_streams_are_no_streams(served: Served) -> None:
     user, _ = served
-    for word in ("run echo hello", "list", "--help", "run --json true"):
+    for word in ("run echo hello", "list --state RUNNING", "--help", "run --json true"):
         for closed in (">&-", "<&-", "2>&-"):
             script = f"{TASUKI[0]} -m tasuki {word} {closed}"
             done = subprocess.run(["sh", "-c", script], env=user.environ, capture_output=True, text=True, timeout=DEADLINE_S)

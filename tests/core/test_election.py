@@ -122,7 +122,9 @@ TABLE: list[tuple[State, Event, list[Command] | type[Exception], State]] = [
     (ACQUIRING, EpochFenced(EPOCH), [], ACQUIRING),
     (ACQUIRING, Lapsed(EPOCH), [], ACQUIRING),
     (ACQUIRING, Degraded(), [], ACQUIRING),
-    (ACQUIRING, LockReleased(), [], ACQUIRING),
+    (ACQUIRING, LockReleased(), [], Acquiring(released=True)),
+    (Acquiring(released=True), BUSY, [], FOLLOWING_DUE),
+    (Acquiring(released=True), LOCKED, [TakeOver(EPOCH)], TAKING_OVER),
     (ACQUIRING, Resign(), [], ACQUIRING),
     (TAKING_OVER, Ticked(), [], TAKING_OVER),
     (TAKING_OVER, LOCKED, NOT_ASKED, TAKING_OVER),
@@ -591,4 +593,15 @@ def test_a_server_that_lets_others_stand_first_asks_after_the_end_of_the_lock_th
     assert term.state == Following(NOW + 5.5)
 
     term.apply(LockReleased(), NOW + 1)
-    assert term.state == Following(NOW + 2.5)
+    assert term.state == Following(NOW + 2.5, defers=True)
+
+
+def test_a_server_whose_question_is_due_lets_others_ask_first_when_the_lock_is_released_but_not_again_and_again() -> None:
+    term = term_in(FOLLOWING_DUE)
+    term.deference_s = 1.5
+
+    term.apply(LockReleased(), NOW)
+    assert term.state == Following(NOW + 1.5, defers=True)
+
+    term.apply(LockReleased(), NOW + 1)
+    assert term.apply(Ticked(), NOW + 1.5) == [Acquire()]

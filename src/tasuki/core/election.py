@@ -39,10 +39,12 @@ with exactly one event, however long it takes (TakeOver with TookOver or EpochFe
 `Following` or `Resigned`: a lock that may have been renewed after all is given back. Every event looks at the time first: a
 leader whose time is over steps down before it handles the event. `EpochFenced` of an epoch other than the present one changes
 nothing. `Lapsed` and `Degraded` are to a leader as `EpochFenced`, except that it asks for the lock again at once, or
-after a time in which all other servers ask for it; others ignore both. `LockReleased` makes a follower ask sooner.
+after a time in which all other servers ask for it; others ignore both. `LockReleased` makes a follower ask at once, also after
+an answer that it is still waiting for.
 
-A server may let others ask first (`deference_s`): it asks for the lock only so long after the end of the lock that it has heard
-of. So the sub-leader of another node than the last leader's is the first to ask, then that of the same node, then all others.
+A server may let others ask first (`deference_s`): it asks for the lock only so long after the end or the release of the lock
+that it has heard of. So the sub-leader of another node than the last leader's is the first to ask, then that of the same node,
+then all others.
 """
 
 from __future__ import annotations
@@ -167,10 +169,15 @@ class Following(msgspec.Struct, frozen=True):
     """Another server leads, or none does."""
 
     ask_at: float
+    defers: bool = False
+    """Others ask first, since the lock was released."""
 
 
 class Acquiring(msgspec.Struct, frozen=True):
     """The coordination was asked for the lock."""
+
+    released: bool = False
+    """Meanwhile the lock was released, which the answer may not know."""
 
 
 class TakingOver(msgspec.Struct, frozen=True):
@@ -272,8 +279,7 @@ class Election:
             case Degraded():
                 commands += self._degraded(now)
             case LockReleased():
-                if isinstance(self.state, Following):
-                    self.state = Following(min(self.state.ask_at, max(now + self.deference_s, self._others_first_until)))
+                self._released(now)
             case Resign():
                 commands += self._resign(now)
         return commands
@@ -291,6 +297,7 @@ class Election:
     def _acquired(self, answer: Locked | Busy | None, asked_at: float, now: float) -> list[Command]:
         if not isinstance(self.state, Acquiring):
             self._nobody_asked("Acquired")
+        was_released = self.state.released
         match answer:
             case Locked(epoch=epoch) if not self._resigning:
                 self.state = TakingOver(epoch, asked_at)
@@ -303,7 +310,19 @@ class Election:
                 self._follow(now, wait_s + self.deference_s if self.deference_s else min(wait_s, ASK_MAX_S))
             case None:
                 self._follow(now)
+        if was_released:
+            self._released(now)
         return []
+
+    def _released(self, now: float) -> None:
+        ask_at = max(now + self.deference_s, self._others_first_until)
+        match self.state:
+            case Following(defers=False) if self.deference_s:  # also if it would ask sooner; once, for such news may come again
+                self.state = Following(ask_at, defers=True)
+            case Following() as state:
+                self.state = replace(state, ask_at=min(state.ask_at, ask_at))
+            case Acquiring():
+                self.state = Acquiring(released=True)
 
     def _took_over(self, event: TookOver, now: float) -> list[Command]:
         state = self.state
