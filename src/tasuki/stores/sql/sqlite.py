@@ -106,6 +106,7 @@ class OwnerLock:
     def release(self) -> None:
         """Free the file for the next owner. The lock file stays: if deleted, two processes could lock two files of one name."""
         os.ftruncate(self._descriptor, 0)
+        fcntl.flock(self._descriptor, fcntl.LOCK_UN)  # a process that is just being started has the descriptor until its exec
         os.close(self._descriptor)
 
 
