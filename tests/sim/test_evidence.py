@@ -37,7 +37,7 @@ def staged(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Sta
         store, query = SqlStore.open_sqlite(path, clock=clock), sqlite_query(path)
     else:
         service: PostgresService = request.getfixturevalue("postgres")
-        url: str = request.getfixturevalue("postgres_url")
+        url = request.getfixturevalue("postgres_url") + "?connect_timeout=20"  # on a machine with much other work
         store, query = SqlStore.open_postgresql(url, clock=clock), lambda statement: service.execute(statement, url=url)
     try:
         yield Stage(store, clock), query

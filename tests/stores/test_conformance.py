@@ -33,8 +33,7 @@ class TestSqliteStore(StoreSuite):
 class TestPostgresStore(StoreSuite):
     @pytest.fixture
     def make_store(self, postgres_url: str) -> MakeStore:
-        patient = f"{postgres_url}?connect_timeout=20"  # on a machine with other load
-        return lambda clock: SqlStore.open_postgresql(patient, clock=clock)
+        return lambda clock: SqlStore.open_postgresql(postgres_url, clock=clock)
 
 
 # The state machine goes around floors in every run; all cases do so only in the soak.

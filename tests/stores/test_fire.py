@@ -140,9 +140,7 @@ def firing(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Firing]:
     makers: dict[str, Callable[[], Any]] = {
         "memory": lambda: MemoryStore(clock),
         "sqlite": lambda: SqlStore.open_sqlite(with_tables(tmp_path / "tasuki.sqlite3"), clock=clock),
-        "postgresql": lambda: SqlStore.open_postgresql(
-            request.getfixturevalue("postgres_url") + "?connect_timeout=20", clock=clock
-        ),
+        "postgresql": lambda: SqlStore.open_postgresql(request.getfixturevalue("postgres_url"), clock=clock),
     }
     store = makers[request.param]()
     yield Firing(store, clock)

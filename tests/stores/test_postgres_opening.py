@@ -212,8 +212,10 @@ def test_the_settings_are_there_again_after_a_reconnect(postgres: PostgresServic
     assert shown(store, "jit") == "off"
 
 
-def test_a_dead_peer_is_noticed_in_seconds(store: SqlStore) -> None:
+def test_a_dead_peer_is_noticed_in_seconds(postgres_url: str) -> None:
+    store = SqlStore.open_postgresql(postgres_url.partition("?")[0])
     given = connection_of(store).info.get_parameters()
+    store.close()
 
     assert given["keepalives_idle"] == "5"
     assert int(given["tcp_user_timeout"]) <= 4000

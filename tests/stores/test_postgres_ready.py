@@ -18,10 +18,10 @@ LOOKED_MAX = MANY // 2
 
 
 @pytest.fixture
-def crowded(postgres_url: str) -> Iterator[Stage]:
+def crowded(vacuumed_url: str) -> Iterator[Stage]:
     """A store with a job of each of many subjects that nobody takes."""
     clock = FakeClock()
-    stage = Stage(SqlStore.open_postgresql(postgres_url, clock=clock), clock)
+    stage = Stage(SqlStore.open_postgresql(vacuumed_url, clock=clock), clock)
     for begin in range(0, MANY, IN_VAIN_MAX):
         add(stage, *(f"render.{number:05}.gpu" for number in range(begin, begin + IN_VAIN_MAX)))
     yield stage

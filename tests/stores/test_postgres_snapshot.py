@@ -27,11 +27,11 @@ def clock() -> FakeClock:
 
 
 @pytest.fixture
-def open_stage(postgres_url: str, clock: FakeClock) -> Iterator[Callable[[], Stage]]:
+def open_stage(vacuumed_url: str, clock: FakeClock) -> Iterator[Callable[[], Stage]]:
     stages: list[Stage] = []
 
     def opened() -> Stage:
-        stages.append(Stage(SqlStore.open_postgresql(postgres_url, clock=clock), clock))
+        stages.append(Stage(SqlStore.open_postgresql(vacuumed_url, clock=clock), clock))
         return stages[-1]
 
     yield opened
