@@ -223,6 +223,9 @@ def test_a_live_list_follows_and_keeps_ticks_focus_marked_text_and_scroll_positi
     context.close()
 
 
+AT_ITS_END = "(box => box.scrollTop + box.clientHeight > box.scrollHeight - 8)(document.querySelector('pre'))"
+
+
 def test_output_that_is_read_stays_while_more_arrives_and_is_followed_again_at_its_end(
     server: ServerProcess, home: Home, tmp_path: Path
 ) -> None:
@@ -233,7 +236,7 @@ def test_output_that_is_read_stays_while_more_arrives_and_is_followed_again_at_i
         run_job(page, home.url, "sh", f'-c "{script}"')
         box = page.locator("pre")
         expect(box).to_contain_text("\n1000\n")
-        assert page.evaluate("(box => box.scrollTop + box.clientHeight > box.scrollHeight - 8)(document.querySelector('pre'))")
+        page.wait_for_function(AT_ITS_END)
         page.get_by_text("Details").click()
         page.evaluate("""() => {
             const box = document.querySelector("pre"), text = box.firstChild, at = text.data.indexOf("\\n500\\n") + 1;
@@ -249,7 +252,7 @@ def test_output_that_is_read_stays_while_more_arrives_and_is_followed_again_at_i
         page.evaluate("getSelection().empty(); document.querySelector('pre').scrollTop = 1e9")
         (tmp_path / "end").touch()
         on(page, "SUCCEEDED")
-        assert page.evaluate("(box => box.scrollTop + box.clientHeight > box.scrollHeight - 8)(document.querySelector('pre'))")
+        page.wait_for_function(AT_ITS_END)
     page.close()
 
 
